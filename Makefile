@@ -1,0 +1,61 @@
+# One word per job. Each target first puts what it needs into .venv; a second call finds it there.
+#
+#   make train [ARGS="..."]   train with the ready jobs (halfpeak train ...)
+#   make test                 everything that CI runs
+#   make check                lint, format, types
+#   make docs                 the pages, in docs/_build/html
+#   make bench                every benchmark, on the CPU
+#   make bench-gpu            the same on the accelerator, with the torch and triton already installed
+#   make clean                remove what the targets made
+
+PYTHON     ?= python3
+GPU_PYTHON ?= python3
+VENV       := .venv
+BIN        := $(VENV)/bin
+INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+
+.DELETE_ON_ERROR:
+.PHONY: train test check docs bench bench-gpu clean
+
+train: $(VENV)/.package
+	$(BIN)/halfpeak train $(ARGS)
+
+# One thread: the tensors of the tests are small, and other processes of the suite want the other cores.
+test: check docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.tools
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+docs: $(VENV)/.tools
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/.package
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+bench-gpu:
+	@set -e; for script in $(BENCHMARKS); do \
+	  echo "== $$script"; PYTHONPATH=src $(GPU_PYTHON) $$script --device cuda $(ARGS); done
+
+clean:
+	rm -rf $(VENV) docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "halfpeak needs Python 3.11 or newer and '$(PYTHON)' is not; write: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	touch $@
+
+$(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[all]'
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.package
+	$(INSTALL) --group test --group check --group docs
+	touch $@

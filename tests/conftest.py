@@ -1,0 +1,51 @@
+"""What holds for every test: fixed seeds, one thread, and a process left as it was found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that need an accelerator on a machine that has none."""
+    if torch.accelerator.is_available():
+        return
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=needy)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def process_left_as_found(fixed_seeds: None) -> Iterator[None]:
+    before = global_torch_state()
+    yield
+    assert global_torch_state() == before
+
+
+def global_torch_state() -> dict[str, object]:
+    """Every process-wide setting of torch that mixed precision could leave changed."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+    }

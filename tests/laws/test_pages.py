@@ -1,0 +1,93 @@
+"""Every code block of the pages runs, every command they show exists, every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laws.source import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
+
+
+def blocks(text: str) -> list[tuple[list[str], int, list[str]]]:
+    """The fenced blocks of a page: words after the fence, number of the first line, lines."""
+    found: list[tuple[list[str], int, list[str]]] = []
+    opened: tuple[str, list[str], int, list[str]] | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opened is None and fence:
+            opened = fence["indent"], fence["info"].split(), number + 1, []
+        elif opened is not None and fence and not fence["info"].strip():
+            found.append(opened[1:])
+            opened = None
+        elif opened is not None:
+            opened[3].append(line.removeprefix(opened[0]))
+    assert opened is None, f"the fence of line {opened[2] - 1} is never closed" if opened else ""
+    return found
+
+
+def python_of(text: str, *, run: bool) -> str:
+    """The Python blocks of a page on their own line numbers, so that a traceback points into the page."""
+    lines = [""] * (text.count("\n") + 1)
+    for words, first, code in blocks(text):
+        if words[:1] == ["python"] and ("no-run" not in words) is run:
+            lines[first - 1 : first - 1 + len(code)] = code
+    return "\n".join(lines)
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+RUNNABLE = [page for page in PAGES if python_of(page.read_text(), run=True).strip()]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=named)
+def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
+    """In order, in one namespace, in an empty folder and a process of its own, with warnings as errors."""
+    script = tmp_path / page.with_suffix(".py").name
+    script.write_text(python_of(page.read_text(), run=True))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script.name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, f"{named(page)} (the traceback has the page's line numbers)\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_blocks_that_are_not_run_compile(page: Path) -> None:
+    for words, first, code in blocks(page.read_text()):
+        if words[:1] == ["python"] and "no-run" in words:
+            compile("\n" * (first - 1) + "\n".join(code), str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_shown_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    shown = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE))
+    assert shown <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_the_runner_keeps_line_numbers_and_leaves_out_what_is_not_run() -> None:
+    page = "# T\n```python\nx = 1\n```\n```python no-run\ny = 2\n```\n```bash\nls\n```\n"
+    assert python_of(page, run=True).splitlines()[2] == "x = 1"
+    assert python_of(page, run=False).strip() == "y = 2"

@@ -1,0 +1,192 @@
+"""What a room may do: hold state, speak, reach for other libraries, write on objects that are not its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from laws.source import Module, imports, modules
+
+QUIET = ("core", "ops", "parts", "casting", "checkpoint", "engine", "fused")
+"""Rooms that return results and never report them."""
+
+SPEAKING = ("amp", "cli", "insight")
+"""Rooms that may print."""
+
+SESSION = "amp/session.py"
+"""The one file with state of the process, because the API it serves is a set of functions."""
+
+STATEFUL = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+"""Calls that make an empty container to be filled later."""
+
+HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local"}
+"""Calls that make state whether or not the name is Final."""
+
+DISTRIBUTED = {"parts/verdict.py"}
+"""Files that may talk to other ranks."""
+
+LONGEST = 330
+
+
+def test_state_of_the_process_lives_in_the_session_only() -> None:
+    found = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module in modules()
+        if module.where != SESSION
+        for node in mutable_state(module.tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Names of a module or class body that hold something to fill later, and functions that rebind them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for statement in (statement for body in bodies for statement in body):
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if all(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            continue
+        hidden = called(statement.value) in HIDDEN_STATE
+        if hidden or (is_mutable(statement.value) and not is_final(statement)):
+            yield statement
+
+
+def is_final(statement: ast.Assign | ast.AnnAssign) -> bool:
+    return isinstance(statement, ast.AnnAssign) and "Final" in ast.unparse(statement.annotation)
+
+
+def is_mutable(value: ast.expr) -> bool:
+    literal = isinstance(value, (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp))
+    return literal or called(value) in STATEFUL
+
+
+def called(value: ast.expr) -> str:
+    if not isinstance(value, ast.Call):
+        return ""
+    function = value.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def test_quiet_rooms_do_not_write_on_objects_of_others() -> None:
+    unknown: list[str] = []
+    used: set[tuple[str, str]] = set()
+    for module in modules():
+        if module.room not in QUIET:
+            continue
+        for node, attribute in foreign_writes(module.tree):
+            used.add((module.where, attribute))
+            if (module.where, attribute) not in FOREIGN_WRITES:
+                unknown.append(f"{module.at(node)}: {ast.unparse(node)[:90]}")
+    assert not unknown, "\n".join(unknown)
+    assert not FOREIGN_WRITES.keys() - used, "an exception that nobody needs any more"
+
+
+FOREIGN_WRITES: dict[tuple[str, str], str] = {}
+"""File and attribute, with the reason why this room must write it on an object that it does not own."""
+
+
+WRITERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+
+
+def foreign_writes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Every attribute set or deleted on anything but ``self`` or ``cls``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node, node.attr
+        elif isinstance(node, ast.Call) and called(node) in WRITERS:
+            name = node.args[1] if len(node.args) > 1 else None
+            own = node.args and isinstance(node.args[0], ast.Name) and node.args[0].id in ("self", "cls")
+            if not own:
+                yield node, str(name.value) if isinstance(name, ast.Constant) else "setattr"
+
+
+def test_only_the_verdict_talks_to_other_ranks() -> None:
+    others = [
+        module.where
+        for module in modules()
+        if module.where not in DISTRIBUTED
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed.")
+    ] + [
+        module.where
+        for module in modules()
+        if module.where not in DISTRIBUTED
+        for _, name in imports(module)
+        if name.startswith("torch.distributed")
+    ]
+    assert not others
+
+
+def test_triton_stays_behind_its_door() -> None:
+    outside = [
+        module.at(node)
+        for module in modules()
+        if not module.where.startswith("ops/triton/")
+        for node, name in imports(module)
+        if name.split(".")[0] == "triton"
+    ]
+    assert not outside
+
+
+def test_quiet_rooms_neither_print_nor_log() -> None:
+    loud = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if speaks(module, node)
+    ]
+    assert not loud, "\n".join(loud)
+
+
+def speaks(module: Module, node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+        return module.room not in SPEAKING
+    if isinstance(node, (ast.Import, ast.ImportFrom)) and module.room in QUIET:
+        names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        return any(name.split(".")[0] == "logging" for name in names)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cache = {}", 1),
+        ("cache: dict[int, int] = dict()", 1),
+        ("class Registry:\n    known = []", 1),
+        ("here: Final = ContextVar('here')", 1),
+        ("def move():\n    global here", 1),
+        ("NAMES: Final = {'half': 16}\n__all__ = ['NAMES']\npair = (1, 2)", 0),
+    ],
+)
+def test_the_law_on_state_sees(text: str, found: int) -> None:
+    assert len(list(mutable_state(ast.parse(text)))) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("optimizer.step = skip", 1),
+        ("setattr(model, name, skip)", 1),
+        ("del model.forward", 1),
+        ("group.params += [p]", 1),
+        ("self.scale = 1.0\ncls.known = ()\nobject.__setattr__(self, 'scale', 1.0)", 0),
+    ],
+)
+def test_the_law_on_foreign_writes_sees(text: str, found: int) -> None:
+    assert len(list(foreign_writes(ast.parse(text)))) == found
+
+
+def test_a_room_holds_one_idea() -> None:
+    long = {module.where: lines for module in modules() if (lines := module.text.count("\n")) > LONGEST}
+    assert not long
+
+
+def test_every_file_says_what_it_owns() -> None:
+    assert not [module.where for module in modules() if not ast.get_docstring(module.tree)]
