@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from halfpeak.core.levels import LEVELS
 from laws.source import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -91,3 +92,16 @@ def test_the_runner_keeps_line_numbers_and_leaves_out_what_is_not_run() -> None:
     page = "# T\n```python\nx = 1\n```\n```python no-run\ny = 2\n```\n```bash\nls\n```\n"
     assert python_of(page, run=True).splitlines()[2] == "x = 1"
     assert python_of(page, run=False).strip() == "y = 2"
+
+
+def test_the_page_of_the_levels_says_what_the_code_does() -> None:
+    text = (ROOT / "docs" / "levels.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    start = next(index for index, row in enumerate(rows) if row[0] == "property")
+    assert rows[start][1:] == list(LEVELS)
+    written = {row[0]: row[1:] for row in rows[start + 2 :]}
+    for name, shown in written.items():
+        values = [getattr(level.properties, name) for level in LEVELS.values()]
+        assert shown == [f'"{v}"' if isinstance(v, str) else str(v).removeprefix("torch.") for v in values], (
+            name
+        )
