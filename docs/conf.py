@@ -1,11 +1,11 @@
 """How the pages are built."""
 
-from importlib.metadata import version
+from importlib import metadata
 
 project = "halfpeak"
 author = "The halfpeak developers"
 copyright = author
-release = version("halfpeak")
+release = version = metadata.version("halfpeak")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
@@ -19,6 +19,3 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
-
-# ```python no-run: the second word is for the tests.
-suppress_warnings = ["misc.highlighting_failure"]
