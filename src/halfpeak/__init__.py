@@ -1,0 +1,60 @@
+"""halfpeak: mixed-precision training for PyTorch on any device.
+
+>>> import torch, halfpeak
+>>> model = torch.nn.Linear(4, 2)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> engine = halfpeak.prepare(model, optimizer, "O5")
+>>> engine.policy.param
+torch.bfloat16
+"""
+
+from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.errors import (
+    BannedOpError,
+    CheckpointError,
+    ClosureError,
+    ConfigError,
+    ConfigTypeError,
+    HalfpeakError,
+    LossIdError,
+    LossScaleCollapse,
+    OrderError,
+    ParameterError,
+    RankMismatchError,
+    StateError,
+)
+from halfpeak.core.levels import LEVELS, Level, Properties
+from halfpeak.core.outcome import StepResult
+from halfpeak.core.policy import Policy
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.engine import Engine
+from halfpeak.engine.prepare import prepare
+from halfpeak.parts.clip import ClipNorm, ClipValue
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LEVELS",
+    "Accumulation",
+    "BannedOpError",
+    "CheckpointError",
+    "ClipNorm",
+    "ClipValue",
+    "ClosureError",
+    "ConfigError",
+    "ConfigTypeError",
+    "Engine",
+    "HalfpeakError",
+    "Level",
+    "LossIdError",
+    "LossScaleCollapse",
+    "OrderError",
+    "ParameterError",
+    "Policy",
+    "Properties",
+    "RankMismatchError",
+    "ScaleConfig",
+    "StateError",
+    "StepResult",
+    "prepare",
+]

@@ -1,0 +1,151 @@
+"""Low modules (O2, O3, O5) and float32 ones (O0): converting what they store, casting at their boundary with hooks.
+
+Nothing is assigned on the module: the casts are forward hooks, picklable and without a reference to any module, so a
+deep copy or a pickle of the model casts for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.casting.containers import cast_tree
+from halfpeak.core.dtypes import LOW
+from halfpeak.core.policy import NormRule, Policy
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def is_kept_fp32(module: nn.Module, norms: NormRule) -> bool:
+    """Whether ``module`` is a normalisation layer that the rule leaves in float32.
+
+    >>> is_kept_fp32(nn.LayerNorm(4), "all"), is_kept_fp32(nn.LayerNorm(4), "batchnorm")
+    (True, False)
+    """
+    if norms == "none":
+        return False
+    if norms == "batchnorm":
+        return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, _NORMS)
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the module's own parameters, their gradients and its buffers in place; children are left alone.
+
+    Parameters keep their identity. A low ``dtype`` leaves float64 and complex tensors alone: who stores float64 in a
+    low model means it. float32 as ``dtype`` takes every real floating-point tensor, as opt level O0 does.
+    """
+    for parameter in module.parameters(recurse=False):
+        if is_convertible(parameter, dtype):
+            parameter.data = parameter.data.to(dtype)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if is_convertible(buffer, dtype):
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype, norms: NormRule = "batchnorm") -> nn.Module:
+    """Cast every module of ``network`` but the normalisation layers that ``norms`` keeps; returns ``network``.
+
+    >>> network = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
+    >>> [p.dtype for p in network.parameters()][1:3]
+    [torch.float16, torch.float32]
+    """
+    for module in network.modules():
+        if is_kept_fp32(module, norms):
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+def is_convertible(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`convert_module` would cast this tensor."""
+    if dtype is torch.float32:
+        return tensor.is_floating_point() and tensor.dtype in (*LOW, torch.float32, torch.float64)
+    return tensor.dtype in LOW or tensor.dtype is torch.float32
+
+
+def converted_parameters(network: nn.Module, dtype: torch.dtype, norms: NormRule) -> Iterator[nn.Parameter]:
+    """The parameters that :func:`convert_network` would cast, each once. Changes nothing."""
+    seen: set[int] = set()
+    for module in network.modules():
+        if not is_kept_fp32(module, norms):
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in seen and is_convertible(parameter, dtype):
+                    seen.add(id(parameter))
+                    yield parameter
+
+
+@dataclass(frozen=True, slots=True)
+class CastInputs:
+    """A forward pre-hook that casts positional and keyword arguments, through nested containers."""
+
+    dtype: torch.dtype
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast."""
+        cast = tuple([cast_tree(value, self.dtype) for value in args])
+        return cast, {key: cast_tree(value, self.dtype) for key, value in kwargs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CastOutput:
+    """A forward hook that casts what the module returns, through nested containers."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Cast."""
+        return cast_tree(output, self.dtype)
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether casting hooks of this file sit on the module."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(isinstance(hook, (CastInputs, CastOutput)) for hook in hooks)
+
+
+def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Cast the model's inputs to what it stores and its outputs to what the policy returns."""
+    handles: list[RemovableHandle] = []
+    if policy.param is not None:
+        handles.append(model.register_forward_pre_hook(CastInputs(policy.param), with_kwargs=True))
+    if policy.output is not None:
+        # First among the hooks, so that the user's own hooks see what the caller gets.
+        handles.append(model.register_forward_hook(CastOutput(policy.output), prepend=True))
+    return handles
+
+
+def hook_norms(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Let the normalisation layers that stay float32 in a low model compute in float32 and return the low dtype.
+
+    Batch norm needs no hook: its kernels take low inputs with float32 weights on every device. Other layers would fail
+    or differ between devices.
+    """
+    if policy.param is None or policy.param not in LOW:
+        return []
+    handles: list[RemovableHandle] = []
+    for module in _kept_norms(model, policy.norms):
+        if module is not model:
+            handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(CastOutput(policy.param), prepend=True))
+    return handles
+
+
+def _kept_norms(model: nn.Module, norms: NormRule) -> Iterable[nn.Module]:
+    return (
+        module
+        for module in model.modules()
+        if is_kept_fp32(module, norms) and not isinstance(module, _BatchNorm)
+    )

@@ -1,0 +1,1 @@
+"""Values and pure transitions: no device, no distributed, no files."""

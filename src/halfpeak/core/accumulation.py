@@ -1,0 +1,52 @@
+"""Gradient accumulation as arithmetic: how many backward passes make one step, and by what each loss is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfpeak.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accumulation:
+    """Every ``every`` backward passes make one optimizer step; the mean of their gradients is stepped.
+
+    Windows are absolute: ``[0, every) [every, 2*every) ...`` over the whole run. When ``total``, the number of backward
+    passes of the run, is known and not a multiple of ``every``, the last window is shorter and its losses are divided
+    by its own length.
+
+    Raises:
+        ConfigError: ``every`` is not a positive integer, or ``total`` is neither None nor a positive integer.
+
+    >>> plan = Accumulation(every=3, total=7)
+    >>> [(i, plan.divisor(i), plan.is_boundary(i)) for i in range(7)]
+    [(0, 3, False), (1, 3, False), (2, 3, True), (3, 3, False), (4, 3, False), (5, 3, True), (6, 1, True)]
+    """
+
+    every: int = 1
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_positive_int(self.every):
+            raise ConfigError(
+                f"accumulate={self.every!r} must be an integer of 1 or more; write accumulate=4"
+            )
+        if self.total is not None and not _is_positive_int(self.total):
+            raise ConfigError(
+                f"total={self.total!r} must be None or the number of backward passes of the run"
+            )
+
+    def divisor(self, index: int) -> int:
+        """By what the loss of backward pass ``index`` (counted from 0) is divided."""
+        if self.total is None or index >= self.total:
+            return self.every
+        remainder = self.total % self.every
+        return self.every if index < self.total - remainder else remainder
+
+    def is_boundary(self, index: int) -> bool:
+        """Whether a step follows backward pass ``index`` (counted from 0)."""
+        return (index + 1) % self.every == 0 or index + 1 == self.total
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,79 @@
+"""The exceptions.
+
+Each is also the builtin class that the older libraries raised in the same place, so ``except`` clauses written for
+them still work::
+
+    HalfpeakError
+    ├── ConfigError (ValueError, RuntimeError)         an argument is refused; nothing was changed
+    │   └── ConfigTypeError (TypeError)                an argument has the wrong type
+    ├── LossIdError (IndexError)                       a loss_id that num_losses does not reach
+    ├── OrderError (RuntimeError)                      a call at the wrong moment
+    │   └── ClosureError                               a closure that cannot be run under loss scaling
+    ├── ParameterError (TypeError)                     a parameter that halfpeak cannot train
+    ├── StateError (ValueError, RuntimeError)          a state dict that does not fit; nothing was loaded
+    ├── CheckpointError (RuntimeError)                 a file that is damaged, foreign or not plain data
+    ├── BannedOpError (NotImplementedError)            an operation that is unsafe in a low dtype
+    ├── LossScaleCollapse (RuntimeError, ArithmeticError)  gradients stay non-finite at the smallest scale
+    └── RankMismatchError (RuntimeError)               ranks that step together disagree
+"""
+
+from __future__ import annotations
+
+
+class HalfpeakError(Exception):
+    """Base of every exception that halfpeak raises on purpose."""
+
+
+class ConfigError(HalfpeakError, ValueError, RuntimeError):
+    """An argument is refused. The message names the value, the allowed ones and what to write."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """An argument has the wrong type."""
+
+
+class LossIdError(HalfpeakError, IndexError):
+    """A ``loss_id`` that ``num_losses`` does not reach."""
+
+
+class OrderError(HalfpeakError, RuntimeError):
+    """A call came at a moment when it would act on scaled, stale or missing gradients."""
+
+
+class ClosureError(OrderError):
+    """A closure cannot be run correctly here. The message says why."""
+
+
+class ParameterError(HalfpeakError, TypeError):
+    """A parameter is of a kind, or in a place, that cannot be trained as asked."""
+
+
+class StateError(HalfpeakError, ValueError, RuntimeError):
+    """A state dict does not fit the object it was given to. Nothing was loaded."""
+
+
+class CheckpointError(HalfpeakError, RuntimeError):
+    """A checkpoint file is damaged, foreign, or holds something other than plain data."""
+
+
+class BannedOpError(HalfpeakError, NotImplementedError):
+    """An operation that loses its meaning in a low dtype was called on one."""
+
+
+class LossScaleCollapse(HalfpeakError, RuntimeError, ArithmeticError):
+    """Gradients stayed non-finite although the loss scale cannot fall any further.
+
+    Attributes:
+        parameters: names of the parameters whose last gradients were not finite.
+    """
+
+    def __init__(self, message: str, parameters: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.parameters = parameters
+
+    def __reduce__(self) -> tuple[type[LossScaleCollapse], tuple[str, tuple[str, ...]]]:
+        return type(self), (str(self), self.parameters)
+
+
+class RankMismatchError(HalfpeakError, RuntimeError):
+    """Ranks that take a step together hold different configuration or state."""

@@ -1,0 +1,275 @@
+"""The opt levels O0 to O5, the properties they set, and the rules for overriding a property.
+
+A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as apex does; what comes out is
+:class:`Properties`, a value that yields the :class:`~halfpeak.core.policy.Policy` and the
+:class:`~halfpeak.core.schedule.ScaleConfig` of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+
+from halfpeak.core.dtypes import LOW
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.schedule import ScaleConfig, require_scale
+
+LossScale = float | Literal["dynamic"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Properties:
+    """What a run does, under apex's names and in apex's print order.
+
+    Attributes:
+        enabled: whether anything is done at all.
+        opt_level: name of the level, or None before one was chosen.
+        cast_model_type: dtype of parameters, buffers and forward inputs; None or False leaves them alone.
+        patch_torch_functions: cast per operation.
+        patch_torch_functions_type: the low dtype of per-operation casts.
+        keep_batchnorm_fp32: leave normalisation layers in float32.
+        master_weights: the optimizer steps float32 copies.
+        loss_scale: a number or ``"dynamic"``.
+    """
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | Literal[False] | None = None
+    patch_torch_functions: bool = False
+    patch_torch_functions_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: LossScale = 1.0
+
+    def policy(self, *, norms: NormRule = "all", output: torch.dtype | None = None) -> Policy:
+        """The policy these properties mean.
+
+        Args:
+            norms: which layers ``keep_batchnorm_fp32=True`` keeps.
+            output: dtype that ``forward`` returns; None means float32 where the model is cast, else as computed.
+        """
+        cast = self.cast_model_type or None
+        return Policy(
+            param=cast,
+            compute=self.patch_torch_functions_type if self.patch_torch_functions else cast,
+            output=output if output is not None else (torch.float32 if cast is not None else None),
+            masters=bool(self.master_weights),
+            norms=norms if self.keep_batchnorm_fp32 else "none",
+            per_op=self.patch_torch_functions,
+        )
+
+    def scale_config(self, base: ScaleConfig | None = None) -> ScaleConfig:
+        """The loss-scale configuration: ``base`` with the scale of these properties."""
+        base = base or ScaleConfig()
+        if self.loss_scale == "dynamic":
+            return replace(base, dynamic=True)
+        return replace(base, dynamic=False, init=self.loss_scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """One opt level: what it is for, and the properties it sets."""
+
+    name: str
+    brief: str
+    properties: Properties
+
+
+def _level(name: str, brief: str, **properties: Any) -> Level:
+    return Level(name=name, brief=brief, properties=Properties(enabled=True, opt_level=name, **properties))
+
+
+LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
+    {
+        level.name: level
+        for level in (
+            _level(
+                "O0",
+                "Pure FP32 training.\n",
+                cast_model_type=torch.float32,
+                master_weights=False,
+                loss_scale=1.0,
+            ),
+            _level(
+                "O1",
+                "Insert automatic casts around torch functions; weights stay FP32.\n",
+                patch_torch_functions=True,
+                patch_torch_functions_type=torch.float16,
+                loss_scale="dynamic",
+            ),
+            _level(
+                "O2",
+                "FP16 training with FP32 norms and FP32 master weights.\n",
+                cast_model_type=torch.float16,
+                keep_batchnorm_fp32=True,
+                master_weights=True,
+                loss_scale="dynamic",
+            ),
+            _level(
+                "O3",
+                "Pure FP16 training.",
+                cast_model_type=torch.float16,
+                keep_batchnorm_fp32=False,
+                master_weights=False,
+                loss_scale=1.0,
+            ),
+            _level(
+                "O4",
+                "Insert automatic BF16 casts around torch functions; weights stay FP32.\n",
+                patch_torch_functions=True,
+                patch_torch_functions_type=torch.bfloat16,
+                loss_scale=1.0,
+            ),
+            _level(
+                "O5",
+                "BF16 training with FP32 norms and FP32 master weights.\n",
+                cast_model_type=torch.bfloat16,
+                keep_batchnorm_fp32=True,
+                master_weights=True,
+                loss_scale=1.0,
+            ),
+        )
+    }
+)
+"""Every opt level by its name."""
+
+PER_OP: Final = frozenset({"O1", "O4"})
+
+Refuse = Callable[[str], None]
+
+
+def _raise(message: str) -> None:
+    raise ConfigError(message)
+
+
+def resolve(
+    opt_level: str,
+    *,
+    enabled: bool | None = None,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    patch_torch_functions_type: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    refuse: Refuse = _raise,
+) -> Properties:
+    """The properties of ``opt_level`` with the given overrides; None means the level's own value.
+
+    Args:
+        refuse: called with the message when an override makes no sense at this level. The default raises
+            :class:`~halfpeak.ConfigError`; a function that returns lets the value through.
+
+    Raises:
+        ConfigError: an unknown level, or an override that the level does not allow.
+
+    >>> resolve("O2", loss_scale="128.0", keep_batchnorm_fp32="False").loss_scale
+    128.0
+    >>> resolve("O1", master_weights=True)
+    Traceback (most recent call last):
+    ...
+    halfpeak.core.errors.ConfigError: master_weights=True makes no sense with opt_level='O1', which ...
+    """
+    properties = get_level(opt_level).properties
+    per_op = opt_level in PER_OP
+    changes: dict[str, Any] = {}
+    if enabled is not None:
+        changes["enabled"] = bool(enabled)
+    if cast_model_type is not None:
+        changes["cast_model_type"] = _check_cast(cast_model_type, opt_level, per_op, refuse)
+    if patch_torch_functions is not None:
+        if patch_torch_functions and not per_op:
+            refuse(
+                f"patch_torch_functions={patch_torch_functions!r} makes no sense with opt_level={opt_level!r}: only O1 "
+                "and O4 cast per operation; write opt_level='O1' or 'O4'"
+            )
+        changes["patch_torch_functions"] = bool(patch_torch_functions)
+    if patch_torch_functions_type is not None:
+        own = properties.patch_torch_functions_type
+        if patch_torch_functions_type is own:
+            changes["patch_torch_functions_type"] = own
+        else:
+            allowed = (
+                f"only {own} fits it" if per_op else "only O1 (float16) and O4 (bfloat16) cast per operation"
+            )
+            refuse(
+                f"patch_torch_functions_type={patch_torch_functions_type!r} with opt_level={opt_level!r}: {allowed}"
+            )
+    if keep_batchnorm_fp32 is not None:
+        if per_op:
+            refuse(
+                f"keep_batchnorm_fp32={keep_batchnorm_fp32!r} makes no sense with opt_level={opt_level!r}, which leaves "
+                "every weight in float32; leave it out"
+            )
+        changes["keep_batchnorm_fp32"] = _parse_flag("keep_batchnorm_fp32", keep_batchnorm_fp32)
+    if master_weights is not None:
+        if per_op:
+            refuse(
+                f"master_weights={master_weights!r} makes no sense with opt_level={opt_level!r}, which leaves every "
+                "weight in float32; leave it out"
+            )
+        changes["master_weights"] = bool(master_weights)
+    if loss_scale is not None:
+        changes["loss_scale"] = parse_loss_scale(loss_scale)
+    return replace(properties, **changes)
+
+
+def get_level(opt_level: object) -> Level:
+    """The level of that name.
+
+    Raises:
+        ConfigError: there is none. The message tells the letter O from the digit zero.
+    """
+    level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        raise ConfigError(
+            f"unknown opt_level {opt_level!r}; write one of {', '.join(repr(name) for name in LEVELS)}. "
+            "The first character is the letter O, not the digit zero"
+        )
+    return level
+
+
+def parse_loss_scale(value: object) -> LossScale:
+    """``"dynamic"``, or anything that ``float`` takes and that is finite and above zero.
+
+    >>> parse_loss_scale("128.0")
+    128.0
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, str) and value == "dynamic":
+        return "dynamic"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"loss_scale={value!r} must be 'dynamic' or a number, such as 128.0") from None
+    return require_scale("loss_scale", number)
+
+
+def _check_cast(value: Any, opt_level: str, per_op: bool, refuse: Refuse) -> torch.dtype | Literal[False]:
+    if value is False:
+        return False
+    if per_op and value is not torch.float32:
+        refuse(
+            f"cast_model_type={value!r} makes no sense with opt_level={opt_level!r}, which leaves the model in float32 "
+            "and casts per operation; write opt_level='O2' or 'O5' for a low model"
+        )
+    if value is not torch.float32 and value not in LOW:
+        raise ConfigError(
+            f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, torch.float32, or False for no cast"
+        )
+    return value
+
+
+def _parse_flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("True", "False"):
+        return value == "True"
+    raise ConfigError(f"{name}={value!r} must be True, False, 'True' or 'False'")

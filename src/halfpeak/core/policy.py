@@ -1,0 +1,39 @@
+"""Policy: in which dtype each thing is stored, computed and returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+NormRule = Literal["all", "batchnorm", "none"]
+"""Which normalisation layers stay float32 in a low model.
+
+``"all"``: every normalisation layer that has parameters or running statistics. ``"batchnorm"``: affine batch norms
+only, which is apex's rule. ``"none"``: no layer.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A value that says in which dtype each thing is stored, computed and returned. It casts nothing itself.
+
+    Attributes:
+        param: what the module stores; None leaves it as given.
+        compute: what matrix products and convolutions run in; None leaves them as given.
+        output: what ``forward`` returns; None leaves it as given.
+        masters: whether the optimizer steps float32 copies of the low parameters.
+        norms: which normalisation layers stay float32 (see :data:`NormRule`).
+        per_op: cast per operation (O1, O4) rather than per module (O0, O2, O3, O5).
+
+    >>> Policy(param=torch.bfloat16, compute=torch.bfloat16, output=torch.float32, masters=True).norms
+    'all'
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    output: torch.dtype | None = None
+    masters: bool = False
+    norms: NormRule = "all"
+    per_op: bool = False

@@ -1,0 +1,1 @@
+"""The order of a step, preparing models and optimizers for it, and its state."""

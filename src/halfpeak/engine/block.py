@@ -1,0 +1,115 @@
+"""Block: one backward pass through some lanes, as a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfpeak.engine.lane import Lane, Phase, Slot
+from halfpeak.ops import foreach
+
+
+class Block:
+    """Sets aside the gradients that are there before a backward pass and takes in the ones it leaves.
+
+    ::
+
+        open      set aside source.grad
+        (backward: autograd writes source.grad, scaled)
+        absorb    target.grad += source.grad / scale, in the dtype of the target, with one found_inf for all lanes
+        delay     leave source.grad scaled for a later block
+        put_back  source.grad as it was before open
+
+    A parameter that several lanes share is taken in once.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._slots: list[Slot] = []
+        self._held: list[tuple[Tensor, Tensor | None]] = []
+        self.found_inf = torch.zeros_like(lanes[0].found_inf)
+
+    def open(self) -> None:
+        """Set aside what is there, unless it lies there scaled and waiting."""
+        seen: set[int] = set()
+        for lane in self._lanes:
+            lane.look_again()
+            for slot in lane.slots():
+                if id(slot.source) not in seen:
+                    seen.add(id(slot.source))
+                    self._slots.append(slot)
+                    if lane.phase is not Phase.SCALED:
+                        self._held.append((slot.source, slot.source.grad))
+        for source, _ in self._held:
+            source.grad = None
+
+    def put_back(self) -> None:
+        """Undo :meth:`open`. Gradients that waited scaled have been written over, so their window is dropped."""
+        for source, grad in self._held:
+            source.grad = grad
+        for lane in self._lanes:
+            if lane.phase is Phase.SCALED:
+                lane.drop()
+
+    def drop(self) -> None:
+        """Drop the whole window of every lane."""
+        for lane in self._lanes:
+            lane.drop()
+
+    def delay(self) -> None:
+        """Leave the new gradients scaled. What was set aside is true-sized and parked until they are taken in."""
+        for lane in self._lanes:
+            for source, grad in self._held:
+                if grad is not None and lane.masters.of(source) is None:
+                    lane.parked[id(source)] = grad
+            lane.phase = Phase.SCALED
+
+    def absorb(self, inv_scale: Tensor) -> None:
+        """Take the new gradients in, true-sized."""
+        parked = {id(source): grad for source, grad in self._held if grad is not None}
+        for lane in self._lanes:
+            parked.update(lane.parked)
+        into: list[Tensor] = []
+        more: list[Tensor] = []
+        first: list[Slot] = []
+        for slot in self._slots:
+            fresh = slot.source.grad
+            there = parked.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
+            if fresh is None:
+                slot.target.grad = there
+            elif there is None:
+                first.append(slot)
+            else:
+                there = _summable(there, fresh)
+                slot.target.grad = there
+                into.append(there)
+                more.append(fresh)
+        self._take_first(first, inv_scale)
+        foreach.accumulate_(into, more, inv_scale, self.found_inf)
+        for slot in self._slots:
+            if slot.source is not slot.target:
+                slot.source.grad = None
+        for lane in self._lanes:
+            lane.found_inf = torch.maximum(lane.found_inf, self.found_inf)
+            lane.parked.clear()
+            lane.phase = Phase.UNSCALED
+            lane.keep_trace()
+
+    def _take_first(self, slots: Sequence[Slot], inv_scale: Tensor) -> None:
+        """Gradients that nothing is added to: unscaled where they lie, or into a new tensor of the master's dtype."""
+        plain = [
+            slot.source.grad for slot in slots if slot.source is slot.target and slot.source.grad is not None
+        ]
+        foreach.unscale_(plain, inv_scale, self.found_inf)
+        mastered = [slot for slot in slots if slot.source is not slot.target]
+        low = [slot.source.grad for slot in mastered if slot.source.grad is not None]
+        high = foreach.unscaled(low, [slot.target.dtype for slot in mastered], inv_scale, self.found_inf)
+        for slot, grad in zip(mastered, high, strict=True):
+            slot.target.grad = grad
+
+
+def _summable(there: Tensor, fresh: Tensor) -> Tensor:
+    """``there`` in a layout that ``fresh`` can be added to in place: a sparse sum cannot take a dense addend."""
+    return there.to_dense() if there.is_sparse and not fresh.is_sparse else there

@@ -1,0 +1,122 @@
+"""What can and cannot be prepared. Every function here only looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfpeak.casting.modules import is_prepared
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
+from halfpeak.core.policy import NormRule, Policy
+from halfpeak.engine.lane import Lane
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+
+def check_options(*, num_losses: object, norms: object) -> None:
+    """Check the options that no other value checks.
+
+    Raises:
+        ConfigError: one of them.
+    """
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ConfigError(f"num_losses={num_losses!r} must be an integer of 1 or more; write num_losses=1")
+    if norms not in get_args(NormRule):
+        raise ConfigError(f"norms={norms!r} must be one of {', '.join(map(repr, get_args(NormRule)))}")
+
+
+def check_models(models: Sequence[Any], policy: Policy) -> None:
+    """Check the models.
+
+    Raises:
+        ConfigTypeError: not a module.
+        OrderError: prepared before.
+        ParameterError: wrapped, so that casting its parameters would break the wrapper; or without storage.
+    """
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(
+                f"{type(model).__name__} is not a torch.nn.Module; pass a module or a list of modules"
+            )
+        if is_prepared(model):
+            raise OrderError(
+                f"{type(model).__name__} was prepared before; call engine.remove() on its engine first, or build a new "
+                "model"
+            )
+        wrapper = wrapper_of(model)
+        if wrapper is not None and (policy.param is not None or policy.masters):
+            raise ParameterError(
+                f"{type(model).__name__} is wrapped by {wrapper}, which must come after the parameters are cast: prepare "
+                "the inner module, then wrap it"
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.device.type == "meta":
+                raise ParameterError(
+                    f"parameter {name} has no storage (device meta); materialise the model first"
+                )
+    if len({id(model) for model in models}) != len(models):
+        raise ParameterError("the same model was passed twice")
+
+
+def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
+    """Check the optimizers.
+
+    Raises:
+        ConfigTypeError: not an optimizer.
+        OrderError: prepared before.
+        ParameterError: none of its parameters belongs to the models.
+    """
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigTypeError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass a bare optimizer or a list of them"
+            )
+        if lane_of(optimizer) is not None:
+            raise OrderError(
+                f"{type(optimizer).__name__} was prepared before; call engine.remove() on its engine first, or build a "
+                "new optimizer"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if models and parameters and not any(id(parameter) in known for parameter in parameters):
+            raise ParameterError(
+                f"no parameter of {type(optimizer).__name__} belongs to the models; build the optimizer over "
+                "model.parameters() of the same model objects, after moving them to their device"
+            )
+        for parameter in parameters:
+            if not parameter.is_leaf:
+                raise ParameterError(
+                    f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is computed from "
+                    "others, not a leaf; build the optimizer over parameters"
+                )
+    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+        raise ParameterError("the same optimizer was passed twice")
+
+
+def wrapper_of(model: nn.Module) -> str | None:
+    """The name of the parallel or compiling wrapper that ``model`` is, or None."""
+    for cls in type(model).__mro__:
+        if cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in ("torch", "apex"):
+            return f"{cls.__module__}.{cls.__name__}"
+    return None
+
+
+def lane_of(optimizer: Optimizer) -> Lane | None:
+    """The lane that watches an optimizer, if it was prepared."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Lane):
+            return owner
+    return None
+
+
+def is_low_model(model: nn.Module) -> str | None:
+    """The name of the first low parameter or buffer, or None."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return f"{name} ({tensor.dtype})"
+    return None

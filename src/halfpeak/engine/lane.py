@@ -1,0 +1,241 @@
+"""Lane: one optimizer's way through a step."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import OrderError
+from halfpeak.engine.closures import Guard, take_closure
+from halfpeak.ops import foreach
+from halfpeak.parts.masters import Masters
+
+
+class Phase(enum.Enum):
+    """Where the gradients of a window stand."""
+
+    CLEAN = "no gradients of a window are held"
+    SCALED = "gradients lie scaled where autograd left them"
+    UNSCALED = "gradients lie true-sized where the optimizer reads them"
+
+
+class Slot(NamedTuple):
+    """Autograd writes ``source.grad``; the optimizer reads ``target.grad``. Without a master both are one tensor."""
+
+    source: Tensor
+    target: Tensor
+
+
+class Owner(Protocol):
+    """What a lane asks when its optimizer is stepped."""
+
+    steps_itself: bool
+    """Whether the owner alone calls ``optimizer.step()``, and a call by anyone else is a mistake."""
+
+    def decide(self, lane: Lane) -> Tensor | bool:
+        """The verdict for a step that the caller began: skip it or not."""
+        ...
+
+    def finished(self, lane: Lane, verdict: Tensor | bool) -> None:
+        """The step is over."""
+        ...
+
+    def closure_failed(self, lane: Lane) -> None:
+        """A closure's gradients were not finite; it is about to be called again."""
+        ...
+
+    def closure_passed(self, lane: Lane) -> None:
+        """A closure's gradients are finite and about to be used."""
+        ...
+
+
+class Lane:
+    """One optimizer: its masters, where its gradients stand, and the hooks by which its ``step`` is watched.
+
+    Nothing is replaced on the optimizer. A pre-hook withholds the gradients of a step that must be skipped (torch's
+    optimizers move only what has one, so moments and counts stay and schedulers see a step), or hands ``found_inf`` to
+    an optimizer that takes it; a post-hook publishes the masters.
+
+    Args:
+        optimizer: held weakly; its hooks hold the lane, so there is no cycle.
+        masters: shared between the lanes of an engine, so that a parameter of two optimizers has one master.
+        owner: held weakly.
+        device: where ``found_inf`` lives.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: Masters, owner: Owner, device: torch.device) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._owner = weakref.ref(owner)
+        self.masters = masters
+        self.found_inf = torch.zeros((), device=device)
+        self.phase = Phase.CLEAN
+        self.parked: dict[int, Tensor] = {}
+        self.verdict: Tensor | bool | None = None
+        self.has_stepped = False
+        self._trace: list[tuple[Tensor, Tensor, int]] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            OrderError: it does not exist any more.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise OrderError("the optimizer of this engine does not exist any more; keep a reference to it")
+        return optimizer
+
+    def slots(self) -> Iterator[Slot]:
+        """The trainable parameters of the groups as they are now, each once."""
+        seen: set[int] = set()
+        for group in self.optimizer.param_groups:
+            for target in group["params"]:
+                source = self.masters.low_of(target)
+                source = target if source is None else source
+                if source.requires_grad and id(source) not in seen:
+                    seen.add(id(source))
+                    yield Slot(source, target)
+
+    def look_again(self) -> None:
+        """Before a backward pass: follow what happened to groups, parameters and gradients since the last one."""
+        self.recover()
+        self.masters.adopt(self.optimizer)
+        self.masters.refresh()
+        if self.phase is Phase.UNSCALED and not self._is_untouched():
+            self._forget_if_zeroed()
+
+    def keep_trace(self) -> None:
+        """Remember the gradients just written, to notice when somebody zeroes or replaces them."""
+        self._trace = [
+            (slot.target, slot.target.grad, slot.target.grad._version)
+            for slot in self.slots()
+            if slot.target.grad is not None
+        ]
+
+    def targets(self) -> list[Tensor]:
+        """The gradients that the optimizer will read."""
+        return [slot.target.grad for slot in self.slots() if slot.target.grad is not None]
+
+    def drop(self) -> None:
+        """Drop the window: no gradient is left anywhere and no verdict is pending."""
+        for slot in self.slots():
+            slot.source.grad = None
+            slot.target.grad = None
+        self.close()
+
+    def close(self) -> None:
+        """Begin a new window."""
+        self.found_inf = torch.zeros_like(self.found_inf)
+        self.parked.clear()
+        self._trace.clear()
+        self.phase = Phase.CLEAN
+
+    def step(self, verdict: Tensor | bool, closure: Callable[[], Any] | None = None) -> Any:
+        """Call ``optimizer.step`` under a verdict that the owner has reached."""
+        self.verdict = verdict
+        self.has_stepped = False
+        try:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        finally:
+            self.recover()
+
+    def recover(self) -> None:
+        """Clear what a step that raised has left on the optimizer."""
+        self.verdict = None
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            # The protocol of torch's fused optimizers is two attributes on the optimizer.
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+
+    def detach(self) -> None:
+        """Take the hooks off and put the low parameters back into the groups."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self.masters.release(optimizer)
+
+    def takes_found_inf(self) -> bool:
+        """Whether the optimizer's own kernel can skip, so that nobody need wait for the verdict."""
+        optimizer = self.optimizer
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        if isinstance(optimizer, torch.optim.SGD):
+            # Its first fused step allocates momentum buffers before the kernel decides to leave them unwritten.
+            return all(
+                not group["momentum"] or "momentum_buffer" in optimizer.state.get(target, {})
+                for group in optimizer.param_groups
+                for target in group["params"]
+                if target.grad is not None
+            )
+        return True
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        owner = self._owner()
+        verdict = self.verdict
+        if verdict is None:
+            verdict = self._verdict_of_caller(owner)
+        closure, rebuild = take_closure(args, kwargs)
+        self.verdict = verdict
+        if closure is not None and owner is not None:
+            self.masters.mark_stepped()
+            return rebuild(Guard(closure, self, owner))
+        if verdict is True:
+            for slot in self.slots():
+                slot.target.grad = None
+        elif isinstance(verdict, Tensor):
+            optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
+        self.masters.mark_stepped()
+        return None
+
+    def _verdict_of_caller(self, owner: Owner | None) -> Tensor | bool:
+        if self.phase is Phase.SCALED:
+            raise OrderError(
+                "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
+                "(delay_unscale=True, or no_sync); end the window with one that is not"
+            )
+        if owner is None:
+            return bool(self.found_inf)
+        if owner.steps_itself and self.phase is Phase.UNSCALED:
+            raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
+        return owner.decide(self)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.has_stepped = True
+        verdict = False if self.verdict is None else self.verdict
+        self.masters.publish()
+        for slot in self.slots():
+            if slot.target is not slot.source:
+                slot.target.grad = None
+        self.recover()
+        self.close()
+        owner = self._owner()
+        if owner is not None:
+            owner.finished(self, verdict)
+
+    def _is_untouched(self) -> bool:
+        return all(target.grad is grad and grad._version == version for target, grad, version in self._trace)
+
+    def _forget_if_zeroed(self) -> None:
+        """Somebody zeroed or changed the gradients: the verdict holds only if they still are not finite."""
+        grads = self.targets()
+        if not grads:
+            self.close()
+            return
+        still = torch.zeros_like(self.found_inf)
+        foreach.check_(grads, still)
+        self.found_inf = torch.minimum(self.found_inf, still)

@@ -1,0 +1,223 @@
+"""prepare: from models, optimizers and an opt level to an Engine. Checks everything, then changes something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.casting.modules import convert_network, converted_parameters, hook_boundary, hook_norms
+from halfpeak.casting.opcasts import OpCasts
+from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.checks import check_models, check_optimizers, check_options
+from halfpeak.engine.engine import Engine
+from halfpeak.parts.buffers import BatchNormBuffers
+from halfpeak.parts.clip import Clip, parse_clip
+from halfpeak.parts.masters import Masters
+from halfpeak.parts.statedict import hook_state_dict
+from halfpeak.parts.verdict import Verdict, is_multi_rank
+
+
+def prepare(
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer],
+    level: str = "O2",
+    *,
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    norms: NormRule = "all",
+    scale: ScaleConfig | None = None,
+    num_losses: int = 1,
+    accumulate: int | Accumulation = 1,
+    clip: Clip | float | None = None,
+    restore_buffers: bool = True,
+    group: dist.ProcessGroup | Literal["world"] | None = None,
+) -> Engine:
+    """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
+
+    Call it after the models are on their device and before ``DistributedDataParallel`` or ``torch.compile`` wraps them.
+    Everything is checked first: a refused call leaves models and optimizers as they were.
+
+    Args:
+        models: one module or several.
+        optimizers: torch optimizers over their parameters. At levels with master weights their groups hold float32
+            masters afterwards, in place of low parameters.
+        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        cast_model_type: overrides the level; likewise the next four.
+        patch_torch_functions: cast per operation (O1, O4 only).
+        keep_batchnorm_fp32: leave normalisation layers in float32.
+        master_weights: step float32 copies of low parameters.
+        loss_scale: a number, or ``"dynamic"``.
+        cast_model_outputs: dtype of what ``forward`` returns; None means float32 at levels that cast the model.
+        norms: which layers stay float32: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
+        scale: bounds, factors and window of the loss scale.
+        num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses.
+        accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
+        clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.
+        restore_buffers: put batch-norm statistics back when a step is skipped.
+        group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
+            ``DistributedDataParallel`` reduces every gradient.
+
+    Raises:
+        ConfigError: an unknown level, or an override it does not allow.
+        ParameterError: a model or optimizer that cannot be prepared.
+
+    Example:
+        >>> import torch, halfpeak
+        >>> model = torch.nn.Linear(4, 2)
+        >>> engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
+        >>> with engine.forward():
+        ...     loss = model(torch.ones(3, 4)).square().mean()
+        >>> engine.backward(loss)
+        >>> engine.step().stepped()
+        True
+    """
+    properties = resolve(
+        level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+    )
+    return build(
+        [models] if isinstance(models, nn.Module) else list(models),
+        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
+        properties,
+        policy=properties.policy(norms=norms, output=cast_model_outputs),
+        scale=properties.scale_config(scale),
+        num_losses=num_losses,
+        accumulation=Accumulation(every=accumulate) if isinstance(accumulate, int) else accumulate,
+        clip=parse_clip(clip),
+        restore_buffers=restore_buffers,
+        verdict=Verdict(group),
+    )
+
+
+def build(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    properties: Properties,
+    *,
+    policy: Policy,
+    scale: ScaleConfig,
+    num_losses: int = 1,
+    accumulation: Accumulation | None = None,
+    clip: Clip | None = None,
+    casts: OpCasts | None = None,
+    restore_buffers: bool = True,
+    verdict: Verdict | None = None,
+    steps_itself: bool = True,
+) -> Engine:
+    """What every door calls: prepare from a policy. See :func:`prepare`.
+
+    Args:
+        casts: the casting scope of a per-operation policy; None makes one.
+        steps_itself: whether the engine alone calls ``optimizer.step()``. False for doors whose callers do.
+    """
+    check_options(num_losses=num_losses, norms=policy.norms)
+    check_models(models, policy)
+    check_optimizers(optimizers, models)
+    masters = Masters()
+    with ExitStack() as undo:
+        handles: list[Any] = []
+        undo.callback(_remove, handles)
+        values = _exact_values(models, optimizers, policy) if policy.masters else {}
+        for model in models:
+            handles += _convert(model, policy, masters, undo)
+        for optimizer in optimizers:
+            if policy.masters:
+                undo.callback(masters.release, optimizer)
+                masters.adopt(optimizer, values)
+            elif policy.param is not None:
+                _cast_state(optimizer)
+        if policy.per_op and policy.compute is not None and casts is None:
+            casts = OpCasts(policy.compute)
+        engine = Engine(
+            models=models,
+            optimizers=optimizers,
+            properties=properties,
+            policy=policy,
+            masters=masters,
+            scale=scale,
+            num_losses=num_losses,
+            accumulation=accumulation or Accumulation(),
+            clip=clip or parse_clip(None),
+            casting=nullcontext() if casts is None else casts,
+            verdict=verdict or Verdict(),
+            buffers=BatchNormBuffers(models if restore_buffers else ()),
+            device=_home(models, optimizers),
+            handles=handles,
+            steps_itself=steps_itself,
+        )
+        undo.pop_all()
+    return engine
+
+
+def _exact_values(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy
+) -> dict[int, Tensor]:
+    """The float32 values, by parameter, that casting the models will round: what the masters start from.
+
+    With several ranks the masters start from the rounded values, as in apex: DistributedDataParallel then broadcasts
+    the rounded parameters of one rank, and masters that kept what each rank had rounded away would differ for ever.
+    """
+    if policy.param is None or is_multi_rank():
+        return {}
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        id(parameter): parameter.data
+        for model in models
+        for parameter in converted_parameters(model, policy.param, policy.norms)
+        if id(parameter) in trained and parameter.dtype is torch.float32
+    }
+
+
+def _convert(model: nn.Module, policy: Policy, masters: Masters, undo: ExitStack) -> list[Any]:
+    if policy.param is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            undo.callback(setattr, tensor, "data", tensor.data)
+            if tensor.grad is not None:
+                undo.callback(setattr, tensor.grad, "data", tensor.grad.data)
+        convert_network(model, policy.param, policy.norms)
+    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
+    if policy.param is not None or policy.masters:
+        handles += hook_state_dict(model, masters)
+    return handles
+
+
+def _cast_state(optimizer: Optimizer) -> None:
+    """State that a model cast left behind follows its parameter's dtype, as ``Optimizer.load_state_dict`` casts it."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+                state[key] = value.to(parameter.dtype)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _home(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device:
+    """Where the scalars of a step live: with the first parameter."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return parameter.device
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")

@@ -1,0 +1,159 @@
+"""The verbs over whole lists, through ``torch._foreach_*`` and ``torch._amp_foreach_*``. Same meaning as the reference.
+
+Tensors are grouped by device and dtype first. What those kernels do not take (sparse gradients, complex ones, bfloat16
+on an accelerator) is viewed, widened, or handed to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from halfpeak.ops import reference
+
+_AMP_DTYPES = (torch.float32, torch.float16, torch.float64)
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """``grad = grad * inv_scale`` in place; see :func:`halfpeak.ops.reference.unscale_`."""
+    dense, rest = _split(grads)
+    for device, dtype, group in _groups(dense):
+        if _has_amp_kernel(device, dtype):
+            _amp_(group, inv_scale, found_inf)
+        else:
+            wide = [grad.float() for grad in group]
+            torch._foreach_mul_(wide, inv_scale.to(device))
+            torch._foreach_copy_(group, wide)
+    # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
+    check_(dense, found_inf)
+    if rest:
+        reference.unscale_(rest, inv_scale, found_inf)
+
+
+def unscaled(
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
+) -> list[Tensor]:
+    """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
+    fresh: list[Tensor] = []
+    for grad, dtype in zip(grads, dtypes, strict=True):
+        if _is_plain(grad, dtype):
+            fresh.append(torch.empty_like(grad, dtype=dtype).copy_(grad))
+        else:
+            fresh.extend(reference.unscaled([grad], [dtype], inv_scale, found_inf))
+    unscale_([t for t, dtype in zip(fresh, dtypes, strict=True) if _is_plain(t, dtype)], inv_scale, found_inf)
+    return fresh
+
+
+def accumulate_(
+    into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
+    fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
+    together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
+    for _, _, group in _groups([t for t, _ in together]):
+        chosen = {id(t) for t in group}
+        torch._foreach_add_(group, [f for t, f in together if id(t) in chosen])
+    for total, increment in zip(into, fresh, strict=True):
+        if total.is_sparse or increment.is_sparse:
+            total.add_(increment)
+
+
+def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set ``found_inf`` to 1 if any element is not finite; see :func:`halfpeak.ops.reference.check_`."""
+    dense, rest = _split(tensors)
+    for device, dtype, group in _groups(dense):
+        if _has_amp_kernel(device, dtype):
+            _amp_(group, torch.ones((), device=device), found_inf)
+        else:
+            largest = torch.stack(torch._foreach_norm(group, float("inf"))).max()
+            _raise_flag_(found_inf, ~torch.isfinite(largest))
+    if rest:
+        reference.check_(rest, found_inf)
+
+
+def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
+    if dst:
+        torch._foreach_copy_(list(dst), list(src))
+
+
+def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
+    dense, rest = _split(grads)
+    norms: list[Tensor] = []
+    for _, dtype, group in _groups(dense):
+        wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
+        norms.extend(norm.to(torch.float32) for norm in torch._foreach_norm(wide, norm_type))
+    norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
+    if not norms:
+        return torch.zeros((), device=grads[0].device if grads else None)
+    home = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), norm_type)
+
+
+def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """``grad = grad * factor`` in place; see :func:`halfpeak.ops.reference.scale_`."""
+    dense, rest = _split(grads)
+    for device, dtype, group in _groups(dense):
+        if dtype in (torch.float16, torch.bfloat16):
+            wide = [grad.float() for grad in group]
+            torch._foreach_mul_(wide, factor.to(device))
+            torch._foreach_copy_(group, wide)
+        else:
+            torch._foreach_mul_(group, factor.to(device))
+    if rest:
+        reference.scale_(rest, factor)
+
+
+def clamp_(grads: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element to ``[-limit, limit]``; see :func:`halfpeak.ops.reference.clamp_`."""
+    dense, rest = _split(grads)
+    for _, _, group in _groups(dense):
+        torch._foreach_clamp_min_(group, -limit)
+        torch._foreach_clamp_max_(group, limit)
+    if rest:
+        reference.clamp_(rest, limit)
+
+
+def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    device = group[0].device
+    if found_inf.device == device:
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device))
+        return
+    local = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device))
+    _raise_flag_(found_inf, local)
+
+
+def _raise_flag_(found_inf: Tensor, bad: Tensor) -> None:
+    found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf.device, found_inf.dtype)))
+
+
+def _has_amp_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in _AMP_DTYPES or (dtype is torch.bfloat16 and device.type == "cpu")
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.layout is torch.strided and dtype not in (torch.float16, torch.bfloat16)
+
+
+def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Dense real tensors (complex ones viewed as real) with elements, and all others."""
+    dense: list[Tensor] = []
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_conj():
+            rest.append(tensor)
+        elif tensor.numel() > 0:
+            dense.append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    return dense, rest
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.device, torch.dtype, list[Tensor]]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, dtype), group in groups.items():
+        yield device, dtype, group

@@ -1,0 +1,93 @@
+"""What each verb means, one tensor at a time. Every other backend is tested against this file.
+
+``inv_scale``, ``factor`` and ``found_inf`` are float32 scalars on the device. A verb never sets ``found_inf`` back to
+zero; it sets it to exactly 1 when a value that it computed is infinite or not a number. Arithmetic on low tensors is
+done in float32 and rounded once, on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """``grad = grad * inv_scale`` in place.
+
+    >>> grad, found_inf = torch.tensor([8.0, 16.0]), torch.zeros(())
+    >>> unscale_([grad], torch.tensor(0.125), found_inf)
+    >>> grad, found_inf
+    (tensor([1., 2.]), tensor(0.))
+    """
+    for grad in grads:
+        grad.copy_(_wide(grad) * inv_scale.to(grad.device))
+        check_([grad], found_inf)
+
+
+def unscaled(
+    grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
+) -> list[Tensor]:
+    """New tensors ``grad * inv_scale`` in the given dtypes; duplicates in a sparse gradient are summed."""
+    fresh = [
+        (_wide(_coalesced(grad)) * inv_scale.to(grad.device)).to(dtype)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+    check_(fresh, found_inf)
+    return fresh
+
+
+def accumulate_(
+    into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    """``into += grad * inv_scale``, the product in the dtype of ``into``; only the product is checked."""
+    for total, fresh in zip(
+        into, unscaled(grads, [t.dtype for t in into], inv_scale, found_inf), strict=True
+    ):
+        total.add_(fresh)
+
+
+def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set ``found_inf`` to 1 if any element is infinite or not a number."""
+    for tensor in tensors:
+        bad = ~torch.isfinite(_values(tensor)).all()
+        found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf.device, found_inf.dtype)))
+
+
+def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    """``dst = src``, rounded to the dtype of ``dst`` (to nearest, ties to even)."""
+    for target, source in zip(dst, src, strict=True):
+        target.copy_(source)
+
+
+def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The ``norm_type`` norm of all elements together, in float32."""  # f32[]
+    norms = [torch.linalg.vector_norm(_wide(_values(grad)), norm_type).to(torch.float32) for grad in grads]
+    norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """``grad = grad * factor`` in place."""
+    for grad in grads:
+        grad.copy_(_wide(grad) * factor.to(grad.device))
+
+
+def clamp_(grads: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element to ``[-limit, limit]`` in place."""
+    for grad in grads:
+        _values(grad).clamp_(-limit, limit)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _coalesced(grad: Tensor) -> Tensor:
+    # Duplicates are summed in float32: their sum can overflow a low dtype although each of them fits.
+    return _wide(grad).coalesce() if grad.is_sparse else grad
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor

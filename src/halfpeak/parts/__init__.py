@@ -1,0 +1,1 @@
+"""Objects that each own one piece of a step's state."""

@@ -1,0 +1,66 @@
+"""Batch-norm statistics, put back when a step is skipped.
+
+An overflow in the forward pass reaches the running statistics before anybody knows that the step will be skipped, and
+evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class BatchNormBuffers:
+    """Keeps a copy of every batch-norm buffer and settles it after each step: taken forward, or put back.
+
+    A few launches per (device, dtype) and no wait for the device, whatever the number of layers.
+
+    Args:
+        modules: the models whose batch norms are looked after.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        norms = {id(m): m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)}
+        self._norms = list(norms.values())
+        self._saved: dict[_Key, Tensor] = {}
+
+    def save(self) -> None:
+        """Remember the statistics as they are now."""
+        self._saved = {key: _flat(live) for key, live in self._live().items()}
+
+    def settle(self, found_inf: Tensor | bool) -> None:
+        """After a step: keep the new statistics if it was clean, else put back the saved ones.
+
+        Args:
+            found_inf: a scalar on the device, which is not waited for, or a bool where the host knows already.
+        """
+        if found_inf is not False:
+            for key, live in self._live().items():
+                saved = self._saved.get(key)
+                if saved is not None and saved.numel() == sum(buffer.numel() for buffer in live):
+                    _put_back(live, saved, found_inf)
+        self.save()
+
+    def _live(self) -> dict[_Key, list[Tensor]]:
+        live: dict[_Key, list[Tensor]] = {}
+        for norm in self._norms:
+            for buffer in norm.buffers(recurse=False):
+                live.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return live
+
+
+_Key = tuple[torch.device, torch.dtype]
+
+
+def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> None:
+    if isinstance(found_inf, Tensor):
+        saved = torch.where(found_inf.to(saved.device) != 0, saved, _flat(live))
+    parts = saved.split([buffer.numel() for buffer in live])
+    torch._foreach_copy_(live, [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)])
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -1,0 +1,100 @@
+"""Gradient clipping on the device: by the norm of all gradients, or by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.ops import foreach
+
+
+class Clip(Protocol):
+    """Something that limits true-sized gradients in place and may say what their norm was."""
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Clip ``grads`` in place; return their norm before that, or None."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipNorm:
+    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Raises:
+        ConfigError: ``max_norm`` is not above zero, or ``norm_type`` is not above zero.
+
+    >>> import torch
+    >>> grads = [torch.tensor([3.0, 4.0])]
+    >>> ClipNorm(max_norm=1.0)(grads)
+    tensor(5.)
+    >>> grads[0].norm() <= 1.0
+    tensor(True)
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require_positive("max_norm", self.max_norm, allow_inf=True)
+        _require_positive("norm_type", self.norm_type, allow_inf=True)
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        """Clip in place; return the norm before that.  # f32[]"""
+        norm = foreach.global_norm(grads, self.norm_type)
+        foreach.scale_(grads, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipValue:
+    """Clamp every gradient element to ``[-value, value]``.
+
+    Raises:
+        ConfigError: ``value`` is not a finite number above zero.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _require_positive("value", self.value, allow_inf=False)
+
+    def __call__(self, grads: Sequence[Tensor]) -> None:
+        """Clamp in place. The norm is not computed."""
+        foreach.clamp_(grads, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class NoClip:
+    """Leave gradients as they are."""
+
+    def __call__(self, grads: Sequence[Tensor]) -> None:
+        """Do nothing."""
+
+
+def parse_clip(clip: Clip | float | None) -> Clip:
+    """A number means :class:`ClipNorm` with that ``max_norm``; None means no clipping.
+
+    >>> parse_clip(1.0)
+    ClipNorm(max_norm=1.0, norm_type=2.0)
+    """
+    if clip is None:
+        return NoClip()
+    if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+        return ClipNorm(max_norm=float(clip))
+    if not callable(clip):
+        raise ConfigTypeError(
+            f"clip={clip!r} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
+        )
+    return clip
+
+
+def _require_positive(name: str, value: object, *, allow_inf: bool) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value > 0 or (math.isinf(value) and not allow_inf):  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r} must be a {'' if allow_inf else 'finite '}number above zero")

@@ -1,0 +1,112 @@
+"""LossScaler: owns the loss scale of one loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
+
+
+class LossScaler:
+    """The loss scale of one loss: a :class:`~halfpeak.core.schedule.ScaleConfig` and the state it moves.
+
+    Example:
+        >>> import torch
+        >>> scaler = LossScaler(ScaleConfig(init=8.0))
+        >>> scaler.scale(torch.tensor(0.5))
+        tensor(4.)
+        >>> scaler.update(torch.ones(()))
+        >>> scaler.read_scale()
+        4.0
+    """
+
+    def __init__(self, config: ScaleConfig, device: torch.device | str | None = None) -> None:
+        self.config = config
+        self.state: ScaleState = config.start(device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` in float32 (or wider) times the scale; differentiable.
+
+        Widening first keeps a float16 loss from overflowing when it is multiplied.
+        """
+        wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
+        return wide * self.state.scale.to(loss.device)
+
+    def inverse(self) -> Tensor:
+        """``1 / scale``."""  # f32[]
+        return self.state.scale.reciprocal()
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move the scale by one update whose gradients were finite (0) or not. Does not wait."""
+        self.state = advance(self.config, self.state, found_inf.to(self.state.scale.device))
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to another device."""
+        self.state = ScaleState(*(part.to(device) for part in self.state))
+
+    def set_scale(self, value: float) -> None:
+        """Replace the scale, keeping the counters.
+
+        Raises:
+            ConfigError: ``value`` is not a finite number above zero.
+        """
+        number = require_scale("loss_scale", value)
+        self.state = self.state._replace(scale=torch.full_like(self.state.scale, number))
+
+    def read_scale(self) -> float:
+        """The scale as a number. Waits for the device."""
+        return float(self.state.scale)
+
+    def read_exhausted(self) -> bool:
+        """Whether more overflows in a row than ``patience`` could not lower the scale. Waits for the device."""
+        patience = self.config.patience
+        return patience is not None and int(self.state.stuck) >= patience
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The state as plain numbers. Waits for the device."""
+        return {
+            "scale": float(self.state.scale),
+            "clean": int(self.state.clean),
+            "grace": int(self.state.grace),
+            "stuck": int(self.state.stuck),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
+        """
+        self.state = self.parse(state)
+
+    def parse(self, state: Mapping[str, Any]) -> ScaleState:
+        """The state that :meth:`load_state_dict` would load. Changes nothing."""
+        expected = set(ScaleState._fields)
+        if not isinstance(state, Mapping) or set(state) != expected:
+            raise StateError(f"a loss scaler's state has the keys {sorted(expected)}, not {_keys(state)}")
+        try:
+            scale = require_scale("scale", state["scale"])
+        except ConfigError as error:
+            raise StateError(str(error)) from None
+        for name in ("clean", "grace", "stuck"):
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+                raise StateError(f"{name}={value!r} in a loss scaler's state must be an integer")
+            if value < 0 and name != "grace":
+                raise StateError(f"{name}={value!r} in a loss scaler's state must not be negative")
+        old = self.state
+        return ScaleState(
+            scale=torch.full_like(old.scale, scale),
+            clean=torch.full_like(old.clean, state["clean"]),
+            grace=torch.full_like(old.grace, state["grace"]),
+            stuck=torch.full_like(old.stuck, state["stuck"]),
+        )
+
+
+def _keys(state: object) -> object:
+    return sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
