@@ -66,6 +66,14 @@ def imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
                 yield node, base if base in names and inner not in names else inner
 
 
+def for_types_only(module: Module) -> set[ast.AST]:
+    """The nodes under ``if TYPE_CHECKING``, which never run."""
+    guards = (
+        n for n in ast.walk(module.tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    return {node for guard in guards for statement in guard.body for node in ast.walk(statement)}
+
+
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""

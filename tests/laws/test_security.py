@@ -1,0 +1,118 @@
+"""Files and configuration are data: the package has no way to run code out of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from laws.source import modules
+
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "marshal",
+    "runpy",
+    "code",
+    "pty",
+    "joblib",
+}
+"""Modules that run, or make it easy to run, what a file says."""
+
+CALLS = {"eval", "exec", "compile", "__import__", "input"}
+"""Builtins that do."""
+
+METHODS = {
+    "os.system",
+    "os.popen",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+    "yaml.unsafe_load_all",
+    "torch.hub.load",
+    "torch.jit.load",
+    "torch.package.PackageImporter",
+    "torch.serialization.add_safe_globals",
+    "torch.serialization.safe_globals",
+    "torch.ops.load_library",
+}
+"""Functions of other packages that do."""
+
+
+def breaches(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            if any(alias.name.split(".")[0] in MODULES for alias in node.names):
+                yield node
+        elif isinstance(node, ast.ImportFrom):
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            if (node.module or "").split(".")[0] in MODULES or named & (METHODS | {"torch.load"}):
+                yield node
+        elif isinstance(node, ast.Name):
+            if node.id in CALLS:
+                yield node
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in METHODS:
+            yield node
+        elif isinstance(node, ast.Call):
+            literal = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+            if ast.unparse(node.func) == "torch.load" and not literal:
+                yield node
+            if any(k.arg in ("shell", "allow_pickle", "trust_remote_code") for k in node.keywords):
+                yield node
+
+
+def test_the_package_runs_nothing_out_of_files() -> None:
+    found = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module in modules()
+        for node in breaches(module.tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_torch_load_is_called_by_its_name() -> None:
+    """An alias would hide it from the law above."""
+    calls = {
+        id(node.func) for module in modules() for node in ast.walk(module.tree) if isinstance(node, ast.Call)
+    }
+    aliased = [
+        module.at(node)
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" and id(node) not in calls
+    ]
+    assert not aliased
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("torch.load(path)", 1),
+        ("torch.load(path, weights_only=False)", 1),
+        ("torch.load(path, weights_only=safe)", 1),
+        ("torch.load(path, **{'weights_only': True})", 1),
+        ("torch.load(path, map_location='cpu', weights_only=True)", 0),
+        ("from torch import load", 1),
+        ("import pickle", 1),
+        ("from pickle import loads", 1),
+        ("import torch, dill.source", 1),
+        ("eval(text)", 1),
+        ("run = exec", 1),
+        ("model.eval()", 0),
+        ("re.compile(text); torch.compile(model)", 0),
+        ("yaml.load(text)", 1),
+        ("yaml.safe_load(text)", 0),
+        ("from yaml import unsafe_load", 1),
+        ("subprocess.run(line, shell=True)", 1),
+        ("numpy.load(path, allow_pickle=True)", 1),
+        ("torch.serialization.add_safe_globals([Hook])", 1),
+    ],
+)
+def test_the_law_sees(text: str, found: int) -> None:
+    assert len(list(breaches(ast.parse(text)))) == found
