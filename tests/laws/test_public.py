@@ -43,7 +43,7 @@ def test_the_package_publishes_exactly_what_it_binds() -> None:
 def test_declared_names_are_sorted_and_exist(name: str) -> None:
     module = importlib.import_module(name)
     declared = list(module.__all__)
-    assert declared == sorted(set(declared))
+    assert declared == sorted(set(declared), key=by_kind)
     assert not [one for one in declared if not hasattr(module, one)]
 
 
@@ -57,6 +57,11 @@ def test_every_public_function_and_class_is_documented(name: str) -> None:
         if (inspect.isclass(thing) or inspect.isfunction(thing)) and not inspect.getdoc(thing)
     ]
     assert not silent
+
+
+def by_kind(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, each by name: the order in which ruff keeps ``__all__``."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 PROBE = """
