@@ -1,0 +1,66 @@
+"""Every keyword that a door accepts changes something that a user can see, or raises."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+
+PREPARE: dict[str, dict[str, Any]] = {
+    "level": {"level": "O5"},
+    "cast_model_type": {"cast_model_type": torch.bfloat16},
+    "patch_torch_functions": {"level": "O1", "patch_torch_functions": False},
+    "keep_batchnorm_fp32": {"keep_batchnorm_fp32": False},
+    "master_weights": {"master_weights": False},
+    "loss_scale": {"loss_scale": 8.0},
+    "cast_model_outputs": {"cast_model_outputs": torch.float16},
+    "norms": {"norms": "batchnorm"},
+    "scale": {"scale": halfpeak.ScaleConfig(backoff=0.25)},
+    "num_losses": {"num_losses": 2},
+    "accumulate": {"accumulate": 2},
+    "clip": {"clip": 1e-3},
+    "restore_buffers": {"restore_buffers": False},
+    "group": {"group": "world"},
+}
+"""One deviation per keyword; what else the row sets, the run that it is compared with sets too."""
+
+
+def seen(**options: Any) -> list[Any]:
+    """Train four steps, the third of them on an overflow, and list what a user can see."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        engine = halfpeak.prepare(model, optimizer, **options)
+    except halfpeak.ConfigError as refusal:
+        return [str(refusal)]
+    found: list[Any] = [len(engine.scalers)]
+    for x in torch.randn(4, 8, 4).mul(torch.tensor([1.0, 1.0, 1e30, 1.0])[:, None, None]):
+        with engine.forward():
+            output = model(x)
+            loss = output.float().square().mean()
+        engine.backward(loss)
+        result = engine.step()
+        found += [output.dtype, result.stepped(), float(result.scale)]
+    return found + [(t.dtype, t.tolist()) for t in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("keyword", PREPARE)
+def test_each_keyword_of_prepare_changes_something(keyword: str) -> None:
+    changed = PREPARE[keyword]
+    base = {"level": "O2", **{name: value for name, value in changed.items() if name != keyword}}
+    if keyword == "level":
+        base = {"level": "O2"}
+    # repr, because a statistic that is NaN is not equal to itself.
+    assert repr(seen(**base)) == repr(seen(**base))
+    assert repr(seen(**{**base, **changed})) != repr(seen(**base))
+
+
+def test_no_keyword_of_prepare_is_left_out() -> None:
+    accepted = set(inspect.signature(halfpeak.prepare).parameters)
+    assert accepted - {"models", "optimizers"} == PREPARE.keys()
