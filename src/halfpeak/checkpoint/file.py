@@ -1,0 +1,225 @@
+"""Saving and loading one checkpoint file: a crash cannot lose the last good one, and damage is found before use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfpeak.checkpoint import trailer
+from halfpeak.checkpoint.plain import plain
+from halfpeak.checkpoint.temporary import remove_stale, temporary
+from halfpeak.core.errors import CheckpointError, ConfigTypeError
+
+StrPath = str | os.PathLike[str]
+
+
+def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) -> None:
+    """Write ``state`` to ``path`` so that a complete file exists at every instant, whatever happens meanwhile.
+
+    The data goes to a temporary file in the same directory and through to the disk, and only then takes the name
+    ``path``. The file that had the name becomes ``<name>.previous``, unless it is visibly incomplete and there is one
+    already. A symbolic link at ``path`` is replaced itself; what it points to is not touched. Temporary files that
+    killed writers left in the directory are removed.
+
+    Args:
+        state: nested dict, OrderedDict, list and tuple of tensors and None, bool, int, float, str, bytes. Parameters
+            are saved as tensors. A view brings its whole storage along, as in ``torch.save``.
+        keep_previous: whether the replaced file is kept.
+
+    Raises:
+        CheckpointError: ``state`` holds something else (the message has the path of keys; no file was touched), or the
+            system refused to write (the old file is where it was).
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "last.pt"
+    >>> save(path, {"step": 1})
+    >>> save(path, {"step": 2})
+    >>> load(path), load(previous_path(path))
+    ({'step': 2}, {'step': 1})
+    """
+    target = _as_path(path)
+    if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CheckpointError(f"state is a {type(state).__qualname__}; write save(path, {{'name': value}})")
+    data = plain(state)
+    _check_target(target)
+    remove_stale(target.parent)
+    try:
+        with temporary(target) as file:
+            trailer.write(file, data)
+            file.close()
+            _publish(Path(file.name), target, keep_previous)
+    except (
+        Exception
+    ) as error:  # OSError of the system, or whatever torch makes of a tensor that it cannot write
+        raise CheckpointError(
+            f"{target} was not written, and what stood there still does: {error}"
+        ) from error
+    _sync_directory(target)
+
+
+def load(
+    path: StrPath, *, map_location: torch.device | str | None = "cpu", fall_back: bool = False
+) -> dict[str, Any]:
+    """Read a file that :func:`save` wrote.
+
+    Trailer, length and digest are checked before anything is unpickled. Then the same open file is read as plain data
+    only: no file can run code, whatever the environment says.
+
+    Args:
+        map_location: where the tensors go, as in ``torch.load``; None puts them where they were.
+        fall_back: when the file is damaged or missing, read the previous one instead, with a ``RuntimeWarning``.
+
+    Raises:
+        CheckpointError: the file is damaged, missing, foreign, or holds something other than plain data. The message
+            names the previous file when that one is intact.
+    """
+    target = _as_path(path)
+    try:
+        payload = trailer.open_verified(target)
+    except CheckpointError as error:
+        previous = previous_path(target)
+        try:
+            payload = trailer.open_verified(previous)
+        except CheckpointError:
+            raise error from None
+        if not fall_back:
+            payload.close()
+            raise CheckpointError(
+                f"{error}. {previous} is intact: load that, or write fall_back=True"
+            ) from None
+        warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
+        target = previous
+    with payload:
+        return _unpickle(payload, target, map_location)
+
+
+def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu") -> Any:
+    """Read a file that another program wrote with ``torch.save``, as plain data only.
+
+    This is ``torch.load(path, weights_only=True)`` with one kind of error. Such a file has no digest: damage that
+    leaves it readable is not noticed.
+
+    Raises:
+        CheckpointError: the file cannot be read, or needs classes or functions. There is no other way in: such a file
+            is converted where it comes from.
+    """
+    target = _as_path(path)
+    with trailer.open_regular(target) as file:
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
+        except Exception as error:
+            raise CheckpointError(f"{target} is not a file of plain data: {_reason(error)}") from None
+
+
+def verify(path: StrPath) -> None:
+    """Check trailer, length and digest of a file, and unpickle nothing.
+
+    Raises:
+        CheckpointError: the file is damaged, missing or foreign.
+    """
+    trailer.open_verified(_as_path(path)).close()
+
+
+def previous_path(path: StrPath) -> Path:
+    """Where :func:`save` keeps the file that it replaces.
+
+    >>> previous_path("run/last.pt").name
+    'last.pt.previous'
+    """
+    target = _as_path(path)
+    return target.parent / (target.name + ".previous")
+
+
+def _as_path(path: StrPath) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigTypeError(f"path={path!r} must be a str or a Path") from None
+
+
+def _check_target(target: Path) -> None:
+    try:
+        if not target.parent.is_dir():
+            raise CheckpointError(f"{target} cannot be written: there is no directory {target.parent}")
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(target)!r} cannot be written: {error}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise CheckpointError(f"{target} is not a regular file; name a file, such as {target / 'last.pt'}")
+
+
+def _publish(source: Path, target: Path, keep_previous: bool) -> None:
+    previous = previous_path(target)
+    moved = keep_previous and _keep(target, previous)
+    try:
+        os.replace(source, target)
+    except OSError:
+        if moved:
+            os.replace(previous, target)
+        raise
+
+
+def _keep(target: Path, previous: Path) -> bool:
+    """Give the file at ``target`` a second name; True if it had to lose the first one for that."""
+    if not os.path.lexists(target):
+        return False
+    # A writer killed in between left both names on one file, and a broken file must not displace a good one.
+    if os.path.lexists(previous) and (
+        os.path.samestat(target.lstat(), previous.lstat()) or not trailer.looks_complete(target)
+    ):
+        return False
+    try:
+        previous.unlink(missing_ok=True)
+        os.link(target, previous, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # a file system without hard links
+        os.replace(target, previous)
+        return True
+    return False
+
+
+def _sync_directory(target: Path) -> None:
+    """Make the new name survive a power loss."""
+    if os.name != "posix":
+        return
+    try:
+        descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        # A file system without this call, or a directory that may be written but not read: nothing more can be done.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise CheckpointError(
+                f"{target} was written, but may not survive a power loss: {error}"
+            ) from error
+
+
+def _unpickle(payload: Any, target: Path, map_location: Any) -> dict[str, Any]:
+    try:
+        loaded = torch.load(payload, map_location=map_location, weights_only=True, mmap=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{target} is intact, but cannot be read as plain data: {_reason(error)}"
+        ) from None
+    data = plain(loaded, target.name)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{target} holds a {type(data).__qualname__}; save() writes a dict")
+    return data
+
+
+def _reason(error: Exception) -> str:
+    """What torch found, without its advice to turn the protection off."""
+    lines = (line.rpartition("WeightsUnpickler error: ")[2] for line in str(error).splitlines())
+    found = (
+        line for line in lines if line.strip() and "weights_only" not in line and "two options" not in line
+    )
+    return f"{type(error).__name__}: {next(found, 'not plain data').partition('. Please use')[0][:300]}"

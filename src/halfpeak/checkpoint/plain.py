@@ -1,0 +1,100 @@
+"""Plain data: the closed set of values that a checkpoint may hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import CheckpointError
+
+SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+MAX_DEPTH: Final = 100
+# torch's restricted reader has no opcode for longer integers, and none at all for b"".
+MAX_INT_BITS: Final = 2000
+
+_ALLOWED: Final = "tensors, None, bool, int, float, str, bytes, and dict, OrderedDict, list or tuple of these"
+_OPEN: Final = object()
+
+
+def plain(value: Any, where: str = "state") -> Any:
+    """A copy of nested containers that holds plain data only.
+
+    Containers are rebuilt; tensors are detached and share their storage with the originals. So what comes out carries
+    no Python attributes and no autograd graph, a ``Parameter`` is a tensor in it, and an object met twice is one object
+    still. An ``OrderedDict`` keeps the ``_metadata`` that ``Module.state_dict`` hangs on it.
+
+    Types are compared exactly: a subclass (a namedtuple, an enum, a NumPy scalar, a DTensor) would pull its class into
+    the file, and ``weights_only=True`` would then refuse to read it back.
+
+    Args:
+        where: how messages call the root.
+
+    Raises:
+        CheckpointError: a value of another type, with the path of keys that leads to it.
+
+    >>> plain({"step": 3, "lr": [0.1, None]})
+    {'step': 3, 'lr': [0.1, None]}
+    >>> plain({"model": {"hook": print}})
+    Traceback (most recent call last):
+    ...
+    halfpeak.core.errors.CheckpointError: state['model']['hook'] is a builtin_function_or_method; a checkpoint ...
+    """
+    return _copy(value, where, 0, {})
+
+
+def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
+    kind: type[Any] = type(value)
+    if kind in SCALARS:
+        return _check_scalar(value, where)
+    if id(value) in seen:
+        if seen[id(value)] is _OPEN:
+            raise CheckpointError(f"{where} contains itself; a checkpoint holds trees")
+        return seen[id(value)]
+    if depth == MAX_DEPTH:
+        raise CheckpointError(f"{where[:200]}... is nested more than {MAX_DEPTH} levels deep")
+    seen[id(value)] = _OPEN
+    if kind is Tensor or kind is torch.nn.Parameter:
+        copy = _check_tensor(value, where).detach()
+    elif kind is list or kind is tuple:
+        copy = kind(_copy(item, f"{where}[{i}]", depth + 1, seen) for i, item in enumerate(value))
+    elif kind is dict or kind is OrderedDict:
+        copy = kind(
+            (_check_key(key, where), _copy(item, f"{where}[{key!r}]", depth + 1, seen))
+            # Through the type, because a file can hang an attribute called `items` on an OrderedDict.
+            for key, item in kind.items(value)
+        )
+        if kind is OrderedDict and "_metadata" in vars(value):
+            vars(copy)["_metadata"] = _copy(vars(value)["_metadata"], f"{where}._metadata", depth + 1, seen)
+    else:
+        raise CheckpointError(f"{where} is a {kind.__qualname__}; a checkpoint holds {_ALLOWED}")
+    seen[id(value)] = copy
+    return copy
+
+
+def _check_scalar(value: Any, where: str) -> Any:
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        raise CheckpointError(
+            f"{where} is an integer of {value.bit_length()} bits; {MAX_INT_BITS} can be read back"
+        )
+    if value == b"":
+        raise CheckpointError(f"{where} is b'', which torch cannot read back as plain data; write None")
+    return value
+
+
+def _check_key(key: Any, where: str) -> Any:
+    if type(key) not in SCALARS:
+        raise CheckpointError(
+            f"{where} has a key of type {type(key).__qualname__}; keys are str, int or another scalar"
+        )
+    return _check_scalar(key, f"a key of {where}")
+
+
+def _check_tensor(tensor: Tensor, where: str) -> Tensor:
+    if tensor.is_meta:
+        raise CheckpointError(
+            f"{where} is a meta tensor, which has no values; give it a device with to_empty() first"
+        )
+    return tensor

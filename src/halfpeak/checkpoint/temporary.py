@@ -1,0 +1,88 @@
+"""Temporary files beside their target: locked while the writer lives, removed after it died."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_STALE: Final = re.compile(r"\..+\.[0-9a-f]{16}\.halfpeak-tmp", re.DOTALL)
+
+
+@contextmanager
+def temporary(target: Path) -> Generator[BinaryIO]:
+    """A new file in the directory of ``target``, with the permissions that the umask gives.
+
+    It is gone at the end of the block unless it was renamed. Until then it is locked, also once it is closed, so that
+    :func:`remove_stale` of another process leaves it alone.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    file, lock = _create(target)
+    try:
+        yield file
+    finally:
+        # On the way out of a failed write, closing fails for the same reason; the first error is the one to hear.
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            os.unlink(file.name)
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove the temporary files of writers that died in ``directory``; a courtesy that never fails.
+
+    A file that nobody holds locked has no living writer. Where the system or the file system knows no locks, nothing
+    is removed.
+    """
+    if fcntl is None:
+        return
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if _STALE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                _remove_unlocked(entry.path)
+
+
+def _create(target: Path) -> tuple[BinaryIO, int | None]:
+    while True:
+        path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.halfpeak-tmp")
+        file = open(path, "xb")  # noqa: SIM115 (closed by `temporary`)
+        lock = _lock(file.fileno())
+        # Another process may have taken the newborn file for a stale one, before it was locked.
+        if path.exists():
+            return file, lock
+        file.close()
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(descriptor: int) -> int | None:
+    if fcntl is None:
+        return None
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # The lock lives as long as any duplicate, so the file can be closed before it is renamed.
+    return os.dup(descriptor)
+
+
+def _remove_unlocked(path: str) -> None:
+    assert fcntl is not None
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,204 @@
+"""The file format: a ``torch.save`` archive and the trailer that proves it whole.
+
+The trailer has 52 bytes (little-endian)::
+
+    magic      8 bytes    b"halfpeak"
+    version    u32        1
+    length     u64        bytes before the trailer
+    digest    32 bytes    SHA-256 of everything before it, the three fields above included
+
+Zip readers look for an archive's directory from the end and pass over what follows it, so ``torch.load(path,
+weights_only=True)`` in a program without halfpeak reads the file too. The digest protects from damage and mix-ups, not
+from somebody who can write the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from halfpeak.core.errors import CheckpointError
+
+MAGIC: Final = b"halfpeak"
+VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sIQ")
+SIZE: Final = _HEAD.size + hashlib.sha256().digest_size
+
+_ZIP_START: Final = b"PK\x03\x04"
+_ZIP_END: Final = b"PK\x05\x06"
+_ZIP_END_SIZE: Final = 22
+
+
+class Payload(io.RawIOBase):
+    """The first ``length`` bytes of a file, as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, length: int) -> None:
+        self._file = file
+        self._length = length
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The position, from the start."""
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move; the end is the end of the payload."""
+        if whence == os.SEEK_END:
+            return self._file.seek(self._length + offset)
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read no further than the payload goes."""
+        return self._file.readinto(memoryview(buffer)[: max(0, self._length - self._file.tell())])
+
+    def close(self) -> None:
+        """Close the file itself."""
+        self._file.close()
+        super().close()
+
+
+def write(file: BinaryIO, data: Any) -> None:
+    """Write plain data and its trailer to an empty file, through to the disk.
+
+    Raises:
+        OSError: the system refused. torch raises what it likes for a tensor that it cannot write.
+    """
+    sink: Any = _Digesting(file)
+    torch.save(data, sink)
+    if sink.error is not None:
+        raise sink.error
+    head = _HEAD.pack(MAGIC, VERSION, sink.length)
+    sink.sha256.update(head)
+    file.write(head + sink.sha256.digest())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open an existing regular file for reading.
+
+    Raises:
+        CheckpointError: it is missing, not readable, or something else than a regular file.
+    """
+    try:
+        # Asked before opening, because opening a pipe waits for its writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        return open(path, "rb")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {error}") from error
+
+
+def open_verified(path: Path) -> Payload:
+    """The payload of a file whose trailer, length and digest are right, at its start. Nothing is unpickled.
+
+    Raises:
+        CheckpointError: something is not right. The message says what.
+    """
+    file = open_regular(path)
+    try:
+        return _verify(file, path)
+    except OSError as error:
+        file.close()
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except BaseException:
+        file.close()
+        raise
+
+
+def looks_complete(path: Path) -> bool:
+    """Whether a file has a trailer that fits its length: the cheap part of the check."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            magic, _, length = _HEAD.unpack(_read_trailer(file, size)[0])
+    except OSError:
+        return False
+    return magic == MAGIC and length == size - SIZE
+
+
+class _Digesting:
+    """A writer that counts and digests what passes.
+
+    It keeps the first error rather than raising it: torch's C++ writer would turn it into one of its own, and lose a
+    ``KeyboardInterrupt``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.length = 0
+        self.sha256 = hashlib.sha256()
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self.file.write(data)
+                self.sha256.update(data)
+            except BaseException as error:
+                self.error = error
+        self.length += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _verify(file: io.BufferedReader, path: Path) -> Payload:
+    size = file.seek(0, os.SEEK_END)
+    head, digest = _read_trailer(file, size)
+    magic, version, length = _HEAD.unpack(head)
+    if magic != MAGIC:
+        raise CheckpointError(f"{path} {_describe_foreign(file, size)}")
+    if version != VERSION:
+        raise CheckpointError(f"{path} has format version {version}; this halfpeak reads version {VERSION}")
+    if length != size - SIZE:
+        raise CheckpointError(
+            f"{path} is damaged: it holds {size - SIZE} bytes of data, and {length} were written"
+        )
+    payload = Payload(file, length)
+    payload.seek(0)
+    sha256 = hashlib.file_digest(payload, "sha256")
+    sha256.update(head)
+    if sha256.digest() != digest:
+        raise CheckpointError(
+            f"{path} is damaged: its bytes do not fit the digest that was written with them"
+        )
+    # torch reads anything else as one of its older formats, which save() never writes.
+    payload.seek(0)
+    if payload.read(len(_ZIP_START)) != _ZIP_START:
+        raise CheckpointError(f"{path} does not hold a torch zip archive")
+    payload.seek(0)
+    return payload
+
+
+def _read_trailer(file: io.BufferedReader, size: int) -> tuple[bytes, bytes]:
+    file.seek(max(0, size - SIZE))
+    trailer = file.read(SIZE).ljust(SIZE, b"\0")
+    return trailer[: _HEAD.size], trailer[_HEAD.size :]
+
+
+def _describe_foreign(file: io.BufferedReader, size: int) -> str:
+    if size == 0:
+        return "is damaged: it is empty"
+    file.seek(max(0, size - _ZIP_END_SIZE))
+    if file.read(len(_ZIP_END)) == _ZIP_END:
+        return (
+            "is foreign: a torch file without the trailer that halfpeak writes, which does not notice damage. "
+            "Write load_plain(path) to read it, which is torch.load(path, weights_only=True)"
+        )
+    return "is damaged or foreign: it does not end with the trailer that halfpeak writes"

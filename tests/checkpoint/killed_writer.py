@@ -1,0 +1,125 @@
+"""Saves in children that are killed: at each line of the package in turn, and at random moments. Not a test module.
+
+Run as a program, because forking a process that has threads is not safe. Exits with an error when a promise is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import halfpeak.checkpoint
+from halfpeak.checkpoint import load, previous_path, save
+
+TRACED = tuple(
+    os.path.join(os.path.dirname(halfpeak.checkpoint.__file__), name)
+    for name in ("file.py", "temporary.py", "trailer.py")
+)
+
+
+def state(step: int, size: int = 64) -> dict[str, Any]:
+    return {"step": step, "weights": torch.full((size,), float(step)), "list": [step] * 3}
+
+
+def check(path: Path, steps: set[int]) -> int:
+    loaded = load(path)
+    step = loaded["step"]
+    assert step in steps, f"loaded step {step}, expected one of {sorted(steps)[:3]}..."
+    assert torch.equal(loaded["weights"], torch.full_like(loaded["weights"], float(step)))
+    assert loaded["list"] == [step] * 3
+    return step
+
+
+def stale(directory: Path) -> int:
+    return sum(path.name.endswith(".halfpeak-tmp") for path in directory.iterdir())
+
+
+def check_clean(path: Path) -> None:
+    save(path, state(999))
+    assert {entry.name for entry in path.parent.iterdir()} <= {path.name, previous_path(path).name}
+    assert load(path)["step"] == 999
+
+
+def kill_at_line(path: Path, line: int) -> bool:
+    """Whether the child was killed, rather than finishing before it came to that line."""
+    child = os.fork()
+    if child == 0:
+        left = line
+
+        def count(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename not in TRACED:
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return count
+
+        sys.settrace(count)
+        save(path, state(2))
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def kill_at_every_line(directory: Path) -> tuple[int, int, set[int]]:
+    line, left_behind, seen = 0, 0, set[int]()
+    while True:
+        line += 1
+        path = directory / f"{line}" / "last.pt"
+        path.parent.mkdir()
+        save(path, state(0))
+        save(path, state(1))
+        killed = kill_at_line(path, line)
+        seen.add(check(path, {1, 2}))
+        if previous_path(path).exists():
+            check(previous_path(path), {0, 1})
+        left_behind += stale(path.parent)
+        check_clean(path)
+        if not killed:
+            return line - 1, left_behind, seen
+
+
+def kill_at_random(path: Path, kills: int) -> None:
+    rng = random.Random(5)
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            step = 0
+            while True:
+                step += 1
+                save(path, state(step, size=100_000))
+                os.write(writer, b".")
+        os.read(reader, 1)
+        select.select([], [], [], rng.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(writer)
+        done = 1
+        while chunk := os.read(reader, 4096):
+            done += len(chunk)
+        os.close(reader)
+        check(path, {done, done + 1})
+        check_clean(path)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as scratch:
+        lines, left_behind, seen = kill_at_every_line(Path(scratch))
+    assert lines > 100, f"only {lines} lines were traced"
+    assert left_behind > 10, f"only {left_behind} killed writers left a file to clean up"
+    assert seen == {1, 2}, f"only step {seen} was ever found"
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as scratch:
+        kill_at_random(Path(scratch) / "last.pt", kills=25)
+    print(f"killed at {lines} lines and 25 random moments; {left_behind} stale files cleaned")

@@ -1,0 +1,224 @@
+"""A writer that is killed, or that the system refuses: the old file is untouched, nothing is left lying about."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfpeak.checkpoint import load, previous_path, save
+from halfpeak.checkpoint import temporary as temporary_module
+from halfpeak.core.errors import CheckpointError
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        save(tmp_path / "last.pt", new_state(step))
+    return tmp_path / "last.pt"
+
+
+def new_state(step: int) -> dict[str, Any]:
+    return {"step": step, "weights": torch.full((20_000,), float(step))}
+
+
+def check_untouched(path: Path, step: int = 2) -> None:
+    assert load(path)["step"] == step
+    assert {entry.name for entry in path.parent.iterdir()} <= {"last.pt", "last.pt.previous"}
+
+
+def test_killed_at_every_line_and_at_random(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    program = Path(__file__).with_name("killed_writer.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "25 random moments" in done.stdout
+
+
+class FailingFile:
+    """A file whose n-th write fails."""
+
+    def __init__(self, file: Any, failing: int, error: BaseException) -> None:
+        self.file = file
+        self.left = failing
+        self.error = error
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@contextmanager
+def failing_write(number: int, error: BaseException) -> Iterator[list[FailingFile]]:
+    files: list[FailingFile] = []
+
+    def open_failing(*args: Any) -> FailingFile:
+        files.append(FailingFile(open(*args), number, error))  # noqa: SIM115 (save closes it)
+        return files[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temporary_module, "open", open_failing, raising=False)
+        yield files
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_the_nth_write_fails(path: Path, code: int) -> None:
+    with failing_write(0, OSError()) as files:
+        save(path, new_state(2))
+    writes = -files[0].left
+    assert writes > 20
+    for number in range(1, writes + 1):
+        message = f"was not written, and what stood there still does: .*{os.strerror(code)}"
+        with (
+            failing_write(number, OSError(code, os.strerror(code))),
+            pytest.raises(CheckpointError, match=message),
+        ):
+            save(path, new_state(3))
+        check_untouched(path)
+    save(path, new_state(3))
+    check_untouched(path, 3)
+
+
+def test_an_interrupt_stays_an_interrupt(path: Path) -> None:
+    with failing_write(5, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        save(path, new_state(3))
+    check_untouched(path)
+
+
+def test_a_full_disk(path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = path.stat().st_size
+    for limit in (0, 1, 1000, size // 2, size - 53, size - 52, size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match="too large"):
+                save(path, new_state(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        check_untouched(path)
+
+
+def fail_once(patch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    """Make a function of ``os`` fail at its first call."""
+    real = getattr(os, name)
+    calls: list[object] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    patch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("replace", errno.EACCES), ("replace", errno.EIO), ("fsync", errno.EIO)]
+)
+def test_a_call_fails_once(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    fail_once(monkeypatch, name, code)
+    with pytest.raises(CheckpointError, match=os.strerror(code)):
+        save(path, new_state(3))
+    check_untouched(path)
+    save(path, new_state(4))
+    check_untouched(path, 4)
+    assert load(previous_path(path))["step"] == 2
+
+
+def test_a_directory_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(temporary_module, "open", refuse, raising=False)
+    with pytest.raises(CheckpointError, match="Read-only"):
+        save(path, new_state(3))
+    check_untouched(path)
+
+
+def test_a_file_system_without_hard_links(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    save(path, new_state(3))
+    check_untouched(path, 3)
+    assert load(previous_path(path))["step"] == 2
+
+
+def test_without_hard_links_a_failed_rename_is_taken_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.replace, []
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def fail_second(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            refuse()
+        real(*args)
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "replace", fail_second)
+    with pytest.raises(CheckpointError, match="not permitted"):
+        save(path, new_state(3))
+    assert len(calls) == 3
+    check_untouched(path)
+
+
+def test_the_directory_cannot_be_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, codes = os.fsync, [None, errno.EIO, None, errno.EINVAL]
+
+    def failing(descriptor: int) -> None:
+        code = codes.pop(0)
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match="was written, but may not survive a power loss"):
+        save(path, new_state(3))
+    check_untouched(path, 3)
+    save(path, new_state(4))
+    check_untouched(path, 4)
+
+
+def test_a_newborn_file_taken_for_stale_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = temporary_module._lock, []
+
+    def lock(descriptor: int) -> int | None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            next(tmp_path.iterdir()).unlink()
+        return real(descriptor)
+
+    monkeypatch.setattr(temporary_module, "_lock", lock)
+    save(tmp_path / "last.pt", new_state(1))
+    assert len(calls) == 2
+    check_untouched(tmp_path / "last.pt", 1)

@@ -1,0 +1,350 @@
+"""save() and load(): what goes in comes out, what cannot come out is refused before a file is touched."""
+
+from __future__ import annotations
+
+import enum
+import os
+import stat
+from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfpeak.checkpoint import load, load_plain, previous_path, save, verify
+from halfpeak.checkpoint.plain import MAX_DEPTH
+from halfpeak.checkpoint.temporary import temporary
+from halfpeak.core.errors import CheckpointError, ConfigTypeError
+
+Pair = namedtuple("Pair", "left right")
+Colour = enum.IntEnum("Colour", "RED GREEN")
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    state = {
+        "tensors": [torch.randn(3, 4).to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+        "ints": [0, -1, 2**40, -(2**1999)],
+        "odd": (torch.empty(0), torch.tensor(3.5), torch.eye(4)[:, 1], torch.arange(6).view(2, 3).t()),
+        "plain": OrderedDict(b=None, a=True, c=1e-300, d="ü\n\0", e=b"\xff\x00", f=float("inf")),
+        3: (),
+        None: {True: [], 2.5: {}, b"k": ""},
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "sparse": torch.eye(3).to_sparse().coalesce(),
+        "nested": {"a": [{"b": ({"c": [torch.arange(3)]},)}]},
+    }
+    path = tmp_path / "last.pt"
+    save(path, state)
+    loaded = load(path)
+    sparse = loaded.pop("sparse")
+    assert torch.equal(sparse.to_dense(), state.pop("sparse").to_dense())
+    assert same(loaded, state)
+    assert names(tmp_path) == {"last.pt"}
+
+
+def test_shared_storage_stays_shared(tmp_path: Path) -> None:
+    flat = torch.arange(8.0)
+    same_list = [1]
+    save(tmp_path / "a", {"head": flat[:4], "tail": flat[4:], "one": same_list, "two": same_list})
+    loaded = load(tmp_path / "a")
+    assert loaded["head"].untyped_storage().data_ptr() == loaded["tail"].untyped_storage().data_ptr()
+    assert torch.equal(loaded["tail"], flat[4:])
+    assert loaded["one"] is loaded["two"]
+
+
+def test_state_dicts_of_torch_come_back_with_their_versions(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "a", {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()})
+    loaded = load(tmp_path / "a")
+    assert loaded["model"]._metadata == model.state_dict()._metadata
+    assert same(loaded["optimizer"], optimizer.state_dict())
+    weight = loaded["model"]["0.weight"]
+    assert type(weight) is torch.Tensor
+    assert not weight.requires_grad
+    assert torch.equal(weight, model[0].weight)
+
+
+def test_attributes_and_graphs_stay_behind(tmp_path: Path) -> None:
+    tagged = torch.ones(2)
+    tagged.note = object()  # type: ignore[attr-defined]
+    graph = torch.ones(2, requires_grad=True) * 2
+    save(tmp_path / "a", {"tagged": tagged, "graph": graph})
+    loaded = load(tmp_path / "a")
+    assert not vars(loaded["tagged"])
+    assert torch.equal(loaded["graph"], graph)
+
+
+def nest(levels: int) -> Any:
+    inner: Any = 1
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+def loop() -> list[Any]:
+    items: list[Any] = [1]
+    items.append({"again": items})
+    return items
+
+
+REFUSED = {
+    "function": print,
+    "class": int,
+    "object": object(),
+    "set": {1},
+    "complex": 1j,
+    "bytearray": bytearray(b"x"),
+    "empty bytes": b"",
+    "long int": 2**2001,
+    "namedtuple": Pair(1, 2),
+    "enum": Colour.RED,
+    "counter": Counter("a"),
+    "dtype": torch.float16,
+    "device": torch.device("cpu"),
+    "size": torch.Size([1]),
+    "subclass": torch.ones(1).as_subclass(Tagged),
+    "buffer": nn.Buffer(torch.ones(1)).as_subclass(Tagged),
+    "meta": torch.empty(1, device="meta"),
+    "module": nn.Linear(1, 1),
+    "storage": torch.ones(1).untyped_storage(),
+    "generator": torch.Generator(),
+    "tuple key": {(1, 2): 3},
+    "class key": {int: 3},
+    "loop": loop(),
+    "deep": nest(MAX_DEPTH + 1),
+    "very deep": nest(20_000),
+}
+
+
+@pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
+def test_refused_before_a_file_is_touched(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "last.pt"
+    save(path, {"step": 1})
+    before = path.stat()
+    with pytest.raises(CheckpointError, match=r"state\['model'\]\[0\]\['x'\]"):
+        save(path, {"model": [{"x": value}]})
+    assert path.stat() == before
+    assert names(tmp_path) == {"last.pt"}
+
+
+def test_everything_that_is_accepted_can_be_read(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"deep": nest(MAX_DEPTH - 1), "int": 2**2000 - 1, "": -(2**2000) + 1})
+    assert load(tmp_path / "a")["deep"] == nest(MAX_DEPTH - 1)
+
+
+def test_numpy_scalars_are_refused(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(CheckpointError, match="float64"):
+        save(tmp_path / "a", {"lr": numpy.float64(0.1)})
+
+
+@pytest.mark.parametrize("state", [None, [1], torch.ones(1), 3])
+def test_state_is_a_dict(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"save\(path, \{'name': value\}\)"):
+        save(tmp_path / "a", state)
+
+
+@pytest.mark.parametrize("path", [3, None, b"bytes"])
+def test_path_of_another_type(path: Any) -> None:
+    for call in (lambda: save(path, {}), lambda: load(path), lambda: load_plain(path), lambda: verify(path)):
+        with pytest.raises(ConfigTypeError):
+            call()
+
+
+def test_bad_places(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    bad = [
+        tmp_path / "directory",
+        tmp_path / "pipe",
+        tmp_path / "none" / "a",
+        tmp_path / "nul\0",
+        tmp_path / ("x" * 300),
+    ]
+    for path in [*bad, Path("/"), Path("."), tmp_path / "..", Path("/dev/null")]:
+        with pytest.raises(CheckpointError):
+            save(path, {"a": 1})
+        with pytest.raises(CheckpointError):
+            load(path)
+        with pytest.raises(CheckpointError):
+            load_plain(path)
+    assert names(tmp_path) == {"directory", "pipe"}
+
+
+def test_previous_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    for step in range(4):
+        save(path, {"step": step})
+    assert load(path) == {"step": 3}
+    assert load(previous_path(path)) == {"step": 2}
+    save(path, {"step": 4}, keep_previous=False)
+    assert load(path) == {"step": 4}
+    assert load(previous_path(path)) == {"step": 2}
+    assert names(tmp_path) == {"last.pt", "last.pt.previous"}
+
+
+def test_previous_is_not_displaced_by_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    save(path, {"step": 1})
+    save(path, {"step": 2})
+    path.write_bytes(path.read_bytes()[:-1])
+    save(path, {"step": 3})
+    assert load(path) == {"step": 3}
+    assert load(previous_path(path)) == {"step": 1}
+
+
+def test_a_foreign_file_in_the_way_is_kept_once(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    torch.save({"theirs": 1}, path)
+    save(path, {"ours": 1})
+    assert load_plain(previous_path(path)) == {"theirs": 1}
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        save(tmp_path / "a", {})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+def test_a_symbolic_link_is_replaced_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("precious")
+    path = tmp_path / "last.pt"
+    path.symlink_to("elsewhere")
+    save(path, {"step": 1})
+    assert not path.is_symlink()
+    assert load(path) == {"step": 1}
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+    assert previous_path(path).is_symlink()
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("last.pt", {"step": 1})
+    save("last.pt", {"step": 2})
+    assert load("last.pt")["step"] + load("last.pt.previous")["step"] == 3
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in "ab":
+        save(tmp_path / name, {"x": torch.arange(100), "y": [1, 2]})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_program_without_halfpeak_reads_the_file(tmp_path: Path) -> None:
+    state = {"x": torch.randn(1000), "y": [1, (2, "three")]}
+    save(tmp_path / "a", state)
+    assert same(torch.load(tmp_path / "a", weights_only=True), state)
+    assert same(torch.load(tmp_path / "a", weights_only=True, mmap=False), state)
+    assert same(load_plain(tmp_path / "a"), state)
+
+
+def test_a_foreign_file_says_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.pt"
+    torch.save({"x": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=r"foreign.*load_plain\(path\).*weights_only=True"):
+        load(path)
+    assert same(load_plain(path), {"x": torch.ones(2)})
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save(path, {})
+    data = bytearray(path.read_bytes())
+    data[-44] = 7
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="version 7; this halfpeak reads version 1"):
+        load(path)
+
+
+def test_map_location(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"x": torch.ones(2)})
+    assert load(tmp_path / "a", map_location=None)["x"].device.type == "cpu"
+    with pytest.raises(CheckpointError, match="is intact, but cannot be read"):
+        load(tmp_path / "a", map_location="nowhere")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        load(path, fall_back=True)
+    save(path, {"step": 1})
+    path.rename(previous_path(path))
+    with pytest.raises(CheckpointError, match="is intact: load that, or write fall_back=True"):
+        load(path)
+    with pytest.warns(RuntimeWarning, match="is read instead"):
+        assert load(path, fall_back=True) == {"step": 1}
+
+
+def test_verify_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", {"x": 1})
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("torch.load was called")
+
+    monkeypatch.setattr(torch, "load", fail)
+    verify(tmp_path / "a")
+    with pytest.raises(CheckpointError):
+        verify(tmp_path / "b")
+
+
+def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
+    with temporary(tmp_path / "other.pt") as file:
+        file.write(b"half")
+        save(tmp_path / "last.pt", {})
+        assert Path(file.name).exists()
+        file.close()
+        save(tmp_path / "last.pt", {})
+        assert Path(file.name).exists()
+    assert names(tmp_path) == {"last.pt", "last.pt.previous"}
+
+
+def test_only_our_stale_files_are_removed(tmp_path: Path) -> None:
+    ours = tmp_path / f".gone.pt.{'0a' * 8}.halfpeak-tmp"
+    keep = [".last.pt.tmp", "last.pt.halfpeak-tmp", ".x.0123.halfpeak-tmp", f".x.{'0A' * 8}.halfpeak-tmp"]
+    for path in (ours, *(tmp_path / name for name in keep)):
+        path.touch()
+    (tmp_path / f".link.{'0b' * 8}.halfpeak-tmp").symlink_to(keep[0])
+    save(tmp_path / "last.pt", {})
+    assert names(tmp_path) == {*keep, "last.pt", f".link.{'0b' * 8}.halfpeak-tmp"}
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    before = set(os.listdir("/proc/self/fd"))
+    save(path, {"x": 1})
+    save(path, {"x": 2})
+    path.write_bytes(b"broken")
+    with pytest.raises(CheckpointError):
+        load(path)
+    with pytest.raises(CheckpointError):
+        load_plain(path)
+    with pytest.warns(RuntimeWarning):
+        load(path, fall_back=True)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
