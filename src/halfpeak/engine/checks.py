@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.casting.modules import is_prepared
-from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.errors import ConfigTypeError, OrderError, ParameterError
+from halfpeak.core.policy import Policy
 from halfpeak.engine.lane import Lane
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
-
-
-def check_options(*, num_losses: object, norms: object) -> None:
-    """Check the options that no other value checks.
-
-    Raises:
-        ConfigError: one of them.
-    """
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ConfigError(f"num_losses={num_losses!r} must be an integer of 1 or more; write num_losses=1")
-    if norms not in get_args(NormRule):
-        raise ConfigError(f"norms={norms!r} must be one of {', '.join(map(repr, get_args(NormRule)))}")
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> None:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import ClosureError, LossIdError, LossScaleCollapse, OrderError
-from halfpeak.core.levels import Properties
+from halfpeak.core.errors import ClosureError, LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.block import Block
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
+from halfpeak.engine.plan import Plan
+from halfpeak.engine.state import put_state, take_state
+from halfpeak.engine.steward import Steward
 from halfpeak.engine.sync import synchronising
 from halfpeak.parts.buffers import BatchNormBuffers
-from halfpeak.parts.clip import Clip
 from halfpeak.parts.lagged import Lagged
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
@@ -46,54 +46,43 @@ class Engine:
     takes ``found_inf`` itself (``torch.optim.AdamW(fused=True)`` and its like).
 
     Attributes:
+        plan: what the run was asked to do.
         models: the prepared models.
-        properties: what the opt level and its overrides came to.
-        policy: in which dtype each thing is stored, computed and returned.
+        masters: the float32 copies that the optimizers step.
         casting: the re-entrant scope in which operations are cast (O1, O4); elsewhere a null context.
         scalers: one loss scaler per loss.
-        accumulation: how many backward passes make a step.
+        lanes: one per optimizer.
     """
 
     def __init__(
         self,
-        *,
+        plan: Plan,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        properties: Properties,
-        policy: Policy,
+        *,
         masters: Masters,
-        scale: ScaleConfig,
-        num_losses: int,
-        accumulation: Accumulation,
-        clip: Clip,
         casting: AbstractContextManager[Any],
         verdict: Verdict,
-        buffers: BatchNormBuffers,
         device: torch.device,
-        handles: Iterable[Any],
-        steps_itself: bool,
+        handles: Iterable[RemovableHandle],
     ) -> None:
+        self.plan = plan
         self.models = tuple(models)
-        self.properties = properties
-        self.policy = policy
-        self.accumulation = accumulation
-        self.scalers = [LossScaler(scale, device) for _ in range(num_losses)]
         self.masters = masters
         self.casting = casting
-        self.steps_itself = steps_itself
         self.device = device
-        self.buffers = buffers
-        self.journal = Journal(buffers, device)
-        self.names = ParameterNames(self.models)
-        self.lanes = [Lane(optimizer, masters, self, device) for optimizer in optimizers]
-        # An engine that steps by itself may be the only one to hold its optimizers.
-        self._kept = tuple(optimizers) if steps_itself else ()
-        self._clip = clip
+        self.scalers = [LossScaler(plan.scale, device) for _ in range(plan.num_losses)]
+        self.buffers = BatchNormBuffers(models if plan.restore_buffers else ())
+        self.buffers.save()
+        self.journal = Journal(self.buffers, device)
         self._verdict = verdict
+        self._steward = Steward(plan, self.journal, self.scalers, verdict, ParameterNames(self.models))
+        self.lanes = [Lane(optimizer, masters, self._steward, device) for optimizer in optimizers]
+        # An engine that steps by itself may be the only one to hold its optimizers.
+        self._kept = tuple(optimizers) if plan.steps_itself else ()
         self._handles = list(handles)
         self._synchronised = True
         self._trouble = Lagged(device)
-        buffers.save()
 
     @property
     def model(self) -> nn.Module:
@@ -115,6 +104,11 @@ class Engine:
     def index(self) -> int:
         """Completed calls of :meth:`step`, counted since the beginning of the run."""
         return self.journal.index
+
+    @property
+    def policy(self) -> Policy:
+        """In which dtype each thing is stored, computed and returned."""
+        return self.plan.policy
 
     @property
     def taken(self) -> Tensor:
@@ -140,7 +134,7 @@ class Engine:
         """
         with ExitStack() as stack:
             stack.enter_context(self.casting)
-            self._synchronised = wrapped is None or self.accumulation.is_boundary(self.index)
+            self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
             yield
@@ -161,7 +155,7 @@ class Engine:
             optimizers: those whose parameters get gradients here; None means all.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
         """
-        divisor = self.accumulation.divisor(self.index)
+        divisor = self.plan.accumulation.divisor(self.index)
         if divisor != 1:
             loss = loss / divisor
         lanes = self.lanes_of(optimizers)
@@ -236,7 +230,7 @@ class Engine:
             lane.has_stepped = False
         if closure is not None:
             return self._step_with_closure(closure, lanes)
-        if not self.accumulation.is_boundary(self.index):
+        if not self.plan.accumulation.is_boundary(self.index):
             self.journal.index += 1
             return StepResult(torch.zeros_like(lanes[0].found_inf), self.scale, None, boundary=False)
         try:
@@ -265,7 +259,7 @@ class Engine:
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
         """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""
-        norm = self._clip([grad for lane in lanes for grad in lane.targets()])
+        norm = self.plan.clip([grad for lane in lanes for grad in lane.targets()])
         if norm is not None:
             verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
         return norm
@@ -277,7 +271,7 @@ class Engine:
             # The one place where a step waits for the device.
             verdict = bool(verdicts[0])
         self.journal.begin(verdicts, verdict)
-        collapse = self._foresee_collapse(lanes) if verdict is True else None
+        collapse = self._steward.collapse(lanes) if verdict is True and self.journal.read_collapse() else None
         for lane in lanes:
             lane.step(verdict)
         self._close(lanes)
@@ -289,6 +283,24 @@ class Engine:
         self.journal.cancel()
         for lane in self.lanes_of(optimizers):
             lane.drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
+
+        Models (float32, the masters' values), optimizers, loss scalers, counters, and the open accumulation window.
+        Waits for the device.
+        """
+        self.journal.settle()
+        return take_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
+        """
+        self.journal.settle()
+        put_state(self, state)
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.
@@ -336,39 +348,10 @@ class Engine:
                 )
         return [known[id(optimizer)] for optimizer in wanted]
 
-    def decide(self, lane: Lane) -> Tensor | bool:
-        """The verdict for a step that the caller began with ``optimizer.step()``."""
-        verdicts = lane.found_inf.reshape(1)
-        self._verdict.agree_(verdicts)
-        verdict = bool(verdicts[0])
-        self.journal.begin(verdicts, verdict)
-        return verdict
-
-    def finished(self, lane: Lane, verdict: Tensor | bool) -> None:
-        """The caller's step is over."""
-        if not self.steps_itself:
-            self.journal.settle()
-
-    def closure_failed(self, lane: Lane) -> None:
-        """Lower the scale and let the closure run again."""
-        noted = self.journal.noted
-        for scaler, found_inf in noted:
-            scaler.update(found_inf)
-        self.journal.cancel()
-        used = [scaler for scaler, _ in noted] or self.scalers
-        if not any(scaler.config.dynamic for scaler in used) or any(
-            scaler.read_exhausted() for scaler in used
-        ):
-            raise self._collapse([lane])
-
-    def closure_passed(self, lane: Lane) -> None:
-        """Clip the gradients of a closure."""
-        self._clip(lane.targets())
-
     def _step_with_closure(self, closure: Callable[[], Any], lanes: Sequence[Lane]) -> StepResult:
-        if self.accumulation.every != 1 or len(lanes) != 1:
+        if self.plan.accumulation.every != 1 or len(lanes) != 1:
             raise ClosureError(
-                f"a closure evaluates one whole step of one optimizer; accumulate={self.accumulation.every} and "
+                f"a closure evaluates one whole step of one optimizer; accumulate={self.plan.accumulation.every} and "
                 f"{len(lanes)} optimizers cannot be combined with it"
             )
         lane = lanes[0]
@@ -394,16 +377,3 @@ class Engine:
         for lane in lanes:
             lane.drop()
         self.journal.settle()
-
-    def _foresee_collapse(self, lanes: Sequence[Lane]) -> LossScaleCollapse | None:
-        return self._collapse(lanes) if self.journal.read_collapse() else None
-
-    def _collapse(self, lanes: Sequence[Lane]) -> LossScaleCollapse:
-        names = self.names.nonfinite(lanes)
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return LossScaleCollapse(
-            f"gradients stay non-finite at a loss scale of {self.read_scale():g}, which cannot fall any further. "
-            f"Not finite: {shown or 'no parameter of this step'}. Lower the learning rate, clip, keep these layers in "
-            "float32, or use bfloat16 (O4, O5)",
-            names,
-        )

@@ -36,9 +36,9 @@ class Owner(Protocol):
     """What a lane asks when its optimizer is stepped."""
 
     steps_itself: bool
-    """Whether the owner alone calls ``optimizer.step()``, and a call by anyone else is a mistake."""
+    """Whether an engine alone calls ``optimizer.step()``, and a call by anyone else is a mistake."""
 
-    def decide(self, lane: Lane) -> Tensor | bool:
+    def decide(self, lane: Lane) -> bool:
         """The verdict for a step that the caller began: skip it or not."""
         ...
 
@@ -65,13 +65,13 @@ class Lane:
     Args:
         optimizer: held weakly; its hooks hold the lane, so there is no cycle.
         masters: shared between the lanes of an engine, so that a parameter of two optimizers has one master.
-        owner: held weakly.
+        owner: asked when the optimizer is stepped; it must not hold the lane.
         device: where ``found_inf`` lives.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters, owner: Owner, device: torch.device) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._owner = weakref.ref(owner)
+        self._owner = owner
         self.masters = masters
         self.found_inf = torch.zeros((), device=device)
         self.phase = Phase.CLEAN
@@ -185,15 +185,14 @@ class Lane:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        owner = self._owner()
         verdict = self.verdict
         if verdict is None:
-            verdict = self._verdict_of_caller(owner)
+            verdict = self._verdict_of_caller()
         closure, rebuild = take_closure(args, kwargs)
         self.verdict = verdict
-        if closure is not None and owner is not None:
+        if closure is not None:
             self.masters.mark_stepped()
-            return rebuild(Guard(closure, self, owner))
+            return rebuild(Guard(closure, self, self._owner))
         if verdict is True:
             for slot in self.slots():
                 slot.target.grad = None
@@ -202,17 +201,17 @@ class Lane:
         self.masters.mark_stepped()
         return None
 
-    def _verdict_of_caller(self, owner: Owner | None) -> Tensor | bool:
+    def _verdict_of_caller(self) -> Tensor | bool:
         if self.phase is Phase.SCALED:
             raise OrderError(
                 "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
                 "(delay_unscale=True, or no_sync); end the window with one that is not"
             )
-        if owner is None:
-            return bool(self.found_inf)
-        if owner.steps_itself and self.phase is Phase.UNSCALED:
+        if not self._owner.steps_itself:
+            return self._owner.decide(self)
+        if self.phase is Phase.UNSCALED:
             raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
-        return owner.decide(self)
+        return False
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.has_stepped = True
@@ -223,9 +222,7 @@ class Lane:
                 slot.target.grad = None
         self.recover()
         self.close()
-        owner = self._owner()
-        if owner is not None:
-            owner.finished(self, verdict)
+        self._owner.finished(self, verdict)
 
     def _is_untouched(self) -> bool:
         return all(target.grad is grad and grad._version == version for target, grad, version in self._trace)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import convert_network, converted_parameters, hook_boundary, hook_norms
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.checks import check_models, check_optimizers, check_options
+from halfpeak.engine.checks import check_models, check_optimizers
 from halfpeak.engine.engine import Engine
-from halfpeak.parts.buffers import BatchNormBuffers
+from halfpeak.engine.plan import Plan
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.statedict import hook_state_dict
@@ -92,78 +93,79 @@ def prepare(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    return build(
-        [models] if isinstance(models, nn.Module) else list(models),
-        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
-        properties,
+    plan = Plan(
+        properties=properties,
         policy=properties.policy(norms=norms, output=cast_model_outputs),
         scale=properties.scale_config(scale),
         num_losses=num_losses,
-        accumulation=Accumulation(every=accumulate) if isinstance(accumulate, int) else accumulate,
+        accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
+    )
+    return build(
+        plan,
+        [models] if isinstance(models, nn.Module) else list(models),
+        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
         verdict=Verdict(group),
     )
 
 
 def build(
+    plan: Plan,
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
-    properties: Properties,
     *,
-    policy: Policy,
-    scale: ScaleConfig,
-    num_losses: int = 1,
-    accumulation: Accumulation | None = None,
-    clip: Clip | None = None,
     casts: OpCasts | None = None,
-    restore_buffers: bool = True,
     verdict: Verdict | None = None,
-    steps_itself: bool = True,
 ) -> Engine:
-    """What every door calls: prepare from a policy. See :func:`prepare`.
+    """What every door calls: prepare from a plan. See :func:`prepare`.
 
     Args:
+        plan: what to do.
+        models: converted in place.
+        optimizers: given masters in place.
         casts: the casting scope of a per-operation policy; None makes one.
-        steps_itself: whether the engine alone calls ``optimizer.step()``. False for doors whose callers do.
+        verdict: how ranks agree on skipping; None does not ask them.
     """
-    check_options(num_losses=num_losses, norms=policy.norms)
+    policy = plan.policy
     check_models(models, policy)
     check_optimizers(optimizers, models)
+    if policy.per_op and policy.compute is not None and casts is None:
+        casts = OpCasts(policy.compute)
     masters = Masters()
+    handles: list[RemovableHandle] = []
     with ExitStack() as undo:
-        handles: list[Any] = []
         undo.callback(_remove, handles)
         values = _exact_values(models, optimizers, policy) if policy.masters else {}
         for model in models:
-            handles += _convert(model, policy, masters, undo)
+            _convert(model, policy, undo)
+            handles += hook(model, policy, masters)
         for optimizer in optimizers:
             if policy.masters:
                 undo.callback(masters.release, optimizer)
                 masters.adopt(optimizer, values)
             elif policy.param is not None:
                 _cast_state(optimizer)
-        if policy.per_op and policy.compute is not None and casts is None:
-            casts = OpCasts(policy.compute)
         engine = Engine(
-            models=models,
-            optimizers=optimizers,
-            properties=properties,
-            policy=policy,
+            plan,
+            models,
+            optimizers,
             masters=masters,
-            scale=scale,
-            num_losses=num_losses,
-            accumulation=accumulation or Accumulation(),
-            clip=clip or parse_clip(None),
             casting=nullcontext() if casts is None else casts,
             verdict=verdict or Verdict(),
-            buffers=BatchNormBuffers(models if restore_buffers else ()),
             device=_home(models, optimizers),
             handles=handles,
-            steps_itself=steps_itself,
         )
         undo.pop_all()
     return engine
+
+
+def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
+    """Put the hooks on a model that its policy asks for."""
+    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
+    if policy.param is not None or policy.masters:
+        handles += hook_state_dict(model, masters)
+    return handles
 
 
 def _exact_values(
@@ -185,17 +187,14 @@ def _exact_values(
     }
 
 
-def _convert(model: nn.Module, policy: Policy, masters: Masters, undo: ExitStack) -> list[Any]:
-    if policy.param is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            undo.callback(setattr, tensor, "data", tensor.data)
-            if tensor.grad is not None:
-                undo.callback(setattr, tensor.grad, "data", tensor.grad.data)
-        convert_network(model, policy.param, policy.norms)
-    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
-    if policy.param is not None or policy.masters:
-        handles += hook_state_dict(model, masters)
-    return handles
+def _convert(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
+    if policy.param is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        undo.callback(setattr, tensor, "data", tensor.data)
+        if tensor.grad is not None:
+            undo.callback(setattr, tensor.grad, "data", tensor.grad.data)
+    convert_network(model, policy.param, policy.norms)
 
 
 def _cast_state(optimizer: Optimizer) -> None:
@@ -206,7 +205,7 @@ def _cast_state(optimizer: Optimizer) -> None:
                 state[key] = value.to(parameter.dtype)
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
 

@@ -6,7 +6,7 @@ evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,17 @@ class BatchNormBuffers:
                 if saved is not None and saved.numel() == sum(buffer.numel() for buffer in live):
                     _put_back(live, saved, found_inf)
         self.save()
+
+    def saved(self) -> list[Tensor]:
+        """What :meth:`save` remembered, one flat tensor per (device, dtype) in the order of the layers."""
+        return [self._saved[key] for key in self._live() if key in self._saved]
+
+    def put_saved(self, saved: Sequence[Tensor]) -> None:
+        """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now."""
+        self.save()
+        for key, flat in zip(list(self._saved), saved, strict=False):
+            if flat.shape == self._saved[key].shape:
+                self._saved[key] = flat.to(key[0], key[1], copy=True)
 
     def _live(self) -> dict[_Key, list[Tensor]]:
         live: dict[_Key, list[Tensor]] = {}
