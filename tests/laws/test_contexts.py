@@ -1,0 +1,114 @@
+"""Every context manager puts back what it changed when its body raises, and when it is entered twice."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from halfpeak.casting.opcasts import OpCasts, disable_casts
+from laws.source import modules
+
+ELSEWHERE = {
+    "checkpoint/temporary.py": "tests/checkpoint",
+    "cli/interrupt.py": "tests/cli",
+    "cli/progress.py": "tests/cli",
+    "engine/sync.py": "tests/distributed",
+    "insight/extras.py": "tests/insight",
+    "recipes/device.py": "tests/cli",
+}
+"""Files whose context managers change no state of training, and where they are tested."""
+
+HERE = {"engine/engine.py", "casting/opcasts.py", "casting/suspend.py", "casting/scope.py"}
+
+
+class Failure(Exception):
+    pass
+
+
+class Run:
+    """A small model in the middle of an accumulation window."""
+
+    def __init__(self, level: str = "O2") -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.engine = halfpeak.prepare(self.model, self.optimizer, level, accumulate=2)
+        self.micro_step()
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(3, 4)).float().square().mean()
+
+    def penalty(self) -> torch.Tensor:
+        return torch.stack([parameter.float().square().sum() for parameter in self.model.parameters()]).sum()
+
+    def micro_step(self) -> None:
+        with self.engine.forward():
+            loss = self.loss()
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def seen(self) -> str:
+        return repr(copy.deepcopy(self.engine.state_dict()))
+
+
+CONTEXTS: dict[str, tuple[str, Callable[[Run], AbstractContextManager[Any]]]] = {
+    "forward O1": ("O1", lambda run: run.engine.forward()),
+    "forward O2": ("O2", lambda run: run.engine.forward()),
+    "scaled": ("O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
+    "OpCasts": ("O1", lambda run: OpCasts(torch.float16)),
+    "disable_casts": ("O1", lambda run: disable_casts()),
+}
+
+
+def fail_inside(run: Run, enter: Callable[[Run], AbstractContextManager[Any]], nested: bool) -> None:
+    with enter(run) as value:
+        if nested:
+            with pytest.raises(Failure):
+                fail_inside(run, enter, nested=False)
+        if isinstance(value, torch.Tensor):
+            value.backward()
+        raise Failure
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exception_leaves_no_trace(name: str, nested: bool) -> None:
+    """The run goes on, bit for bit, like one that never entered the block."""
+    level, enter = CONTEXTS[name]
+    run, calm = Run(level), Run(level)
+    before = run.seen()
+    with pytest.raises(Failure):
+        fail_inside(run, enter, nested)
+    assert run.seen() == before
+    run.micro_step()
+    calm.micro_step()
+    assert run.seen() == calm.seen()
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_leaving_an_inner_scope_leaves_the_outer_one_as_it_was(outer: bool) -> None:
+    weight = torch.ones(2, 2)
+    with OpCasts(torch.float16) if outer else disable_casts():
+        before = (weight @ weight).dtype
+        with disable_casts(), OpCasts(torch.bfloat16), disable_casts():
+            pass
+        assert (weight @ weight).dtype is before is (torch.float16 if outer else torch.float32)
+
+
+def test_no_context_manager_is_left_out() -> None:
+    found = {
+        module.where
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef)
+        and (node.name == "__exit__" or any("contextmanager" in ast.unparse(d) for d in node.decorator_list))
+    }
+    assert found == HERE | ELSEWHERE.keys()
