@@ -1,0 +1,89 @@
+"""``halfpeak``: which command runs, and how its errors reach the person who typed it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from halfpeak import __version__
+from halfpeak.cli import train
+from halfpeak.core.errors import HalfpeakError, LossScaleCollapse
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+class Command(NamedTuple):
+    """A command: what it does in a line, and what runs it and returns the exit status."""
+
+    brief: str
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "train": Command("train a real model in mixed precision, on whatever device is there", train.main),
+    }
+)
+"""Every command by its name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status.
+
+    0: done. 1: the run failed. 2: the input was refused, with one message. 128 + n: stopped by signal n.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        sys.stdout.write(f"halfpeak {__version__}, torch {torch.__version__}\n")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _fail("halfpeak", f"unknown command {name!r}; write one of {', '.join(COMMANDS)}", BAD_INPUT)
+    return _guarded(name, rest)
+
+
+def usage() -> str:
+    """What ``halfpeak --help`` prints."""
+    lines = [f"  {name:<10}{command.brief}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: halfpeak COMMAND [OPTIONS]",
+            "",
+            "Mixed-precision training for PyTorch.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "halfpeak COMMAND --help lists the options of a command; halfpeak --version says which halfpeak this is.",
+            "",
+        ]
+    )
+
+
+def _guarded(name: str, rest: Sequence[str]) -> int:
+    title = f"halfpeak {name}"
+    try:
+        return COMMANDS[name].run(rest)
+    except LossScaleCollapse as error:
+        return _fail(title, str(error), FAILED)
+    except HalfpeakError as error:
+        return _fail(title, str(error), BAD_INPUT)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        return _fail(title, f"{reason}. Write a smaller --batch and a larger --accumulate", FAILED)
+    except OSError as error:
+        return _fail(title, str(error), FAILED)
+    except KeyboardInterrupt:
+        return _fail(title, "stopped at once; --resume continues from the last checkpoint", INTERRUPTED)
+
+
+def _fail(title: str, message: str, status: int) -> int:
+    sys.stderr.write(f"{title}: {message}\n")
+    return status

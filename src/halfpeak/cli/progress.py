@@ -1,0 +1,178 @@
+"""What a person sees while a run is under way: a live display in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from halfpeak.insight.extras import needs
+from halfpeak.insight.history import Row
+from halfpeak.recipes.loop import Reporter
+from halfpeak.recipes.training import Training
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINES = 20
+"""About how many lines a whole run prints where there is no terminal."""
+
+
+@contextmanager
+def progress(console: Console, training: Training) -> Generator[Reporter]:
+    """The reporter that suits the console."""
+    status = Status(training)
+    if not console.is_terminal:
+        yield PlainLines(console, status)
+        return
+    with LiveDisplay(console, status) as display:
+        yield display
+
+
+class Status:
+    """The newest numbers of a run, as text."""
+
+    def __init__(self, training: Training) -> None:
+        self.total = training.plan.steps or 0
+        self.step = training.step
+        self.skipped = training.step - training.taken
+        self.name = f"{training.plan.recipe} {training.plan.level}"
+        self._unit = training.recipe.unit
+        self._row: Row = {}
+        self._speed = 0.0
+        self._validation: Row = {}
+
+    def take(self, rows: Sequence[Row], speed: float) -> None:
+        """Newer rows."""
+        self.step, self._row, self._speed = rows[-1]["step"], rows[-1], speed
+        self.skipped += sum(row["skipped"] > 0 for row in rows)
+
+    def take_validation(self, row: Row) -> None:
+        """A newer validation."""
+        self._validation = row
+
+    def parts(self) -> list[tuple[str, str]]:
+        """Names and values, in the order they are shown."""
+        row = self._row
+        if not row:
+            return []
+        parts = [
+            ("loss", f"{row['loss']:.4f}"),
+            ("accuracy", f"{row['accuracy']:.1%}"),
+            ("scale", f"{row['loss_scale']:g}"),
+            ("skipped", str(self.skipped)),
+        ]
+        if "grad_norm" in row:
+            parts.append(("grad norm", f"{row['grad_norm']:.3g}"))
+        return [*parts, ("lr", f"{row['lr']:.2g}"), (f"{self._unit}/s", short(self._speed))]
+
+    def validation(self) -> list[tuple[str, str]]:
+        """The same of the last validation."""
+        if not self._validation:
+            return []
+        row = self._validation
+        return [
+            ("step", str(row["step"])),
+            ("loss", f"{row['validation_loss']:.4f}"),
+            ("accuracy", f"{row['validation_accuracy']:.2%}"),
+        ]
+
+
+class PlainLines:
+    """A line now and then, for files and pipes."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
+        self._every = max(1, status.total // LINES)
+        self._next = status.step + 1
+
+    def rows(self, rows: Sequence[Row], speed: float) -> None:
+        """Print the newest numbers if it is time."""
+        self._status.take(rows, speed)
+        if self._status.step >= self._next:
+            self._next = self._status.step + self._every
+            self._print(f"step {self._status.step}/{self._status.total}", self._status.parts())
+
+    def validated(self, row: Row) -> None:
+        """Print a validation."""
+        self._status.take_validation(row)
+        self._print("validation", self._status.validation())
+
+    def _print(self, head: str, parts: Sequence[tuple[str, str]]) -> None:
+        text = "  ".join(f"{name} {value}" for name, value in parts)
+        self._console.print(f"{head}  {text}", soft_wrap=True, highlight=False, markup=False)
+
+
+class LiveDisplay:
+    """A progress bar and the newest numbers, redrawn in place."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        with needs("cli"):
+            from rich.live import Live
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        self._status = status
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("steps,"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task(status.name, total=status.total, completed=status.step)
+        self._live = Live(self._picture(), console=console, refresh_per_second=8)
+
+    def __enter__(self) -> LiveDisplay:
+        """Start to draw."""
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last picture standing."""
+        self._live.update(self._picture(), refresh=True)
+        self._live.stop()
+
+    def rows(self, rows: Sequence[Row], speed: float) -> None:
+        """Show the newest numbers."""
+        self._status.take(rows, speed)
+        self._bar.update(self._task, completed=self._status.step)
+        self._live.update(self._picture())
+
+    def validated(self, row: Row) -> None:
+        """Show a validation."""
+        self._status.take_validation(row)
+        self._live.update(self._picture())
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+
+        lines = [_styled("training", self._status.parts()), _styled("validation", self._status.validation())]
+        return Group(self._bar, *(line for line in lines if line is not None))
+
+
+def _styled(head: str, parts: Sequence[tuple[str, str]]) -> Any:
+    from rich.text import Text
+
+    if not parts:
+        return None
+    text = Text(f"{head:<11}", style="dim")
+    for name, value in parts:
+        alarming = name == "skipped" and value != "0"
+        text.append(f"{name} ", style="dim").append(
+            f"{value}   ", style="bold yellow" if alarming else "bold not dim"
+        )
+    return text
+
+
+def short(number: float) -> str:
+    """A large number in few characters.
+
+    >>> short(12345.0), short(999.0), short(2.5e6)
+    ('12.3k', '999', '2.5M')
+    """
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{suffix}"
+    return f"{number:.3g}"

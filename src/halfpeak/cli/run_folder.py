@@ -1,0 +1,104 @@
+"""The folder of a run: where its files are, and which folder a new or a resumed run gets."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfpeak.cli.options import LATEST
+from halfpeak.core.errors import ConfigError
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A folder, and the names of the files in it."""
+
+    path: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """Everything that continues the run."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The settings as used; ``--config`` takes the file."""
+        return self.path / "config.toml"
+
+    @property
+    def picture(self) -> Path:
+        """Loss, scale and gradient norm over the steps."""
+        return self.path / "history.png"
+
+    @property
+    def summary(self) -> Path:
+        """What came out, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's folder."""
+        return self.path / "tensorboard"
+
+    def holds_run(self) -> bool:
+        """Whether a run has written here."""
+        return self.checkpoint.exists() or self.metrics.exists()
+
+
+def new_folder(output: str | None, recipe: str, level: str) -> RunFolder:
+    """A folder for a new run, made if need be.
+
+    Raises:
+        ConfigError: there is a run in it already, or it cannot be made.
+    """
+    if output is None:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = f"{recipe}-{level}-{stamp}"
+        candidates = (RUNS / (name if i == 1 else f"{name}-{i}") for i in range(1, 1000))
+        path = next(path for path in candidates if not path.exists())
+    else:
+        path = Path(output)
+    folder = RunFolder(path)
+    if folder.holds_run():
+        raise ConfigError(
+            f"{path} holds a run already; write --resume {path} to continue it, or another --output"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the output folder {path} cannot be made: {error.strerror}") from None
+    return folder
+
+
+def existing_folder(resume: str, output: str | None) -> RunFolder:
+    """The folder of the run to continue.
+
+    Args:
+        resume: the folder, a file in it, or :data:`~halfpeak.cli.options.LATEST`: ``output`` if it is given, else the
+            run under ``runs`` that was saved last.
+
+    Raises:
+        ConfigError: there is no run there.
+    """
+    if resume == LATEST and output is not None:
+        resume = output
+    if resume == LATEST:
+        runs = [folder for folder in map(RunFolder, RUNS.glob("*")) if folder.checkpoint.exists()]
+        if not runs:
+            raise ConfigError(f"there is no run under {RUNS.resolve()}; write --resume PATH")
+        return max(runs, key=lambda folder: folder.checkpoint.stat().st_mtime_ns)
+    path = Path(resume)
+    folder = RunFolder(path.parent if path.is_file() else path)
+    if output is not None and Path(output).resolve() != folder.path.resolve():
+        raise ConfigError(f"a resumed run stays in its folder {folder.path}; leave --output {output} out")
+    if not folder.path.is_dir():
+        raise ConfigError(f"there is no folder {folder.path} to resume from")
+    return folder

@@ -1,0 +1,95 @@
+"""What came out of a run: a table for people, JSON for programs, a picture for both."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfpeak.cli.progress import short
+from halfpeak.cli.run_folder import RunFolder
+from halfpeak.insight.extras import MissingExtraError, needs
+from halfpeak.insight.history import Row, read_rows
+from halfpeak.insight.plots import save_history
+from halfpeak.recipes.device import environment
+from halfpeak.recipes.training import Training
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def summarise(training: Training, rows: list[Row], reason: str) -> dict[str, Any]:
+    """The results of a run so far, as plain values."""
+    steps = [row for row in rows if "loss" in row]
+    validations = [row for row in rows if "validation_accuracy" in row]
+    plan, device = training.plan, training.device
+    done = training.step * plan.batch * plan.accumulate * training.recipe.units
+    return {
+        "recipe": plan.recipe,
+        "level": plan.level,
+        "level_reason": reason,
+        "environment": environment(device),
+        "parameters": training.parameters,
+        "steps": training.step,
+        "steps_of": plan.steps,
+        "skipped": training.step - training.taken,
+        "loss": steps[-1]["loss"] if steps else None,
+        "loss_scale": steps[-1]["loss_scale"] if steps else None,
+        "validation_loss": validations[-1]["validation_loss"] if validations else None,
+        "validation_accuracy": validations[-1]["validation_accuracy"] if validations else None,
+        "best_validation_accuracy": max(
+            (row["validation_accuracy"] or 0.0 for row in validations), default=None
+        ),
+        "seconds": round(training.seconds, 3),
+        "speed": round(done / training.seconds, 1) if training.seconds else None,
+        "speed_unit": f"{training.recipe.unit}/s",
+        "peak_memory_bytes": None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device),
+    }
+
+
+def finish(training: Training, folder: RunFolder, console: Console, reason: str) -> None:
+    """Write summary and picture, and print the table."""
+    rows = read_rows(folder.metrics)
+    results = summarise(training, rows, reason)
+    folder.summary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if training.plan.plot:
+        title = (
+            f"{results['recipe']} at {results['level']}: {training.taken} steps, {results['skipped']} skipped"
+        )
+        try:
+            save_history(rows, folder.picture, title=title)
+        except MissingExtraError as error:
+            console.print(f"no picture: {error}", highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(results, folder))
+
+
+def _table(results: dict[str, Any], folder: RunFolder) -> Any:
+    with needs("cli"):
+        from rich import box
+        from rich.table import Table
+    table = Table(box=box.ROUNDED, show_header=False, title=f"{results['recipe']} at {results['level']}")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    taken = results["steps"] - results["skipped"]
+    table.add_row("device", results["environment"]["device"])
+    table.add_row("parameters", f"{results['parameters']:,}")
+    table.add_row("steps", f"{taken} taken, {results['skipped']} skipped")
+    if results["loss"] is not None:
+        table.add_row("training loss", f"{results['loss']:.4f}")
+    if results["validation_loss"] is not None:
+        table.add_row("validation loss", f"{results['validation_loss']:.4f}")
+    if results["validation_accuracy"] is not None:
+        best = f"{results['validation_accuracy']:.2%} (best {results['best_validation_accuracy']:.2%})"
+        table.add_row("validation accuracy", best)
+    if results["loss_scale"] is not None:
+        table.add_row("loss scale", f"{results['loss_scale']:g}")
+    if results["speed"] is not None:
+        table.add_row(
+            "speed", f"{short(results['speed'])} {results['speed_unit']}, {results['seconds']:.1f} s in steps"
+        )
+    if results["peak_memory_bytes"]:
+        table.add_row("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB")
+    files = sorted(path.name for path in folder.path.iterdir() if not path.name.endswith(".previous"))
+    table.add_row("results", f"{folder.path}/\n" + "  ".join(files))
+    return table

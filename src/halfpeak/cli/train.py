@@ -1,0 +1,165 @@
+"""``halfpeak train``: plan, folder, training, loop and results put together."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from halfpeak.checkpoint import file as checkpoint
+from halfpeak.cli.config_file import read_config, write_config
+from halfpeak.cli.interrupt import Interrupt
+from halfpeak.cli.options import Request, parse
+from halfpeak.cli.progress import progress
+from halfpeak.cli.run_folder import RunFolder, existing_folder, new_folder
+from halfpeak.cli.summary import finish
+from halfpeak.core.errors import ConfigError, LossScaleCollapse
+from halfpeak.insight.events import TensorBoard
+from halfpeak.insight.extras import MissingExtraError, needs
+from halfpeak.insight.history import History, JsonLines, Sink
+from halfpeak.insight.suitable import slow_float16
+from halfpeak.recipes.catalog import draft, find_recipe, measure, settle
+from halfpeak.recipes.device import environment, find_device, repeatable
+from halfpeak.recipes.driver import properties
+from halfpeak.recipes.loop import Loop
+from halfpeak.recipes.plan import Plan
+from halfpeak.recipes.training import Training, require_checkpoint, require_same
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Say = Callable[[str], None]
+Stop = Callable[[], bool]
+
+
+class Start(NamedTuple):
+    """A training that is ready to go on, and where it writes."""
+
+    training: Training
+    folder: RunFolder
+    reason: str
+    after: int | None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    request = parse(arguments)
+    with needs("cli"):
+        from rich.console import Console
+    with Interrupt() as interrupt:
+        finished = train(request, Console(), interrupt.requested)
+    return 0 if finished else interrupt.exit_status
+
+
+def train(request: Request, console: Console, stop: Stop) -> bool:
+    """Train as requested until the last step, or until ``stop`` says so after a step.
+
+    Returns:
+        Whether the last step was reached.
+
+    Raises:
+        ConfigError: the request makes no sense; nothing was written.
+        CheckpointError: the run to continue has no readable checkpoint.
+        LossScaleCollapse: the gradients stay non-finite. History and picture are written.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    given = [{} if request.config is None else read_config(request.config), request.values]
+    plan = draft(*given)
+    with repeatable(plan.deterministic):
+        start = _begin(plan, say) if request.resume is None else _resume(request.resume, given, say)
+        return _run(start, console, say, stop)
+
+
+def _begin(plan: Plan, say: Say) -> Start:
+    training, reason = _build(plan, say)
+    folder = new_folder(plan.output, training.plan.recipe, training.plan.level)
+    return Start(training, folder, reason, None)
+
+
+def _resume(resume: str, given: Sequence[Mapping[str, Any]], say: Say) -> Start:
+    asked = draft(*given)
+    folder = existing_folder(resume, asked.output)
+    state = _load(folder, say)
+    training, reason = _build(draft(state["plan"], *given), say, saved=state["plan"])
+    training.load_state_dict(state)
+    plan = training.plan
+    if training.step >= (plan.steps or 0):
+        raise ConfigError(
+            f"the run in {folder.path} is over: it took its {training.step} steps. Write --steps with a larger number to "
+            "go on"
+        )
+    now = environment(training.device)
+    for name, before in state["environment"].items():
+        if now.get(name) != before:
+            say(f"note: {name} was {before} and is {now.get(name)}; the run goes on, but not bit for bit")
+    if plan.schedule != "constant" and (plan.steps or 0) > (plan.schedule_steps or 0):
+        say(f"note: the learning rate has fallen by step {plan.schedule_steps} and stays there")
+    say(f"continuing {folder.path} after step {training.step}")
+    return Start(training, folder, reason, training.step)
+
+
+def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> tuple[Training, str]:
+    """The training of a plan, and the reason for its level."""
+    device = find_device(plan.device)
+    plan, reason = settle(plan, device)
+    if saved is not None:
+        require_same(saved, plan)
+    recipe = find_recipe(plan.recipe).build(plan, device)
+    plan, order = measure(plan, recipe)
+    training = Training(plan, recipe, order, device)
+    say(f"{plan.recipe} at level {plan.level} on {device}: {reason}")
+    slow = slow_float16(device, uses_float16=properties(plan).policy().compute is torch.float16)
+    if slow is not None:
+        say(f"note: {slow}")
+    return training, reason
+
+
+def _load(folder: RunFolder, say: Say) -> Mapping[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = checkpoint.load(folder.checkpoint, fall_back=True)
+    for warning in caught:
+        say(f"note: {warning.message}")
+    return require_checkpoint(state, folder.checkpoint)
+
+
+def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:
+    training, folder = start.training, start.folder
+    training.plan = replace(training.plan, output=str(folder.path))
+    write_config(folder.config, {**training.plan.values(), "output": None})
+    history = History(_sinks(start, say), every=training.plan.log_every)
+
+    def save() -> None:
+        checkpoint.save(folder.checkpoint, training.state_dict())
+
+    try:
+        with progress(console, training) as reporter:
+            finished = Loop(training, history, reporter, save=save, stop=stop).run() is not None
+    except LossScaleCollapse:
+        history.close()
+        finish(training, folder, console, start.reason)
+        raise
+    history.close()
+    finish(training, folder, console, start.reason)
+    if not finished:
+        path = shlex.quote(str(folder.path))
+        say(f"stopped after step {training.step} of {training.plan.steps}, saved. Continue with:")
+        say(f"  halfpeak train --resume {path}")
+    return finished
+
+
+def _sinks(start: Start, say: Say) -> list[Sink]:
+    sinks: list[Sink] = [JsonLines(start.folder.metrics, after=start.after)]
+    if start.training.plan.tensorboard:
+        try:
+            sinks.append(TensorBoard(start.folder.events, after=start.after))
+        except MissingExtraError as error:
+            say(f"no TensorBoard events: {error}")
+    return sinks

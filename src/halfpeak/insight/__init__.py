@@ -1,0 +1,1 @@
+"""Reads results: histories, pictures, advice. Never the engine's parts."""

@@ -1,0 +1,31 @@
+"""Optional packages: one sentence that says what to install, instead of a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from halfpeak.core.errors import HalfpeakError
+
+
+class MissingExtraError(HalfpeakError, ImportError):
+    """An optional package is not installed. The message is the command that installs it."""
+
+
+@contextmanager
+def needs(extra: str) -> Generator[None]:
+    """Turn the failed import of an optional package into a :class:`MissingExtraError`.
+
+    >>> with needs("plots"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    ...
+    halfpeak.insight.extras.MissingExtraError: no_such_package is not installed; write pip install 'halfpeak[plots]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise MissingExtraError(
+            f"{package} is not installed; write pip install 'halfpeak[{extra}]'"
+        ) from None

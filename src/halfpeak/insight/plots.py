@@ -1,0 +1,137 @@
+"""The picture of a run: loss, loss scale and gradient norm over the steps, skipped steps marked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfpeak.insight.extras import needs
+from halfpeak.insight.history import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2f6fb0", "#e07b21", "#3a8f5c", "#c8372d", "#8a8f98"
+WIDE_RATIO = 20.0
+"""Values that span more than this factor are drawn on a logarithmic axis."""
+
+
+def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
+    """Draw the rows of a history into a PNG file.
+
+    Args:
+        rows: of training steps (``loss``, ``loss_scale``, ``grad_norm``, ``skipped``) and of validations
+            (``validation_loss``, ``validation_accuracy``). Values may be None or missing.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = history_figure(rows, title=title)
+    figure.savefig(path, dpi=150)
+
+
+def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
+    """The figure that :func:`save_history` writes; it belongs to no window and needs no display."""
+    with needs("plots"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1.4))
+    steps = [row for row in rows if "loss" in row]
+    skipped = [row["step"] for row in steps if row.get("skipped")]
+    _draw_loss(loss, steps, rows)
+    _draw_scale(scale, steps)
+    _draw_norm(norm, steps)
+    for axes in (loss, scale, norm):
+        _dress(axes)
+        for step in skipped:
+            axes.axvline(step, color=RED, linewidth=0.8, alpha=min(0.5, 10 / len(skipped)), zorder=1)
+    if skipped:
+        word = "step" if len(skipped) == 1 else "steps"
+        scale.plot([], [], color=RED, linewidth=0.8, label=f"{len(skipped)} skipped {word}")
+        scale.legend(loc="best", frameon=False, fontsize=9)
+    norm.set_xlabel("optimizer step")
+    if title:
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure
+
+
+def _draw_loss(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
+    x, y = _points(steps, "loss")
+    if len(x) > 60:
+        axes.plot(x, y, color=BLUE, linewidth=0.6, alpha=0.3)
+        axes.plot(x, _smooth(y), color=BLUE, linewidth=1.6, label="training, smoothed")
+    else:
+        axes.plot(x, y, color=BLUE, linewidth=1.6, label="training")
+    x_held, y_held = _points(rows, "validation_loss")
+    if x_held:
+        axes.plot(x_held, y_held, color=ORANGE, linewidth=1.2, marker="o", markersize=4, label="validation")
+    axes.set_ylabel("loss (nats)")
+    _scale_axis(axes, [*y, *y_held])
+    handles, labels = axes.get_legend_handles_labels()
+    x_right, y_right = _points(rows, "validation_accuracy")
+    if x_right:
+        right = axes.twinx()
+        handles += right.plot(
+            x_right, [100 * value for value in y_right], color=GREY, linestyle="--", linewidth=1.2
+        )
+        labels.append("validation accuracy (right)")
+        right.set_ylabel("accuracy (%)")
+        right.set_ylim(top=100.5 if max(y_right) > 0.9 else None)
+        right.spines["top"].set_visible(False)
+    if handles:
+        axes.legend(handles, labels, loc="center right", frameon=False, fontsize=9)
+
+
+def _draw_scale(axes: Axes, steps: Sequence[Row]) -> None:
+    x, y = _points(steps, "loss_scale")
+    axes.step(x, y, color=GREEN, linewidth=1.6, where="post")
+    axes.set_ylabel("loss scale")
+    if not y or min(y) <= 0:
+        return
+    if min(y) == max(y):
+        axes.set_yticks(y[:1])
+        axes.set_ylim(0.5 * y[0], 1.5 * y[0])
+    else:
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(min(y) / 2.8, max(y) * 2.8)
+
+
+def _draw_norm(axes: Axes, steps: Sequence[Row]) -> None:
+    x, y = _points([row for row in steps if not row.get("skipped")], "grad_norm")
+    axes.plot(x, y, color=BLUE, linewidth=0.6, alpha=0.35 if len(x) > 60 else 1.0)
+    if len(x) > 60:
+        axes.plot(x, _smooth(y), color=BLUE, linewidth=1.6)
+    axes.set_ylabel("gradient norm\nbefore clipping")
+    _scale_axis(axes, y)
+
+
+def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps and finite values of those rows that have one."""
+    found: list[tuple[int, Any]] = [(row["step"], row.get(name)) for row in rows]
+    kept = [(step, float(value)) for step, value in found if value is not None and math.isfinite(value)]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """An exponential mean over about a fortieth of the values, unbiased at the start."""
+    keep = 1.0 - 1.0 / max(2.0, len(values) / 40)
+    smoothed: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def _scale_axis(axes: Axes, values: Sequence[float]) -> None:
+    if values and min(values) > 0 and max(values) / min(values) > WIDE_RATIO:
+        axes.set_yscale("log")
+
+
+def _dress(axes: Axes) -> None:
+    axes.grid(True, which="major", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

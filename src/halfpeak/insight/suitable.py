@@ -1,0 +1,55 @@
+"""Which opt level suits a device, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Advice(NamedTuple):
+    """An opt level and the reason for it."""
+
+    level: str
+    reason: str
+
+
+def suitable_level(device: torch.device | str) -> Advice:
+    """O5 (bfloat16) on a CPU and wherever the device computes bfloat16 itself, O2 (float16) elsewhere.
+
+    bfloat16 has the range of float32, so nothing overflows and no loss scale is needed; where it is only emulated,
+    float16 with a dynamic loss scale is the fast low dtype.
+
+    >>> suitable_level("cpu").level
+    'O5'
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Advice("O5", "a CPU computes bfloat16 at about the speed of float32, and float16 far slower")
+    if _has_native_bf16(device):
+        return Advice("O5", f"{device.type} computes bfloat16 natively, which needs no loss scale")
+    return Advice("O2", f"this {device.type} device has no native bfloat16; float16 is its fast low dtype")
+
+
+def _has_native_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    module = torch.get_device_module(device)
+    if hasattr(module, "is_bf16_supported"):
+        return bool(module.is_bf16_supported())
+    try:
+        return torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+    except (RuntimeError, NotImplementedError, KeyError):
+        return False
+
+
+def slow_float16(device: torch.device | str, *, uses_float16: bool) -> str | None:
+    """A warning for float16 on a CPU, or None where there is nothing to warn of.
+
+    >>> slow_float16("cpu", uses_float16=False) is None
+    True
+    """
+    if torch.device(device).type != "cpu" or not uses_float16:
+        return None
+    return "float16 is 2 to 100 times slower than float32 on a CPU; O4 and O5 (bfloat16) are not"

@@ -1,0 +1,88 @@
+"""The device of a run: found by name, made repeatable, described, and its random state."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from halfpeak.core.errors import ConfigError
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``"auto"`` is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device here.
+
+    >>> find_device("cpu")
+    device(type='cpu')
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    here = ["cpu"]
+    if accelerator is not None:
+        here += [
+            accelerator.type,
+            *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())),
+        ]
+    if name not in here:
+        raise ConfigError(f"device={name!r} is not on this machine; write one of auto, {', '.join(here)}")
+    return torch.device(name)
+
+
+@contextmanager
+def repeatable(enabled: bool) -> Generator[None]:
+    """Inside, torch uses only kernels that give the same bits again; everything is put back afterwards."""
+    if not enabled:
+        yield
+        return
+    # cuBLAS reads this when it starts; without it torch refuses to run matrix products repeatably.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch's stubs do not know this switch: a module property.
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What the last bits of a result depend on besides the program."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    described = f"{device.type} ({name})"
+    threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
+    return {"torch": str(torch.__version__), "device": described, **threads}
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every random generator that a model may draw from."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(words), gauss], "cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what :func:`random_state` returned. The device's own state is left out on another kind of device."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)

@@ -1,0 +1,94 @@
+"""The loop: steps, validations and checkpoints at their times, until the run is over or somebody stops it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from halfpeak.insight.history import History, Row
+from halfpeak.recipes.training import Step, Training
+
+
+class Reporter(Protocol):
+    """Whoever shows a run to a person."""
+
+    def rows(self, rows: Sequence[Row], speed: float) -> None:
+        """Steps whose numbers have just been read, and how many units a second they went at."""
+        ...
+
+    def validated(self, row: Row) -> None:
+        """A validation."""
+        ...
+
+
+class Loop:
+    """Drives a training to its last step.
+
+    The clock runs only while steps do: validations, checkpoints and their waits are not training time.
+
+    Args:
+        save: writes a checkpoint of the training.
+        stop: asked after each step; when it says yes, the run saves and ends there.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        history: History,
+        reporter: Reporter,
+        *,
+        save: Callable[[], None],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._training, self._history, self._reporter = training, history, reporter
+        self._save, self._stop = save, stop
+        self._last_read = 0.0
+
+    def run(self) -> Row | None:
+        """The last validation; None when somebody stopped the run before its last step."""
+        training, plan = self._training, self._training.plan
+        total = plan.steps or 0
+        validation: Row | None = None
+        self._last_read = time.perf_counter()
+        while training.step < total:
+            self._take(training.advance())
+            over, stopped = training.step >= total, self._stop()
+            validates = over or _is_due(training.step, plan.eval_every)
+            saves = over or stopped or _is_due(training.step, plan.save_every)
+            if validates or saves:
+                self._report(self._history.read())
+            if validates:
+                validation = self._validate()
+            if saves:
+                self._save()
+            if validates or saves:
+                self._last_read = time.perf_counter()
+            if stopped and not over:
+                return None
+        return validation
+
+    def _take(self, step: Step) -> None:
+        self._report(self._history.record(*step))
+
+    def _report(self, rows: Sequence[Row]) -> None:
+        """Pass on rows that were just read; to read them was to wait for their steps."""
+        if not rows:
+            return
+        now = time.perf_counter()
+        elapsed, self._last_read = now - self._last_read, now
+        training = self._training
+        training.seconds += elapsed
+        units = len(rows) * training.plan.batch * training.plan.accumulate * training.recipe.units
+        self._reporter.rows(rows, units / max(elapsed, 1e-9))
+
+    def _validate(self) -> Row:
+        self._history.read()
+        early = self._history.record(*self._training.validate())
+        row = (early or self._history.read())[-1]
+        self._reporter.validated(row)
+        return row
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

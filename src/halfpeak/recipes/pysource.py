@@ -1,0 +1,121 @@
+"""``pysource``: a byte-level GPT on the source text of Python's own standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.recipes.base import Batch, Score, Spec
+from halfpeak.recipes.gpt import SHAPES, ByteGPT
+from halfpeak.recipes.plan import Plan
+
+HELD_OUT_OF = 20
+"""One file in so many is held out."""
+
+VALIDATION_SAMPLES = 64
+SIZE = "tiny"
+CONTEXT = 128
+
+
+class PySource:
+    """The library's ``.py`` files end to end, each closed by a zero byte, cut into windows of ``context`` bytes.
+
+    Training and held-out text share no file: the digest of its path decides where a file goes.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self, size: str, context: int, batch: int, device: torch.device, root: Path | None = None
+    ) -> None:
+        self._shape = SHAPES[size]
+        self.units = context
+        training, held_out = _read(root or Path(sysconfig.get_paths()["stdlib"]))
+        self.fingerprint = hashlib.sha256(training + held_out).hexdigest()
+        self._training = torch.frombuffer(bytearray(training), dtype=torch.uint8).to(device)
+        self._held_out = torch.frombuffer(bytearray(held_out), dtype=torch.uint8).to(device)
+        self._batch = batch
+        self.samples = (len(training) - 1) // context
+        self._held_out_samples = min(VALIDATION_SAMPLES, (len(held_out) - 1) // context)
+        if self.samples < 1 or self._held_out_samples < 1:
+            raise ConfigError(f"context={context} is longer than the text; write context={CONTEXT}")
+
+    def model(self) -> nn.Module:
+        """A new transformer."""
+        return ByteGPT(self._shape, self.units)
+
+    def batch(self, indices: Tensor) -> Batch:
+        """The training windows of these numbers."""
+        return self._windows(self._training, indices)
+
+    def validation(self) -> Iterator[Batch]:
+        """Windows spread evenly over the held-out text."""
+        last = (len(self._held_out) - 1) // self.units - 1
+        for chosen in torch.linspace(0, last, self._held_out_samples).long().split(self._batch):
+            yield self._windows(self._held_out, chosen)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Score:
+        """Cross entropy per byte (in nats), and the share of next bytes guessed rightly."""
+        logits, wanted = outputs.flatten(0, 1), targets.flatten()
+        loss = functional.cross_entropy(logits.float(), wanted)
+        return Score(loss, (logits.argmax(1) == wanted).float().mean())
+
+    def _windows(self, text: Tensor, indices: Tensor) -> Batch:
+        starts = (indices * self.units).to(text.device, non_blocking=True)
+        places = starts[:, None] + torch.arange(self.units + 1, device=text.device)
+        windows = text[places].long()
+        return Batch(windows[:, :-1], windows[:, 1:])
+
+
+def _read(root: Path) -> tuple[bytes, bytes]:
+    """Training and held-out text of the files under ``root``."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if "site-packages" in name or "dist-packages" in name or not path.is_file():
+            continue
+        held_out = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT_OF == 0
+        parts[held_out].append(path.read_bytes() + b"\0")
+    if not all(parts):
+        raise ConfigError(
+            f"there is too little Python source text under {root} for recipe 'pysource'; write 'digits'"
+        )
+    return b"".join(parts[0]), b"".join(parts[1])
+
+
+def _build(plan: Plan, device: torch.device) -> PySource:
+    size = plan.size or SIZE
+    if size not in SHAPES:
+        raise ConfigError(f"size={size!r} must be one of {', '.join(SHAPES)}")
+    return PySource(size, plan.context or CONTEXT, plan.batch, device)
+
+
+SPEC = Spec(
+    name="pysource",
+    brief="a byte-level GPT on the standard library's source text; sizes that fill a laptop or a GPU",
+    defaults=MappingProxyType(
+        {
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "warmup": 30,
+            "clip_norm": 1.0,
+            "steps": 300,
+            "batch": 16,
+            "size": SIZE,
+            "context": CONTEXT,
+            "eval_every": 50,
+            "save_every": 100,
+        }
+    ),
+    own=frozenset({"size", "context"}),
+    build=_build,
+)
