@@ -105,3 +105,9 @@ def test_the_page_of_the_levels_says_what_the_code_does() -> None:
         assert shown == [f'"{v}"' if isinstance(v, str) else str(v).removeprefix("torch.") for v in values], (
             name
         )
+
+
+def test_the_files_that_the_architecture_names_exist() -> None:
+    named_files = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / "ARCHITECTURE.md").read_text())
+    assert named_files
+    assert not [name for name in named_files if not (ROOT / "src" / "halfpeak" / name).exists()]
