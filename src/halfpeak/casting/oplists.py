@@ -1,0 +1,143 @@
+"""Which torch operations run low, in float32, in the widest dtype of their inputs, or not at all: data only.
+
+The lists are apex's (25.04, with ``bmm`` and its kin low, as on CUDA 9.1 and later). Where apex says nothing and
+torch's CUDA autocast list speaks, the row follows torch's. The lists are the same on every device and for both low
+dtypes: what a run on a laptop shows is what happens on the accelerator, and O4 is O1 with another dtype. (The ROCm fork
+leaves ``prelu`` and ``bmm`` out of its bfloat16 list; bfloat16 has float32's range, so nothing argues for that.)
+
+Names are those under which torch announces a call. It announces operators as methods (``x - y`` is ``Tensor.sub``,
+``x += y`` is ``Tensor.add_``), so an operator's rule also holds for the method. A name that the installed torch lacks
+is skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Rows = tuple[tuple[str, str], ...]
+"""Pairs of an owner (a module or class, as a dotted path) and names in it, separated by spaces."""
+
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+_PRODUCTS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm prelu"
+_POINTWISE_FP32 = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan"
+_FP32 = f"{_POINTWISE_FP32} pow cumprod cumsum dist norm prod std sum var renorm"
+_PROMOTE = "addcdiv addcmul atan2 cross dot add div mul eq ge gt le lt ne"
+
+LOW: Final[Rows] = (
+    # apex's list
+    ("torch.nn.functional", f"{_CONVOLUTIONS} linear prelu"),
+    ("torch", f"{_CONVOLUTIONS} {_PRODUCTS}"),
+    ("torch.Tensor", f"{_PRODUCTS} __matmul__ __rmatmul__"),
+    # recurrent networks: every weight is cast by itself, so no layout is assumed
+    ("torch", "rnn_tanh rnn_relu gru lstm rnn_tanh_cell rnn_relu_cell gru_cell lstm_cell"),
+    # torch's list
+    ("torch", "convolution einsum chain_matmul"),
+    ("torch.nn.functional", "scaled_dot_product_attention"),
+    ("torch.linalg", "multi_dot vecdot matmul"),
+)
+"""Floating arguments are cast to the low dtype; weights are cast once and cached."""
+
+FLOAT32: Final[Rows] = (
+    # apex's list
+    (
+        "torch.nn.functional",
+        "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm "
+        "normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div "
+        "l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss "
+        "nll_loss binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss",
+    ),
+    ("torch", _FP32),
+    ("torch.Tensor", f"{_FP32} __pow__ __rpow__"),
+    # torch's list
+    ("torch.nn.functional", "huber_loss rms_norm pairwise_distance pdist"),
+    (
+        "torch",
+        "log1p softmax log_softmax logsumexp layer_norm native_layer_norm rms_norm group_norm cosine_similarity cdist "
+        "pdist pairwise_distance frobenius_norm nuclear_norm poisson_nll_loss cosine_embedding_loss ctc_loss "
+        "hinge_embedding_loss kl_div margin_ranking_loss triplet_margin_loss binary_cross_entropy_with_logits",
+    ),
+    ("torch.Tensor", "log1p softmax log_softmax logsumexp"),
+    ("torch.linalg", "norm vector_norm matrix_norm"),
+    # other names of the same operations
+    ("torch", "arccos arcsin"),
+    ("torch.Tensor", "arccos arcsin"),
+    ("torch.special", "erfinv expm1 log1p softmax log_softmax logsumexp"),
+)
+"""Floating arguments are cast to float32."""
+
+WIDEN: Final[Rows] = (("torch.Tensor", "cpu"),)
+"""Low arguments are cast to float32; wider ones are left as they are."""
+
+PROMOTE: Final[Rows] = (
+    # apex's list. `cat` and `stack`, its other half, need no rule: torch itself gives the widest dtype there
+    ("torch", f"{_PROMOTE} bilinear equal"),
+    (
+        "torch.Tensor",
+        f"{_PROMOTE} equal __add__ __div__ __eq__ __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ "
+        "__rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ sub",
+    ),
+    # torch's list
+    ("torch", "vdot inner tensordot scatter_add index_put grid_sampler grid_sampler_2d grid_sampler_3d"),
+    ("torch.Tensor", "vdot inner scatter_add index_put"),
+    # other names of the same operations
+    (
+        "torch",
+        "sub subtract rsub multiply divide true_divide arctan2 greater greater_equal less less_equal not_equal",
+    ),
+    (
+        "torch.Tensor",
+        "subtract multiply divide true_divide arctan2 greater greater_equal less less_equal not_equal",
+    ),
+    ("torch.linalg", "cross"),
+)
+"""Where low and float32 arguments meet, also 0-dimensional ones, the low ones are cast to float32."""
+
+MATCH_SELF: Final[Rows] = (
+    # apex's list
+    (
+        "torch.Tensor",
+        "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_",
+    ),
+    # apex rebinds the name to a new float32 tensor here; an operator that promises to work in place should
+    ("torch.Tensor", "__iadd__ __isub__ sub_ __imul__ __idiv__ __itruediv__ __ipow__"),
+    # other names of the same operations
+    (
+        "torch.Tensor",
+        "subtract_ multiply_ divide_ true_divide_ arctan2_ greater_ greater_equal_ less_ less_equal_ not_equal_",
+    ),
+)
+"""The tensor written to keeps its dtype and storage; the other floating arguments are cast to its dtype."""
+
+BANNED_IN_PLACE: Final[Rows] = (
+    ("torch", " ".join(f"{name}_" for name in _POINTWISE_FP32.split())),
+    ("torch.Tensor", " ".join(f"{name}_" for name in f"{_POINTWISE_FP32} pow cumprod cumsum renorm".split())),
+)
+"""An error on a low tensor, which could not hold the float32 result; else as :data:`FLOAT32`, but for the tensor itself."""
+
+BANNED: Final[Rows] = (("torch.nn.functional", "binary_cross_entropy"),)
+"""An error if any floating argument is low, because the gradient overflows float16."""
+
+COMPOSITE: Final[Rows] = (
+    (
+        "torch.nn.functional",
+        "multi_head_attention_forward gumbel_softmax gaussian_nll_loss triplet_margin_with_distance_loss lp_pool1d "
+        "lp_pool2d lp_pool3d linear_cross_entropy",
+    ),
+    # backward runs Python code too: recomputed checkpoints, autograd functions, hooks
+    ("torch.Tensor", "backward"),
+    ("torch.autograd", "backward grad"),
+)
+"""Functions written in Python, announced as one call, whose inner calls the rules above must see."""
+
+LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
+"""Functions written in Python that call listed ones and run as written: factorisations have no low kernels."""
+
+ESCAPES: Final[Rows] = (
+    (
+        "torch.Tensor",
+        "data.__get__ data.__set__ set_ numpy __array__ untyped_storage storage _typed_storage data_ptr __dlpack__ "
+        "__cuda_array_interface__.__get__ share_memory_",
+    ),
+    ("torch.distributed", "all_reduce broadcast recv reduce scatter"),
+)
+"""Calls after which a tensor's memory can change without its version counter showing it."""

@@ -1,0 +1,166 @@
+"""Functions that the user says run low, in float32 or promoted: by registration or by decoration."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import get_testing_overrides
+
+from halfpeak.casting.scope import find_rule
+from halfpeak.core.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Place = tuple[Any, str]
+"""A module or class, and the name of a function in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registrations:
+    """Functions by place, and how their floating arguments are cast.
+
+    A torch function gets the rule in place of its built-in one, however it is reached. Any other function is replaced
+    in its module while a scope of these casts is open, so code that fetched it before is not affected.
+
+    Attributes:
+        low: cast to the low dtype, weights through the cache.
+        float32: cast to float32.
+        promote: cast low ones to float32 where low and float32 meet.
+
+    >>> import torch
+    >>> Registrations(float32=((torch, "sigmoid"),)).changes()
+    {<built-in method sigmoid of type object at ...>: 'float32'}
+    """
+
+    low: tuple[Place, ...] = ()
+    float32: tuple[Place, ...] = ()
+    promote: tuple[Place, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: dict[tuple[int, str], str] = {}
+        for kind, module, name in self._rows():
+            if not hasattr(module, name):
+                raise ConfigError(f"no function {name!r} in {_spell(module)}; register one that exists")
+            other = seen.setdefault((id(module), name), kind)
+            if other != kind:
+                raise ConfigError(
+                    f"{_spell(module)}.{name} is registered as {other} and as {kind}; choose one"
+                )
+
+    def changes(self) -> dict[Any, str]:
+        """What a scope's table gets: torch functions themselves, and the places of the others."""
+        return {
+            function: kind
+            for kind, module, name in self._rows()
+            for function in _announced(module, name) or [(id(module), name)]
+        }
+
+    def replaced(self) -> list[Place]:
+        """The places of functions that torch does not announce."""
+        return [(module, name) for _, module, name in self._rows() if not _announced(module, name)]
+
+    def _rows(self) -> Iterator[tuple[str, Any, str]]:
+        for kind, places in (("low", self.low), ("float32", self.float32), ("promote", self.promote)):
+            for module, name in places:
+                yield kind, module, name
+
+
+def _spell(module: Any) -> str:
+    return getattr(module, "__name__", None) or repr(module)
+
+
+def low_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Cast the function's floating arguments to the low dtype, if casts are active when it is called."""
+    return _by_scope(function, "low")
+
+
+def float_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Cast the function's floating arguments to float32, if casts are active when it is called."""
+    return _by_scope(function, "float32")
+
+
+def promote_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Cast low arguments to float32 where low and float32 meet, if casts are active when it is called."""
+    return _by_scope(function, "promote")
+
+
+def _by_scope(function: Callable[P, R], key: Any) -> Callable[P, R]:
+    @functools.wraps(function, updated=())
+    def collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> R:
+        found = find_rule(key)
+        if found is not None:
+            scope, rule = found
+            with scope.unseen():
+                args, kwargs = rule(scope, collect, args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _announced(module: Any, name: str) -> list[Any]:
+    """The functions under which torch announces a call of this one; none if it is not a torch function."""
+    functions = [getattr(module, name)]
+    if module is torch.Tensor and name.startswith("__"):  # `x @ y` is announced as Tensor.matmul
+        functions.append(getattr(module, name.strip("_"), None))
+    known = get_testing_overrides()
+    return [function for function in functions if isinstance(function, Hashable) and function in known]
+
+
+class _Replacement:
+    """One attribute that holds a wrapper instead of the user's function, and how many scopes need it."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        function: Any = getattr(module, name)
+        wrapper: Any = _by_scope(function, (id(module), name))
+        self.original: Any = vars(module).get(name, _INHERITED)
+        if isinstance(module, type) and not isinstance(self.original, FunctionType):
+            wrapper = staticmethod(
+                wrapper
+            )  # the function fetched from the class is already bound, or never was
+        self.count = 0
+        self.wrapper = wrapper
+        setattr(module, name, wrapper)
+
+    def undo(self, module: Any, name: str) -> None:
+        if vars(module).get(name) is not self.wrapper:
+            return  # someone has replaced it since; theirs stays
+        if self.original is _INHERITED:
+            delattr(module, name)
+        else:
+            setattr(module, name, self.original)
+
+
+_INHERITED: Final = object()
+_replacements: Final[dict[tuple[int, str], _Replacement]] = {}
+_lock: Final = threading.Lock()
+
+
+def replace(places: Iterable[Place]) -> None:
+    """Put wrappers in ``places`` that decide by the active scope; counted, so scopes may overlap."""
+    with _lock:
+        for module, name in places:
+            key = (id(module), name)
+            if key not in _replacements:
+                _replacements[key] = _Replacement(module, name)
+            _replacements[key].count += 1
+
+
+def restore(places: Iterable[Place]) -> None:
+    """Undo one :func:`replace`; the last puts back exactly what was there."""
+    with _lock:
+        for module, name in reversed(list(places)):
+            key = (id(module), name)
+            _replacements[key].count -= 1
+            if _replacements[key].count == 0:
+                _replacements.pop(key).undo(module, name)

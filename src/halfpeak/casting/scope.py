@@ -1,0 +1,194 @@
+"""One scope of per-operation casts: a torch function mode that gives each announced call to its rule.
+
+Scopes live on torch's stack of function modes, which belongs to a thread. There is no other global state: whether
+casting is active, and which scope decides, is read off that stack.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from halfpeak.casting.cache import WeightCache
+from halfpeak.casting.rules import RULES, Function, Rule
+from halfpeak.casting.tables import Table, traced_rule
+
+
+class Lookup(Protocol):
+    """What a scope asks for a call's rule: a dict, or something that stands in for one."""
+
+    def get(self, function: Any, /) -> Rule | None:
+        """The rule of ``function``, or None to run it as written."""
+        ...
+
+
+NO_RULES: Final[dict[Any, Rule]] = {}
+"""The lookup of a scope that is held: every call runs as written."""
+
+
+class Scope(TorchFunctionMode):
+    """The rules in force between an entry and its exit.
+
+    Attributes:
+        dtype: the low dtype.
+        cache: the weight cache, or None to cast at every use.
+        table: the rules of the scope.
+        lookup: the rules now in force: the table's, or none while the scope is held or paused.
+        key: the key of the table while its rules are in force, else an empty string.
+        installed: whether the scope was put below the modes of the user.
+    """
+
+    def __init__(self, dtype: torch.dtype, table: Table, cache: WeightCache | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cache = cache
+        self.table = table
+        self.lookup: Lookup = table.rules
+        self.key = table.key
+        self.installed = False
+        self._idle: Lookup = table.rules
+        self._holds = 0
+        self._holding: list[Scope] = []
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` by its rule."""
+        rule = RULES.get(traced_rule(func, self.key)) if is_dynamo_compiling() else self.lookup.get(func)
+        if rule is not None:
+            return rule(self, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def hold(self) -> None:
+        """Stop casting until the matching :meth:`release`; these nest."""
+        self._holds += 1
+        self._settle()
+
+    def release(self) -> None:
+        """Undo one :meth:`hold`. Copies of weights go, because nothing watched the weights meanwhile."""
+        self._holds -= 1
+        self._settle()
+        if self.cache is not None:
+            self.cache.clear()
+
+    def stand_in(self, lookup: Lookup | None) -> None:
+        """Ask ``lookup`` whenever the scope is not held; None puts the table back."""
+        self._idle = self.table.rules if lookup is None else lookup
+        self._settle()
+
+    def _settle(self) -> None:
+        self.lookup = NO_RULES if self._holds else self._idle
+        self.key = self.table.key if self.lookup is self.table.rules else ""
+
+    @contextmanager
+    def unseen(self) -> Generator[None]:
+        """Let calls pass that casting itself makes outside a rule, such as reading a weight's address."""
+        lookup, self.lookup = self.lookup, NO_RULES
+        try:
+            yield
+        finally:
+            self.lookup = lookup
+
+
+def scopes() -> list[Scope]:
+    """The scopes of this thread, outermost first."""
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Scope)]
+
+
+def find_rule(key: Any) -> tuple[Scope, Rule] | None:
+    """The scope that decides on this thread and its rule for ``key``, or None where that is to run as written."""
+    for scope in reversed(scopes()):
+        rule = scope.lookup.get(key)
+        if rule is not None:
+            return scope, rule
+    return None
+
+
+def enter(scope: Scope) -> None:
+    """Put ``scope`` on top; it alone decides until it is left."""
+    _suppress_others(scope)
+    _push_mode(scope)
+    _allow_mixed_rnn_inputs.enter()
+
+
+def install(scope: Scope) -> None:
+    """Put ``scope`` below every function mode that could be left before it is.
+
+    A context entered earlier pops what it finds on top, so a scope that outlives it must not be there. The default
+    device (:func:`torch.set_default_device`) insists on the lowest place and keeps it.
+    """
+    scope.installed = True
+    stack = [_pop_mode() for _ in _get_current_function_mode_stack()][::-1]
+    place = 0
+    while place < len(stack) and (
+        isinstance(stack[place], DeviceContext) or getattr(stack[place], "installed", False)
+    ):
+        place += 1
+    for mode in stack[:place]:
+        _push_mode(mode)
+    _suppress_others(scope)
+    _push_mode(scope)
+    for mode in stack[place:]:
+        _push_mode(mode)
+        if isinstance(mode, Scope):
+            mode._holding.append(scope)
+            scope.hold()
+    _allow_mixed_rnn_inputs.enter()
+
+
+def leave(scope: Scope) -> None:
+    """Take ``scope`` off the stack, wherever it is by now, and release what it held."""
+    above: list[Any] = []
+    depth = len(_get_current_function_mode_stack())
+    while depth > len(above):
+        mode = _pop_mode()
+        if mode is scope:
+            break
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+    for held in scope._holding:
+        held.release()
+    scope._holding.clear()
+    _allow_mixed_rnn_inputs.leave()
+
+
+def _suppress_others(scope: Scope) -> None:
+    for other in scopes():
+        other.hold()
+        scope._holding.append(other)
+
+
+class _AllowMixedRnnInputs(threading.local):
+    """Lets ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` take a low input beside float32 weights.
+
+    Their ``forward`` refuses that unless autocast is on for some device type, before any call is announced. So it is
+    switched on for a device type that torch names but no longer runs on; that changes the outcome of no operation.
+    """
+
+    DEVICE = "ipu"
+
+    def __init__(self) -> None:
+        self._scopes = 0
+        self._before = False
+
+    def enter(self) -> None:
+        if self._scopes == 0:
+            self._before = torch.is_autocast_enabled(self.DEVICE)
+            torch.set_autocast_enabled(self.DEVICE, True)
+        self._scopes += 1
+
+    def leave(self) -> None:
+        self._scopes -= 1
+        if self._scopes == 0:
+            torch.set_autocast_enabled(self.DEVICE, self._before)
+
+
+_allow_mixed_rnn_inputs = _AllowMixedRnnInputs()

@@ -1,0 +1,109 @@
+"""Switching casts off for a while: for a block, or until a function that is now running has returned."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from halfpeak.casting.rules import Rule
+from halfpeak.casting.scope import Scope, find_rule, scopes
+
+
+@contextmanager
+def disable_casts() -> Generator[None]:
+    """Run the block without casts on this thread, as if no scope were open.
+
+    Nests, survives exceptions, and does nothing where no scope is open. A scope entered inside casts as usual.
+
+    >>> import torch
+    >>> from halfpeak.casting.opcasts import OpCasts
+    >>> x = torch.ones(2, 2)
+    >>> with OpCasts(torch.bfloat16):
+    ...     with disable_casts():
+    ...         exact = x @ x
+    ...     low = x @ x
+    >>> exact.dtype, low.dtype
+    (torch.float32, torch.bfloat16)
+    """
+    held = scopes()
+    for scope in held:
+        scope.hold()
+    try:
+        yield
+    finally:
+        for scope in held:
+            scope.release()
+
+
+def pause_until_return(frame: FrameType) -> None:
+    """Suspend casting on this thread until :func:`resume`, or until the function running in ``frame`` is left.
+
+    This is for a pair of hooks of which the second does not run when the function between them raises, such as the
+    step hooks of :class:`torch.optim.Optimizer`. Pauses nest.
+    """
+    found = find_rule("low")
+    if found is not None:
+        scope = found[0]
+        scope.stand_in(_Paused(scope, frame))
+        return
+    for scope in reversed(scopes()):
+        if isinstance(scope.lookup, _Paused):
+            scope.lookup.frames.append(frame)
+            return
+
+
+def resume() -> None:
+    """End the innermost :func:`pause_until_return` of this thread; does nothing if there is none."""
+    for scope in reversed(scopes()):
+        if isinstance(scope.lookup, _Paused):
+            scope.lookup.resume()
+            return
+
+
+class _Paused:
+    """A table without rules, as long as one of ``frames`` is still running.
+
+    An exception that leaves a frame is noticed at the next announced call: the frame is no longer among the callers.
+    """
+
+    def __init__(self, scope: Scope, frame: FrameType) -> None:
+        self.frames = [frame]
+        self._scope = scope
+        self._thread = threading.get_ident()
+
+    def get(self, function: Any, /) -> Rule | None:
+        """None while paused; afterwards what the scope's own rules say."""
+        if (
+            threading.get_ident() != self._thread
+        ):  # a backward thread of the step's closure; its callers are elsewhere
+            return None
+        while self.frames and not _is_running(self.frames[-1]):
+            self.frames.pop()
+        if self.frames:
+            return None
+        self._end()
+        return self._scope.table.rules.get(function)
+
+    def resume(self) -> None:
+        """End the innermost pause."""
+        self.frames.pop()
+        if not self.frames:
+            self._end()
+
+    def _end(self) -> None:
+        self._scope.stand_in(None)
+        if self._scope.cache is not None:
+            self._scope.cache.clear()
+
+
+def _is_running(frame: FrameType) -> bool:
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller is frame:
+            return True
+        caller = caller.f_back
+    return False
