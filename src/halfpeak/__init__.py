@@ -8,6 +8,7 @@
 torch.bfloat16
 """
 
+from halfpeak import amp
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import (
     BannedOpError,
@@ -56,5 +57,6 @@ __all__ = [
     "ScaleConfig",
     "StateError",
     "StepResult",
+    "amp",
     "prepare",
 ]

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfpeak.core.errors import OrderError
 from halfpeak.engine.lane import Lane, Phase, Slot
 from halfpeak.ops import foreach
+from halfpeak.parts.loss_scaler import LossScaler
 
 
 class Block:
@@ -29,6 +31,7 @@ class Block:
         self._lanes = lanes
         self._slots: list[Slot] = []
         self._held: list[tuple[Tensor, Tensor | None]] = []
+        self._has_begun = False
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
 
     def open(self) -> None:
@@ -45,12 +48,31 @@ class Block:
         for source, _ in self._held:
             source.grad = None
 
+    def begin(self) -> None:
+        """The backward pass begins: gradients that wait scaled will be written over."""
+        self._has_begun = True
+
+    def scale_of(self, scaler: LossScaler) -> Tensor:
+        """The scale of this block: the scaler's, or the one that waiting gradients were scaled by.  # f32[]
+
+        Raises:
+            OrderError: gradients wait that another loss scaler has scaled.
+        """
+        waiting = [lane.frozen for lane in self._lanes if lane.frozen is not None]
+        for known, scale in waiting:
+            if known is not scaler or scale is not waiting[0][1]:
+                raise OrderError(
+                    "gradients of an earlier backward pass wait scaled by another loss scale (delay_unscale=True, or "
+                    "no_sync); use the same loss_id until a backward pass takes them in"
+                )
+        return waiting[0][1] if waiting else scaler.state.scale
+
     def put_back(self) -> None:
         """Undo :meth:`open`. Gradients that waited scaled have been written over, so their window is dropped."""
         for source, grad in self._held:
             source.grad = grad
         for lane in self._lanes:
-            if lane.phase is Phase.SCALED:
+            if lane.phase is Phase.SCALED and self._has_begun:
                 lane.drop()
 
     def drop(self) -> None:
@@ -58,16 +80,19 @@ class Block:
         for lane in self._lanes:
             lane.drop()
 
-    def delay(self) -> None:
+    def delay(self, scaler: LossScaler, scale: Tensor) -> None:
         """Leave the new gradients scaled. What was set aside is true-sized and parked until they are taken in."""
         for lane in self._lanes:
+            lane.frozen = (scaler, scale)
             for source, grad in self._held:
                 if grad is not None and lane.masters.of(source) is None:
                     lane.parked[id(source)] = grad
             lane.phase = Phase.SCALED
+            lane.keep_marker()
 
-    def absorb(self, inv_scale: Tensor) -> None:
+    def absorb(self, scale: Tensor) -> None:
         """Take the new gradients in, true-sized."""
+        inv_scale = scale.reciprocal()
         parked = {id(source): grad for source, grad in self._held if grad is not None}
         for lane in self._lanes:
             parked.update(lane.parked)
@@ -94,6 +119,7 @@ class Block:
         for lane in self._lanes:
             lane.found_inf = torch.maximum(lane.found_inf, self.found_inf)
             lane.parked.clear()
+            lane.frozen = None
             lane.phase = Phase.UNSCALED
             lane.keep_trace()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
@@ -24,7 +25,7 @@ from halfpeak.engine.steward import Steward
 from halfpeak.engine.sync import synchronising
 from halfpeak.parts.buffers import BatchNormBuffers
 from halfpeak.parts.lagged import Lagged
-from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.loss_scaler import LossScaler, scale_loss
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Verdict
 
@@ -168,7 +169,13 @@ class Engine:
 
     @contextmanager
     def scaled(
-        self, loss: Tensor, *, lanes: Sequence[Lane], loss_id: int = 0, delay: bool = False, note: bool = True
+        self,
+        loss: Tensor,
+        *,
+        lanes: Sequence[Lane],
+        loss_id: int = 0,
+        delay: bool = False,
+        report: Callable[[LossScaler, Tensor], None] | None = None,
     ) -> Generator[Tensor]:
         """The loss times its scale, for a backward pass in the body; afterwards its gradients are taken in.
 
@@ -179,7 +186,7 @@ class Engine:
             lanes: the optimizers whose parameters get gradients in the body.
             loss_id: which loss scaler is used.
             delay: leave the gradients scaled for a later block.
-            note: hand ``found_inf`` to the loss scaler with the next step.
+            report: called with the scaler and the block's ``found_inf``; None notes them for the next step.
         """
         if any(lane.verdict is not None for lane in lanes):
             # The caller's optimizer.step() raised half way: what it was to bring about did not happen.
@@ -189,17 +196,18 @@ class Engine:
         block = Block(lanes)
         try:
             block.open()
-            yield scaler.scale(loss)
+            scale = block.scale_of(scaler)
+            block.begin()
+            yield scale_loss(loss, scale)
         except BaseException:
             block.put_back()
             raise
         try:
             if delay:
-                block.delay()
+                block.delay(scaler, scale)
             else:
-                block.absorb(scaler.inverse())
-                if note:
-                    self.journal.note(scaler, block.found_inf)
+                block.absorb(scale)
+                (report or self.journal.note)(scaler, block.found_inf)
         except BaseException:
             self.journal.cancel()
             block.drop()
@@ -272,8 +280,9 @@ class Engine:
             verdict = bool(verdicts[0])
         self.journal.begin(verdicts, verdict)
         collapse = self._steward.collapse(lanes) if verdict is True and self.journal.read_collapse() else None
-        for lane in lanes:
-            lane.step(verdict)
+        with disable_casts():
+            for lane in lanes:
+                lane.step(verdict)
         self._close(lanes)
         if collapse is not None:
             raise collapse

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.closures import Guard, take_closure
 from halfpeak.ops import foreach
+from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
 
 
@@ -67,6 +68,14 @@ class Lane:
         masters: shared between the lanes of an engine, so that a parameter of two optimizers has one master.
         owner: asked when the optimizer is stepped; it must not hold the lane.
         device: where ``found_inf`` lives.
+
+    Attributes:
+        found_inf: 1 if a gradient of this window was not finite.  # f32[]
+        phase: where the gradients of this window stand.
+        parked: true-sized gradients set aside while others wait scaled, by ``id`` of the parameter.
+        frozen: the loss scaler, and its scale then, of gradients that wait scaled.
+        verdict: what the step now running must do: skip, or a ``found_inf`` for the optimizer's own kernel.
+        has_stepped: whether the last step came to its end.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters, owner: Owner, device: torch.device) -> None:
@@ -76,6 +85,7 @@ class Lane:
         self.found_inf = torch.zeros((), device=device)
         self.phase = Phase.CLEAN
         self.parked: dict[int, Tensor] = {}
+        self.frozen: tuple[LossScaler, Tensor] | None = None
         self.verdict: Tensor | bool | None = None
         self.has_stepped = False
         self._trace: list[tuple[Tensor, Tensor, int]] = []
@@ -114,6 +124,8 @@ class Lane:
         self.masters.refresh()
         if self.phase is Phase.UNSCALED and not self._is_untouched():
             self._forget_if_zeroed()
+        elif self.phase is Phase.SCALED:
+            self._take_marker()
 
     def keep_trace(self) -> None:
         """Remember the gradients just written, to notice when somebody zeroes or replaces them."""
@@ -122,6 +134,20 @@ class Lane:
             for slot in self.slots()
             if slot.target.grad is not None
         ]
+
+    def keep_marker(self) -> None:
+        """While low gradients wait scaled, let a zero lie as the gradient of one master.
+
+        ``optimizer.zero_grad()`` reaches masters only; that it took or wrote this zero is how it is noticed.
+        """
+        mastered = [slot.target for slot in self.slots() if slot.source is not slot.target]
+        free = [target for target in mastered if target.grad is None]
+        if free:
+            smallest = min(free, key=Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+            self._trace = [(smallest, smallest.grad, smallest.grad._version)]
+        elif mastered:
+            self.keep_trace()
 
     def targets(self) -> list[Tensor]:
         """The gradients that the optimizer will read."""
@@ -138,6 +164,7 @@ class Lane:
         """Begin a new window."""
         self.found_inf = torch.zeros_like(self.found_inf)
         self.parked.clear()
+        self.frozen = None
         self._trace.clear()
         self.phase = Phase.CLEAN
 
@@ -226,6 +253,13 @@ class Lane:
 
     def _is_untouched(self) -> bool:
         return all(target.grad is grad and grad._version == version for target, grad, version in self._trace)
+
+    def _take_marker(self) -> None:
+        if not self._is_untouched():
+            self.drop()
+        elif len(self._trace) == 1:
+            self._trace[0][0].grad = None
+            self._trace.clear()
 
     def _forget_if_zeroed(self) -> None:
         """Somebody zeroed or changed the gradients: the verdict holds only if they still are not finite."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.engine.lane import Lane, Phase
+from halfpeak.parts.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from halfpeak.engine.engine import Engine
@@ -32,7 +33,7 @@ def take_state(engine: Engine) -> dict[str, Any]:
         "counters": engine.journal.state_dict(),
         "buffers": engine.buffers.saved(),
         "window": {
-            "lanes": [_window_of(lane) for lane in engine.lanes],
+            "lanes": [_window_of(lane, engine.scalers) for lane in engine.lanes],
             "losses": {
                 engine.scalers.index(scaler): found_inf.clone() for scaler, found_inf in engine.journal.noted
             },
@@ -58,12 +59,12 @@ def put_state(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.journal.load_state_dict(state["counters"])
     engine.buffers.put_saved(state["buffers"])
     for lane, saved in zip(engine.lanes, state["window"]["lanes"], strict=True):
-        _open_window(lane, saved)
+        _open_window(lane, saved, engine.scalers)
     for index, found_inf in state["window"]["losses"].items():
         engine.journal.note(engine.scalers[index], found_inf.to(engine.device))
 
 
-def _window_of(lane: Lane) -> dict[str, Any]:
+def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
     slots = list(lane.slots())
     is_open = lane.phase is not Phase.CLEAN
     return {
@@ -77,11 +78,12 @@ def _window_of(lane: Lane) -> dict[str, Any]:
             for i, s in enumerate(slots)
             if lane.phase is Phase.SCALED and s.source is not s.target and s.source.grad is not None
         },
+        "frozen": None if lane.frozen is None else (scalers.index(lane.frozen[0]), lane.frozen[1].clone()),
         "parked": {i: lane.parked[id(s.source)] for i, s in enumerate(slots) if id(s.source) in lane.parked},
     }
 
 
-def _open_window(lane: Lane, saved: Mapping[str, Any]) -> None:
+def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossScaler]) -> None:
     lane.drop()
     slots = list(lane.slots())
     for index, grad in saved["true_sized"].items():
@@ -93,6 +95,9 @@ def _open_window(lane: Lane, saved: Mapping[str, Any]) -> None:
     for index, grad in saved["parked"].items():
         source = slots[index].source
         lane.parked[id(source)] = grad.detach().to(source.device, copy=True)
+    if saved["frozen"] is not None:
+        index, scale = saved["frozen"]
+        lane.frozen = (scalers[index], scale.to(lane.found_inf.device, copy=True))
     lane.found_inf = saved["found_inf"].to(lane.found_inf.device, copy=True)
     lane.phase = Phase[saved["phase"]]
     if lane.phase is Phase.UNSCALED:
@@ -173,6 +178,8 @@ def _check_window(engine: Engine, window: object) -> None:
         )
     for lane, saved in zip(engine.lanes, window["lanes"], strict=True):
         slots = list(lane.slots())
+        if set(saved) != {"phase", "found_inf", "true_sized", "scaled", "frozen", "parked"}:
+            raise StateError(f"a window of the state has the keys {sorted(saved)}; pass engine.state_dict()")
         if saved["phase"] not in Phase.__members__:
             raise StateError(f"unknown phase {saved['phase']!r} in the state's window")
         for name in ("true_sized", "scaled", "parked"):

@@ -35,6 +35,7 @@ class Steward:
         self._scalers = scalers
         self._verdict = verdict
         self._names = names
+        self._foreseen: LossScaleCollapse | None = None
 
     def decide(self, lane: Lane) -> bool:
         """Whether to skip the step that the caller began with ``optimizer.step()``. Waits for the device."""
@@ -42,12 +43,22 @@ class Steward:
         self._verdict.agree_(verdicts)
         skip = bool(verdicts[0])
         self._journal.begin(verdicts, skip)
+        exhausted = skip and any(scaler.read_exhausted() for scaler in self._scalers)
+        # The gradients that name the culprits are gone when the step is over.
+        self._foreseen = self.collapse([lane]) if exhausted else None
         return skip
 
     def finished(self, lane: Lane, verdict: Tensor | bool) -> None:
-        """The caller's step is over: its consequences hold."""
+        """The caller's step is over: its consequences hold.
+
+        Raises:
+            LossScaleCollapse: it was skipped, and the loss scale cannot fall any further.
+        """
         if not self.steps_itself:
             self._journal.settle()
+            foreseen, self._foreseen = self._foreseen, None
+            if foreseen is not None:
+                raise foreseen
 
     def closure_failed(self, lane: Lane) -> None:
         """A closure's gradients were not finite and it is about to run again: lower the scale.

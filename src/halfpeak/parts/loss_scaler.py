@@ -30,16 +30,8 @@ class LossScaler:
         self.state: ScaleState = config.start(device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` in float32 (or wider) times the scale; differentiable.
-
-        Widening first keeps a float16 loss from overflowing when it is multiplied.
-        """
-        wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
-        return wide * self.state.scale.to(loss.device)
-
-    def inverse(self) -> Tensor:
-        """``1 / scale``."""  # f32[]
-        return self.state.scale.reciprocal()
+        """``loss`` in float32 or wider, times the scale; see :func:`scale_loss`."""
+        return scale_loss(loss, self.state.scale)
 
     def update(self, found_inf: Tensor) -> None:
         """Move the scale by one update whose gradients were finite (0) or not. Does not wait."""
@@ -106,6 +98,15 @@ class LossScaler:
             grace=torch.full_like(old.grace, state["grace"]),
             stuck=torch.full_like(old.stuck, state["stuck"]),
         )
+
+
+def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
+    """``loss`` in float32 or wider, times ``scale``; differentiable.
+
+    Widening first keeps a float16 loss from overflowing when it is multiplied.
+    """
+    wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
+    return wide * scale.to(loss.device)
 
 
 def _keys(state: object) -> object:

@@ -1,0 +1,40 @@
+"""The door for scripts written for ``apex.amp``: write ``from halfpeak import amp`` and change nothing else.
+
+Answers to apex 25.04 and, for O4 and O5, to its ROCm fork; ``docs/compat/apex.md`` lists every name and difference.
+"""
+
+from halfpeak.amp.checkpointing import load_state_dict, state_dict
+from halfpeak.amp.frontend import initialize
+from halfpeak.amp.handle import disable_casts, init, master_params, scale_loss
+from halfpeak.amp.registration import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from halfpeak.amp.session import _amp_state
+from halfpeak.amp.stepping import last_step
+
+__all__ = [
+    "_amp_state",
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "last_step",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

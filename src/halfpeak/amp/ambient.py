@@ -1,0 +1,136 @@
+"""Per-operation casts that hold for the whole thread, as scripts written for apex expect of O1.
+
+Their losses are computed outside the model, so casts that end with ``forward`` would change them. The casts of the
+latest O1 or O4 run stay on until its models are gone. Where runs with different casts live side by side, each model
+runs its ``forward`` under the casts of its own run.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from halfpeak.amp.session import Run, _amp_state
+from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.suspend import disable_casts, pause_until_return, resume
+
+
+class Handle:
+    """Casts that are on for the thread: what ``amp.init`` returns and ``amp._amp_state.handle`` holds."""
+
+    def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
+        self._casts = casts
+        self._is_on = casts is not None
+        self.has_cache = cache
+        self.verbose = verbose
+        if casts is not None:
+            casts.install()
+
+    def is_active(self) -> bool:
+        """Whether these casts are on."""
+        return self._is_on
+
+    def _deactivate(self) -> None:
+        if self._casts is not None and self._is_on:
+            self._casts.uninstall()
+        self._is_on = False
+        if _amp_state.handle is self:
+            _amp_state.handle = None
+
+    def _clear_cache(self) -> None:
+        if self._casts is not None:
+            self._casts.clear_cache()
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return disable_casts()
+
+
+def enter_ambient(run: Run) -> None:
+    """Switch the thread to the casts of a new run, and keep older runs that live under their own."""
+    others = [other for other in _amp_state.runs() if other is not run]
+    if run.casts is not None:
+        previous = _amp_state.handle
+        if previous is not None:
+            previous._deactivate()
+        handle = Handle(run.casts, verbose=run.verbosity == 2)
+        _amp_state.handle = handle
+        for model in run.engine.models:
+            weakref.finalize(
+                model, _end_if_unused, weakref.ref(handle), [weakref.ref(m) for m in run.engine.models]
+            )
+    if others and (run.casts is not None or _amp_state.handle is not None):
+        for each in (*others, run):
+            for model in each.engine.models:
+                _keep_own_casts(model, each.casts)
+
+
+def _end_if_unused(handle: weakref.ref[Handle], models: list[weakref.ref[nn.Module]]) -> None:
+    alive = handle()
+    if alive is not None and all(model() is None for model in models):
+        alive._deactivate()
+
+
+def pause_in_step(run: Run) -> None:
+    """Run every ``optimizer.step()`` without casts: an optimizer's own products are meant in float32.
+
+    A step with a closure keeps them, because the closure computes a loss.
+    """
+    if run.casts is None:
+        return
+    for optimizer in run.engine.optimizers:
+        optimizer.register_step_pre_hook(_pause)
+        optimizer.register_step_post_hook(_resume)
+
+
+def _pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _has_closure(args, kwargs):
+        # If the step raises, its post-hook never runs; casts come back as soon as this frame is left.
+        pause_until_return(sys._getframe(1))
+
+
+def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _has_closure(args, kwargs):
+        resume()
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
+
+
+class _OwnCasts:
+    """Forward hooks of a model that put its own run's casts in force, and take them back even if it raises."""
+
+    def __init__(self, casts: OpCasts | None) -> None:
+        self._casts = casts
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnCasts:
+        return _OwnCasts(self._casts)
+
+    def __reduce__(self) -> tuple[type[_OwnCasts], tuple[None]]:
+        return _OwnCasts, (None,)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before forward."""
+        scope = disable_casts() if self._casts is None else self._casts
+        scope.__enter__()
+        self._open.append(scope)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After forward, also when it raised."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+def _keep_own_casts(model: nn.Module, casts: OpCasts | None) -> None:
+    if any(
+        isinstance(getattr(hook, "__self__", None), _OwnCasts) for hook in model._forward_pre_hooks.values()
+    ):
+        return
+    own = _OwnCasts(casts)
+    model.register_forward_pre_hook(own.enter, prepend=True)
+    model.register_forward_hook(own.leave, always_call=True)

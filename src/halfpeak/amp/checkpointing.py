@@ -1,0 +1,54 @@
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers, in apex's format."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from halfpeak.amp.session import _amp_state
+from halfpeak.core.errors import StateError
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss scaler.
+
+    With ``model.state_dict()``, which carries the masters' values, and ``optimizer.state_dict()``, this is everything
+    that a bitwise resume needs. Where several ``initialize`` calls train side by side, their scalers follow one another
+    in the order of the calls. Empty before ``initialize``. Waits for the device.
+
+    Args:
+        destination: filled and returned, if given.
+    """
+    result: dict[str, Any] = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.all_scalers()):
+        result[f"loss_scaler{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Restore what :func:`state_dict` gave; also what apex saved.
+
+    Entries go to the scalers in their order. A different number of scalers is said and what fits is loaded, as in
+    apex. A static scale keeps its configured value.
+
+    Raises:
+        StateError: an unknown key, or an entry with a missing or impossible value. Nothing was loaded.
+    """
+    unexpected = [key for key in state_dict if not re.search("loss_scaler", str(key))]
+    if unexpected:
+        listed = ", ".join(f'"{key}"' for key in unexpected)
+        raise StateError(f"unexpected key(s) in the amp state: {listed}; pass what amp.state_dict() gave")
+    entries = list(state_dict.values())
+    everyone, latest = _amp_state.all_scalers(), _amp_state.loss_scalers
+    scalers = everyone if len(entries) == len(everyone) else latest
+    if len(entries) != len(scalers):
+        print(f"Warning: the amp state holds {len(entries)} loss scaler(s), this run has {len(scalers)}")
+    for index in range(len(scalers), len(entries)):
+        print(f"Skipping loss_scaler[{index}]: num_losses={len(scalers)}")
+    parsed = [(scaler, scaler.parse(entry)) for scaler, entry in zip(scalers, entries, strict=False)]
+    for scaler, entry in parsed:
+        if scaler.dynamic:
+            scaler.part.load_state_dict(entry)
+            scaler.clear_overflow_state()

@@ -1,0 +1,194 @@
+"""``initialize``: answers to ``apex.amp.initialize`` 25.04, and the levels O4 and O5 of its ROCm fork."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from halfpeak.amp.ambient import enter_ambient, pause_in_step
+from halfpeak.amp.messages import print_properties, warn_or_err
+from halfpeak.amp.registration import make_casts
+from halfpeak.amp.scaler import LossScaler
+from halfpeak.amp.session import Run, _amp_state
+from halfpeak.amp.stepping import report_steps
+from halfpeak.core.dtypes import parse_dtype
+from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
+from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.policy import NormRule
+from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.engine.checks import is_low_model, wrapper_of
+from halfpeak.engine.plan import Plan
+from halfpeak.engine.prepare import build
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: Any = None,
+    norms: NormRule = "all",
+    patience: int | None = 100,
+) -> Any:
+    """Prepare models and optimizers, in place, for an opt level; the same objects come back.
+
+    Call it after the models are on their device and before ``DistributedDataParallel`` wraps them. A refused call
+    leaves everything as it was. Each call is a run of its own with its own loss scalers; it takes nothing from a run
+    that is still training.
+
+    Args:
+        models: a module or a list of them.
+        optimizers: an optimizer or a list of them; None where nothing is trained.
+        enabled: False returns the arguments untouched, and ``scale_loss`` then yields the loss itself.
+        opt_level: ``"O0"`` to ``"O5"``.
+        cast_model_type: dtype of the model; False casts nothing. None, here and below, means the level's own value.
+        patch_torch_functions: cast per operation.
+        keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are taken too.
+        master_weights: the optimizer steps float32 copies.
+        loss_scale: a number, a string with a number, or ``"dynamic"``.
+        cast_model_outputs: dtype of what ``forward`` returns.
+        num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
+        verbosity: 0 prints nothing, 1 the properties and skipped steps, 2 also every cast at O1 and O4.
+        min_loss_scale: floor of a dynamic scale; None means 2**-14, so that it can never reach 0.
+        max_loss_scale: ceiling of a dynamic scale.
+        patch_torch_functions_type: the low dtype of per-operation casts.
+        norms: what ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's own rule.
+        patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; None
+            never raises it.
+
+    Returns:
+        ``model``, ``(model, optimizer)``, or lists, as they were passed.
+
+    Raises:
+        ConfigError: an unknown level, or a value or override that makes no sense.
+        ConfigTypeError: something that is not a module, an optimizer, or a list of them.
+        ParameterError: a model that is wrapped, or low already.
+        OrderError: a model or an optimizer that was initialised before.
+
+    Example:
+        >>> import torch
+        >>> from halfpeak import amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> with amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+    """
+    if not enabled:
+        _amp_state.opt_properties = Properties()
+        _amp_state.verbosity = verbosity
+        _amp_state.add_disabled([] if optimizers is None else _listed(optimizers))
+        return models if optimizers is None else (models, optimizers)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    properties = resolve(opt_level, **overrides, refuse=warn_or_err)
+    outputs = None if cast_model_outputs is None else parse_dtype(cast_model_outputs)
+    plan = Plan(
+        properties=properties,
+        policy=properties.policy(norms=norms, output=outputs),
+        scale=properties.scale_config(_scale_config(min_loss_scale, max_loss_scale, patience)),
+        num_losses=num_losses,
+        steps_itself=False,
+    )
+    optimizer_list = _check_optimizers(optimizers)
+    model_list = _check_models(models)
+    casts = make_casts(plan.policy.compute, verbosity) if plan.policy.per_op else None
+    engine = build(plan, model_list, optimizer_list, casts=casts)
+    run = Run(
+        number=_amp_state.next_number(),
+        engine=engine,
+        verbosity=verbosity,
+        scalers=[LossScaler(scaler) for scaler in engine.scalers],
+        casts=casts,
+    )
+    report_steps(run)
+    pause_in_step(run)
+    enter_ambient(run)
+    _amp_state.opt_properties = properties
+    _amp_state.verbosity = verbosity
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    _amp_state.add(run, optimizer_list)
+    print_properties(opt_level, get_level(opt_level).properties, properties, verbosity)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _scale_config(floor: float | None, ceiling: float | None, patience: int | None) -> ScaleConfig:
+    if ceiling is None:
+        raise ConfigTypeError("max_loss_scale=None is no ceiling; write max_loss_scale=2.**24")
+    require_scale("max_loss_scale", ceiling)
+    # None and 0 are apex's ways of saying that there is no floor, which let its scale fall to zero.
+    return ScaleConfig(
+        floor=require_scale("min_loss_scale", floor)
+        if floor
+        else ScaleConfig.__dataclass_fields__["floor"].default,
+        ceiling=ceiling,
+        patience=patience,
+    )
+
+
+def _check_optimizers(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, tuple):
+        raise ConfigTypeError("optimizers must be a single optimizer or a list of optimizers, not a tuple")
+    listed = _listed(optimizers)
+    for optimizer in listed:
+        if type(optimizer).__name__ == "FP16_Optimizer":  # ours, or either of apex's two
+            raise ConfigError(
+                f"{type(optimizer).__name__} scales losses by itself; pass the bare optimizer it was made from"
+            )
+    return listed
+
+
+def _check_models(models: Any) -> list[nn.Module]:
+    if not isinstance(models, (nn.Module, list)):
+        raise ConfigTypeError(
+            f"models must be a single model or a list of models, not {type(models).__name__}"
+        )
+    listed: list[Any] = _listed(models)
+    for model in listed:
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(f"models must be torch.nn.Module objects, not {type(model).__name__}")
+        wrapper = wrapper_of(model)
+        if wrapper is not None:
+            raise ParameterWrapped(wrapper)
+        low = None if _amp_state.allow_incoming_model_not_fp32 else is_low_model(model)
+        if low is not None:
+            warn_or_err(
+                f"{low} is low already, but amp makes a model low itself; pass the float32 model, without .half()"
+            )
+    return listed
+
+
+class ParameterWrapped(ParameterError, ConfigError):
+    """A parallel wrapper was passed to ``initialize``."""
+
+    def __init__(self, wrapper: str) -> None:
+        super().__init__(
+            f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list as it is, anything else as the only element of one."""
+    return list(value) if isinstance(value, Sequence) else [value]

@@ -1,0 +1,144 @@
+"""``scale_loss``, ``master_params``, ``disable_casts`` and the older entry ``init``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.amp.ambient import Handle
+from halfpeak.amp.registration import make_casts
+from halfpeak.amp.session import Run, _amp_state
+from halfpeak.casting.suspend import disable_casts
+from halfpeak.core.errors import ConfigError, OrderError
+from halfpeak.engine.checks import lane_of
+from halfpeak.engine.lane import Lane
+from halfpeak.parts.loss_scaler import LossScaler as Part
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Generator[Tensor]:
+    """The loss times its scale, for ``scaled_loss.backward()`` in the body.
+
+    When the body ends, the gradients are divided by the scale and added, true-sized, to what the optimizers will read:
+    the parameters' ``.grad``, or the masters' (``amp.master_params(optimizer)``). The loss scale moves. If a gradient
+    was not finite, the next ``optimizer.step()`` of each of ``optimizers`` does nothing and says so.
+
+    If the body raises, gradients and scale are as they were before it.
+
+    Args:
+        loss: any shape; it is widened to float32 before it is multiplied.
+        optimizers: every optimizer whose parameters get gradients in the body: one, or any iterable of them.
+        loss_id: which of the ``num_losses`` scalers to use; negative numbers count from the end.
+        model: ignored, as in apex.
+        delay_unscale: leave the gradients scaled; a later block without it takes in the sum. For reducing gradients
+            over ranks once per several backward passes.
+        delay_overflow_check: take the gradients in and remember an overflow for the coming ``optimizer.step()``, but
+            count this block together with the next one of this ``loss_id`` when the scale moves.
+
+    Raises:
+        ConfigError: ``initialize`` was not called.
+        OrderError: an optimizer that ``initialize`` has not seen; or gradients wait scaled by another loss scale.
+        LossIdError: ``loss_id`` is not below ``num_losses``.
+    """
+    _amp_state.require_started()
+    listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    runs = [_run_of(optimizer) for optimizer in listed]
+    active = [(optimizer, run) for optimizer, run in zip(listed, runs, strict=True) if run is not None]
+    if not active:
+        yield loss
+        return
+    run = active[0][1]
+    lanes = [_lane(optimizer) for optimizer, _ in active]
+
+    def report(part: Part, found_inf: Tensor) -> None:
+        scaler = run.scalers[run.engine.scalers.index(part)]
+        scaler.found_inf = torch.maximum(scaler.found_inf, found_inf)
+        number = loss_id % len(run.scalers)
+        for optimizer, owner in active:
+            found = owner.overflows.setdefault(id(optimizer), {})
+            found[number] = torch.maximum(found[number], found_inf) if number in found else found_inf
+        if not delay_overflow_check:
+            scaler.count()
+
+    try:
+        with run.engine.scaled(
+            loss, lanes=lanes, loss_id=loss_id, delay=delay_unscale, report=report
+        ) as scaled:
+            yield scaled
+    finally:
+        if run.casts is not None:
+            run.casts.clear_cache()
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """What the optimizer steps: the float32 masters where there are some, else the parameters themselves.
+
+    >>> parameters = [torch.nn.Parameter(torch.ones(1))]
+    >>> len(list(master_params(torch.optim.SGD(parameters, lr=0.1))))
+    1
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> Handle:
+    """Switch per-operation casts on for this thread, without a model: the entry that came before ``initialize``.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: accepted as apex did, which passed it on to optimizers wrapped by the handle.
+        enable_caching: share the cast of a weight among its uses.
+        verbose: print every cast.
+        allow_banned: compute binary cross-entropy of low input in float32 rather than refuse it.
+        patch_type: the low dtype.
+    """
+    if loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
+        raise ConfigError(f"loss_scale={loss_scale!r} must be 'dynamic' or a number")
+    if not enabled:
+        return Handle(None)
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+    casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
+    _amp_state.handle = Handle(casts, cache=enable_caching, verbose=verbose)
+    return _amp_state.handle
+
+
+def _run_of(optimizer: Any) -> Run | None:
+    try:
+        return _amp_state.run_of(optimizer)
+    except KeyError:
+        if not _amp_state.require_started().enabled:
+            return None
+        raise OrderError(
+            f"this {type(optimizer).__name__} was not passed to amp.initialize; write "
+            "model, optimizer = amp.initialize(model, optimizer)"
+        ) from None
+
+
+def _lane(optimizer: Any) -> Lane:
+    lane = lane_of(optimizer)
+    if lane is None:
+        raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
+    return lane
+
+
+__all__ = ["disable_casts", "init", "master_params", "scale_loss"]

@@ -1,0 +1,96 @@
+"""Functions that the user wants cast: registered by name before ``initialize``, or decorated."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.registry import Place, Registrations, float_function, low_function, promote_function
+from halfpeak.core.errors import ConfigError
+
+half_function = low_function
+"""Decorator: run the function's floating arguments in the low dtype of the casts that are on."""
+bfloat16_function = low_function
+"""Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on decide."""
+
+
+class _Book:
+    """What has been registered in this process. Later casts take all of it; earlier ones stay as they were."""
+
+    def __init__(self) -> None:
+        self.low: list[Place] = []
+        self.float32: list[Place] = []
+        self.promote: list[Place] = []
+
+    def add(self, kind: list[Place], module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            spelt = getattr(module, "__name__", repr(module))
+            raise ConfigError(f"no function {name!r} in {spelt}; register one that exists")
+        place = (module, name)
+        for other in (self.low, self.float32, self.promote):
+            # The last registration of a name wins.
+            if place in other:
+                other.remove(place)
+        kind.append(place)
+
+    def registrations(self) -> Registrations:
+        return Registrations(low=tuple(self.low), float32=tuple(self.float32), promote=tuple(self.promote))
+
+
+_book: Final = _Book()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Run ``module.name`` low at O1 and O4. Call it before ``initialize``.
+
+    For a torch function it replaces the built-in rule; a function of another module is replaced there while casts are
+    on.
+
+    Raises:
+        ConfigError: ``module`` has no such function.
+    """
+    _book.add(_book.low, module, name)
+
+
+register_bfloat16_function = register_half_function
+"""For scripts of the ROCm fork: the same as :func:`register_half_function`; the level decides the dtype."""
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Run ``module.name`` in float32 at O1 and O4. See :func:`register_half_function`."""
+    _book.add(_book.float32, module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Run ``module.name`` in the widest dtype of its arguments. See :func:`register_half_function`."""
+    _book.add(_book.promote, module, name)
+
+
+def make_casts(
+    dtype: torch.dtype | None, verbosity: int, *, cache: bool = True, allow_banned: bool = False
+) -> OpCasts | None:
+    """A casting scope with everything registered so far; None without a dtype."""
+    if dtype is None:
+        return None
+    return OpCasts(
+        dtype,
+        registrations=_book.registrations(),
+        cache=cache,
+        allow_banned=allow_banned,
+        on_cast=print if verbosity == 2 else None,
+    )
+
+
+__all__ = [
+    "bfloat16_function",
+    "float_function",
+    "half_function",
+    "make_casts",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]

@@ -1,0 +1,107 @@
+"""LossScaler: a loss scaler under the names of ``apex.amp.scaler``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import StateError
+from halfpeak.parts import loss_scaler
+
+
+class LossScaler:
+    """What ``amp._amp_state.loss_scalers`` holds: reads and writes one loss scaler of a run.
+
+    Reading a value waits for the device; halfpeak itself reads none of them in a step.
+    """
+
+    def __init__(self, scaler: loss_scaler.LossScaler) -> None:
+        self.part = scaler
+        self.found_inf: Tensor = torch.zeros_like(scaler.state.scale)
+        """1 if the last backward pass that was not yet counted overflowed.  # f32[]"""
+
+    def loss_scale(self) -> float:
+        """The scale, as a number."""
+        return self.part.read_scale()
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return self.part.config.dynamic
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.part.read_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self.part.set_scale(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.part.state.clean)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        state = self.part.state
+        self.part.state = state._replace(clean=torch.full_like(state.clean, value))
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self.part.config.interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self.part.config = replace(self.part.config, interval=value)
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self.part.config.ceiling
+
+    @property
+    def _min_loss_scale(self) -> float:
+        return self.part.config.floor
+
+    @property
+    def _has_overflow(self) -> bool:
+        return bool(self.found_inf)
+
+    def clear_overflow_state(self) -> None:
+        """Forget an overflow that was not counted yet."""
+        self.found_inf = torch.zeros_like(self.found_inf)
+
+    def update_scale(self) -> bool:
+        """Count the backward passes since the last update as one; returns whether they overflowed. Waits.
+
+        Needed only after blocks with ``delay_overflow_check=True``.
+        """
+        skip = self._has_overflow
+        self.count()
+        return skip
+
+    def count(self) -> None:
+        """Move the scale by what was found since it last moved. Does not wait."""
+        self.part.update(self.found_inf)
+        self.clear_overflow_state()
+
+    def state_dict(self) -> dict[str, float | int]:
+        """``{"loss_scale": float, "unskipped": int}``."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+
+    def parse(self, state: dict[str, float | int]) -> dict[str, float | int]:
+        """What our own scaler would load.
+
+        Raises:
+            StateError: a key is missing, or a value is out of range.
+        """
+        try:
+            translated = {"scale": state["loss_scale"], "clean": state["unskipped"]}
+        except (KeyError, TypeError):
+            raise StateError(
+                f"a loss scaler's entry must hold 'loss_scale' and 'unskipped', not {state!r}; pass amp.state_dict()"
+            ) from None
+        full = {**translated, "grace": self.part.config.hysteresis, "stuck": 0}
+        self.part.parse(full)
+        return full

@@ -1,0 +1,124 @@
+"""What the door keeps in the process: the one place in halfpeak with mutable global state.
+
+apex keeps one configuration for everybody; a second ``initialize`` takes it from whoever is training. Here every call
+is a :class:`Run` of its own, found through its optimizers, which the session holds weakly: a run ends with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.amp.scaler import LossScaler
+from halfpeak.casting.opcasts import OpCasts
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.levels import Properties
+from halfpeak.core.outcome import StepResult
+from halfpeak.engine.engine import Engine
+
+
+@dataclass(eq=False, kw_only=True)
+class Run:
+    """One call of ``initialize``.
+
+    Attributes:
+        number: which call it was.
+        engine: what takes its steps.
+        verbosity: how much it prints.
+        scalers: its loss scalers under apex's names.
+        casts: its casting scope (O1, O4), or None.
+        overflows: per optimizer, the losses of this window with their ``found_inf``.
+        results: per optimizer, what its last step did.
+    """
+
+    number: int
+    engine: Engine
+    verbosity: int
+    scalers: list[LossScaler]
+    casts: OpCasts | None
+    overflows: dict[int, dict[int, Tensor]] = field(default_factory=dict[int, dict[int, Tensor]])
+    results: dict[int, StepResult] = field(default_factory=dict[int, StepResult])
+
+
+class AmpState:
+    """The session, under the names that code written for ``apex.amp._amp_state`` reads and writes.
+
+    Attributes:
+        hard_override: print a warning instead of refusing an override that makes no sense.
+        allow_incoming_model_not_fp32: let ``initialize`` take a model that is low already.
+        verbosity: of the last ``initialize``.
+        opt_properties: of the last ``initialize``; None before the first.
+        loss_scalers: of the last ``initialize`` that was enabled.
+        min_loss_scale: of the last ``initialize`` that was enabled.
+        max_loss_scale: of the last ``initialize`` that was enabled.
+        handle: of the last O1 or O4 ``initialize`` or ``init``; None without.
+    """
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.opt_properties: Properties | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float | None = 2.0**24
+        self.handle: Any = None
+        self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def next_number(self) -> int:
+        """The number of the next run."""
+        self._count += 1
+        return self._count
+
+    def add(self, run: Run, optimizers: list[Any]) -> None:
+        """Make a run the latest."""
+        for optimizer in optimizers:
+            self._runs[optimizer] = run
+        self.loss_scalers = run.scalers
+
+    def add_disabled(self, optimizers: list[Any]) -> None:
+        """Remember optimizers that an ``initialize(enabled=False)`` saw."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):
+                self._runs.setdefault(optimizer, None)
+
+    def run_of(self, optimizer: object) -> Run | None:
+        """The run of an optimizer; None where amp was disabled for it.
+
+        Raises:
+            KeyError: ``initialize`` has never seen it.
+        """
+        try:
+            return self._runs[optimizer]
+        except TypeError:
+            raise KeyError(optimizer) from None
+
+    def runs(self) -> list[Run]:
+        """The runs that still have an optimizer, oldest first."""
+        return sorted({run for run in self._runs.values() if run is not None}, key=lambda run: run.number)
+
+    def all_scalers(self) -> list[LossScaler]:
+        """The loss scalers of every run that lives, oldest first."""
+        scalers = [scaler for run in self.runs() for scaler in run.scalers]
+        return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
+
+    def require_started(self) -> Properties:
+        """The properties of the last ``initialize``.
+
+        Raises:
+            ConfigError: there was none.
+        """
+        if self.opt_properties is None:
+            raise ConfigError(
+                "amp.initialize has not been called; write model, optimizer = amp.initialize(model, optimizer)"
+            )
+        return self.opt_properties
+
+
+_amp_state: Final = AmpState()
+"""The session of this process."""
