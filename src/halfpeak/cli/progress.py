@@ -148,15 +148,15 @@ class LiveDisplay:
     def _picture(self) -> Any:
         from rich.console import Group
 
-        lines = [_styled("training", self._status.parts()), _styled("validation", self._status.validation())]
-        return Group(self._bar, *(line for line in lines if line is not None))
+        training = self._status.parts() or [("the first steps are under way", "")]
+        validation = self._status.validation()
+        lines = [_styled("training", training), *([_styled("validation", validation)] if validation else [])]
+        return Group(self._bar, *lines)
 
 
 def _styled(head: str, parts: Sequence[tuple[str, str]]) -> Any:
     from rich.text import Text
 
-    if not parts:
-        return None
     text = Text(f"{head:<11}", style="dim")
     for name, value in parts:
         alarming = name == "skipped" and value != "0"

@@ -82,7 +82,16 @@ def _draw_loss(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
         right.set_ylim(top=100.5 if max(y_right) > 0.9 else None)
         right.spines["top"].set_visible(False)
     if handles:
-        axes.legend(handles, labels, loc="center right", frameon=False, fontsize=9)
+        axes.legend(
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=3,
+            borderaxespad=0.2,
+            frameon=False,
+            fontsize=9,
+        )
 
 
 def _draw_scale(axes: Axes, steps: Sequence[Row]) -> None:

@@ -9,6 +9,9 @@ from typing import Protocol
 from halfpeak.insight.history import History, Row
 from halfpeak.recipes.training import Step, Training
 
+PATIENCE = 1.0
+"""Seconds after which slow steps are read although fewer than ``log_every`` were taken."""
+
 
 class Reporter(Protocol):
     """Whoever shows a run to a person."""
@@ -69,7 +72,9 @@ class Loop:
         return validation
 
     def _take(self, step: Step) -> None:
-        self._report(self._history.record(*step))
+        rows = self._history.record(*step)
+        overdue = not rows and time.perf_counter() - self._last_read > PATIENCE
+        self._report(self._history.read() if overdue else rows)
 
     def _report(self, rows: Sequence[Row]) -> None:
         """Pass on rows that were just read; to read them was to wait for their steps."""

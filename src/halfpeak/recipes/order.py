@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,12 @@ class Order:
         """The samples of batch ``number``, counted from 0 over the whole run.  # i64[batch]"""
         epoch, place = divmod(number, self.batches)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed * 2**32 + epoch) % 2**63)
+            generator = torch.Generator().manual_seed(_mix(self._seed, epoch))
             self._permutation = torch.randperm(self._samples, generator=generator)
             self._epoch = epoch
         return self._permutation[place * self._batch : (place + 1) * self._batch]
+
+
+def _mix(seed: int, epoch: int) -> int:
+    """One seed from two numbers. torch's generator uses the low 32 bits only, so both must be in them."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")

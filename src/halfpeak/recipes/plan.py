@@ -92,7 +92,9 @@ class Plan:
     output: str | None = _setting("run", "Folder of the results. None: a new one under runs.", None)
     eval_every: int = _setting("run", "Steps between validations. 0: only at the end.", MISSING, least=0)
     save_every: int = _setting("run", "Steps between checkpoints. 0: only at the end.", MISSING, least=0)
-    log_every: int = _setting("run", "Steps between reads of the device.", 10, least=1)
+    log_every: int = _setting(
+        "run", "Steps between reads of the device, unless a second has passed.", 10, least=1
+    )
     tensorboard: bool = _setting("run", "Write TensorBoard events.", True)
     plot: bool = _setting("run", "Draw history.png at the end.", True)
 
@@ -186,8 +188,10 @@ def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     least, above = metadata["least"], metadata["above"]
-    if not math.isfinite(value) or not -(2**63) <= value < 2**63:
+    if not math.isfinite(value):
         raise ConfigError(f"{name}={value!r} must be finite")
+    if isinstance(value, int) and value >= 2**63:
+        raise ConfigError(f"{name}={value!r} must be below 2**63")
     if least is not None and value < least:
         raise ConfigError(f"{name}={value!r} must be {least} or more")
     if above is not None and value <= above:

@@ -1,0 +1,190 @@
+"""The command line's manners: help, one message for bad input, and no trace of a refused run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfpeak import __version__
+from halfpeak.cli.config_file import read_config
+from halfpeak.cli.main import COMMANDS, main
+from halfpeak.cli.options import LATEST, parse
+from halfpeak.core.errors import ConfigError
+from halfpeak.recipes.plan import names
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_dash_m_runs_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "halfpeak", "--version"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(SOURCE)},
+        check=True,
+    )
+    assert done.stdout.startswith(f"halfpeak {__version__}, torch ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in COMMANDS)
+
+
+def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    missing = [name for name in names() if name != "recipe" and f"--{name.replace('_', '-')} " not in printed]
+    assert missing == []
+    assert "digits 64, pysource 16" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; write one of train"),
+        (["train", "digit"], "did you mean digits?"),
+        (["train", "--level", "02"], "letter O, not the digit zero"),
+        (["train", "--level", "O1", "--master-weights", "true"], "makes no sense with opt_level='O1'"),
+        (["train", "--steps", "0"], "steps=0 must be 1 or more"),
+        (["train", "--batch", "5000"], "batch=5000 is more than the 1438 training samples"),
+        (["train", "--device", "tpu"], "device='tpu' is not on this machine"),
+        (["train", "--optimizer", "lion"], "optimizer='lion' must be one of"),
+        (["train", "--size", "tiny"], "recipe 'digits' has no such setting"),
+        (["train", "--config", "absent.toml"], "cannot be read: No such file"),
+        (["train", "--config", "settings.ini"], "must end in .toml, .json, .yaml, .yml"),
+        (["train", "--resume", "absent"], "there is no folder absent"),
+        (["train", "--resume"], "there is no run under"),
+        (["train", "--resume", "a", "--output", "b"], "leave --output b out"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(
+    arguments: list[str], message: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert list(own_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["train", "--lavel", "O2"], ["train", "digits", "extra"]])
+def test_unknown_options_are_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert "--help" in printed
+
+
+def test_a_folder_with_a_run_in_it_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").mkdir()
+    Path("out/metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["train", "--steps", "1", "--output", "out"]) == 2
+    assert "--resume out to continue it" in capsys.readouterr().err
+    assert Path("out/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").mkdir()
+    Path("out/checkpoint.pt").write_bytes(b"nothing of the kind")
+    assert main(["train", "--resume", "out"]) == 2
+    assert "checkpoint.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume"),
+    [
+        (["--resume"], LATEST),
+        (["--resume", "--steps", "3"], LATEST),
+        (["--resume", "folder", "--steps", "3"], "folder"),
+        (["--resume=folder"], "folder"),
+        ([], None),
+    ],
+)
+def test_resume_takes_a_path_or_none(arguments: list[str], resume: str | None) -> None:
+    assert parse(arguments).resume == resume
+
+
+def test_what_was_not_typed_is_not_given() -> None:
+    request = parse(["pysource", "--clip-norm", "0.5", "--seed", "2"])
+    assert request.values == {"recipe": "pysource", "clip_norm": "0.5", "seed": "2"}
+    assert request.config is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", 'level = "O2"\nlr = 1e-3\nplot = false\n'),
+        ("a.json", '{"level": "O2", "lr": 1e-3, "plot": false}'),
+        ("a.yaml", "level: O2\nlr: 0.001\nplot: false\n"),
+        ("a.yml", "{level: O2, lr: 0.001, plot: no}"),
+    ],
+)
+def test_config_files_are_read_alike(name: str, text: str) -> None:
+    Path(name).write_text(text)
+    assert read_config(Path(name)) == {"level": "O2", "lr": 0.001, "plot": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "level = ", "is not valid TOML"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.yaml", "a: [", "is not valid YAML"),
+        ("a.yaml", "- 1\n- 2\n", "must be a table of settings"),
+        ("a.json", "3", "must be a table of settings"),
+        ("a.yaml", "level: !!python/object/apply:os.mkdir ['pwned']\n", "is not valid YAML"),
+    ],
+)
+def test_config_files_are_data_only(name: str, text: str, message: str) -> None:
+    Path(name).write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(Path(name))
+    assert "\n" not in str(caught.value)
+    assert not Path("pwned").exists()
+
+
+def test_unknown_settings_in_a_file_are_named_with_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("settings.toml").write_text("master_wieghts = true\n")
+    assert main(["train", "--config", "settings.toml"]) == 2
+    assert "unknown setting 'master_wieghts'; did you mean master_weights?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("tyro", "cli"), ("rich.console", "cli"), ("sklearn.datasets", "data")]
+)
+def test_a_missing_extra_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["train", "--steps", "1"]) == 2
+    message = capsys.readouterr().err
+    assert f"{module.partition('.')[0]} is not installed; write pip install 'halfpeak[{extra}]'" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_missing_matplotlib_costs_only_the_picture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["train", "--steps", "1", "--tensorboard", "false", "--output", "out"]) == 0
+    assert (
+        "no picture: matplotlib is not installed; write pip install 'halfpeak[plots]'"
+        in capsys.readouterr().out
+    )
+    assert not Path("out/history.png").exists()

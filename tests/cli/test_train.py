@@ -1,0 +1,301 @@
+"""``halfpeak train`` as a person uses it: what it prints and writes, how it stops, and that it continues bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from halfpeak.checkpoint import file as checkpoint
+from halfpeak.cli.interrupt import Interrupt
+from halfpeak.cli.main import main
+from halfpeak.cli.options import parse
+from halfpeak.cli.train import train
+from halfpeak.insight.history import read_rows
+
+SOURCE = Path(__file__).parents[2] / "src"
+SMALL = [
+    "--batch",
+    "8",
+    "--eval-every",
+    "4",
+    "--save-every",
+    "5",
+    "--tensorboard",
+    "false",
+    "--plot",
+    "false",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, stop_after: int | None = None, terminal: bool = False) -> str:
+    """The command in this process, stopped after so many steps; returns what it printed."""
+    printed = io.StringIO()
+    console = Console(file=printed, width=120, force_terminal=terminal)
+    train(parse([*arguments]), console, stopper(stop_after))
+    return printed.getvalue()
+
+
+def stopper(after: int | None) -> Callable[[], bool]:
+    asked = iter(range(1, 10**9))
+    return lambda: after is not None and next(asked) >= after
+
+
+def tensors(state: Any, where: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of a nested state by its path."""
+    if isinstance(state, torch.Tensor):
+        return {where: state}
+    inner = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {name: value for key, part in inner for name, value in tensors(part, f"{where}/{key}").items()}
+
+
+def assert_same_run(one: str, other: str) -> None:
+    """Both folders hold bitwise the same state and the same metrics."""
+    assert Path(one, "metrics.jsonl").read_bytes() == Path(other, "metrics.jsonl").read_bytes()
+    first, second = (checkpoint.load(Path(folder, "checkpoint.pt")) for folder in (one, other))
+    ours, theirs = tensors(first), tensors(second)
+    assert len(ours) > 20
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert first["random"]["python"] == second["random"]["python"]
+    assert (first["step"], first["taken"]) == (second["step"], second["taken"])
+
+
+def test_a_whole_run_writes_its_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--epochs", "2", "--output", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert "digits at level O5 on cpu: a CPU computes bfloat16" in printed
+    assert "step 44/44  loss" in printed
+    for name in ("loss", "accuracy", "scale", "skipped", "grad norm", "samples/s"):
+        assert f"  {name} " in printed
+    names = {path.name for path in Path("out").iterdir()}
+    assert names >= {
+        "checkpoint.pt",
+        "config.toml",
+        "history.png",
+        "metrics.jsonl",
+        "summary.json",
+        "tensorboard",
+    }
+    assert Path("out/history.png").read_bytes().startswith(b"\x89PNG")
+    assert list(Path("out/tensorboard").iterdir())
+    rows = read_rows(Path("out/metrics.jsonl"))
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 45))
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["validation_accuracy"] == rows[-1]["validation_accuracy"] > 0.9
+
+
+def test_the_written_config_repeats_the_run() -> None:
+    run("--steps", "6", "--level", "O4", "--seed", "3", "--output", "one", *SMALL)
+    assert tomllib.loads(Path("one/config.toml").read_text())["level"] == "O4"
+    run("--config", "one/config.toml", "--output", "two")
+    assert_same_run("one", "two")
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    Path("settings.yaml").write_text("level: O0\nseed: 5\nepochs: 3\nbatch: 8\nplot: no\ntensorboard: no\n")
+    run("--config", "settings.yaml", "--steps", "2", "--seed", "6", "--output", "out")
+    used = tomllib.loads(Path("out/config.toml").read_text())
+    assert (used["level"], used["seed"], used["steps"], used["batch"]) == ("O0", 6, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("level", "more"),
+    [
+        ("O0", ["--accumulate", "2"]),
+        ("O5", ["--optimizer", "adamw", "--lr", "0.001", "--clip-norm", "0.5"]),
+        # The scale starts so high that a run stopped after one step is stopped among its skipped steps.
+        ("O2", ["--init-loss-scale", "524288"]),
+    ],
+)
+@pytest.mark.parametrize("stop_after", [1, 6])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(level: str, more: list[str], stop_after: int) -> None:
+    arguments = ["--level", level, "--steps", "9", *more, *SMALL]
+    run(*arguments, "--output", "whole")
+    printed = run(*arguments, "--output", "parts", stop_after=stop_after)
+    assert f"stopped after step {stop_after} of 9, saved" in printed
+    assert "halfpeak train --resume parts" in printed
+    torch.manual_seed(99)
+    torch.rand(7)
+    assert f"continuing parts after step {stop_after}" in run("--resume", "parts")
+    assert_same_run("whole", "parts")
+    if level == "O2":
+        assert 1 < checkpoint.load("whole/checkpoint.pt")["taken"] < 8
+
+
+def test_a_transformer_resumes_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    for number in range(60):
+        (library / f"module{number}.py").write_text(f"value = {number}\n" * 40)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
+    arguments = ["pysource", "--level", "O5", "--steps", "4", "--context", "16", *SMALL]
+    run(*arguments, "--output", "whole")
+    run(*arguments, "--output", "parts", stop_after=2)
+    run("--resume", "parts")
+    assert_same_run("whole", "parts")
+    (library / "module1.py").write_text("value = 'changed'\n" * 80)
+    run(*arguments, "--output", "changed", stop_after=2)
+    (library / "module1.py").write_text("value = 1\n" * 40)
+    assert main(["train", "--resume", "changed"]) == 2
+
+
+def test_a_run_may_be_made_longer() -> None:
+    run("--steps", "4", "--output", "out", *SMALL)
+    assert main(["train", "--resume", "out"]) == 2
+    printed = run("--resume", "out", "--steps", "6")
+    assert "the learning rate has fallen by step 4 and stays there" in printed
+    rates = [row["lr"] for row in read_rows(Path("out/metrics.jsonl")) if "lr" in row]
+    assert len(rates) == 6
+    run("--steps", "6", "--schedule-steps", "4", "--output", "at-once", *SMALL)
+    ours, theirs = (
+        tensors(checkpoint.load(f"{name}/checkpoint.pt")["driver"]) for name in ("out", "at-once")
+    )
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_resume_without_a_path_takes_the_newest_run() -> None:
+    run("--steps", "4", *SMALL, stop_after=2)
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("digits-O5-")
+    assert f"continuing {folder} after step 2" in run("--resume")
+
+
+def test_changed_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--steps", "4", "--output", "out", *SMALL, stop_after=2)
+    before = Path("out/metrics.jsonl").read_bytes()
+    assert main(["train", "--resume", "out", "--lr", "0.5", "--level", "O0"]) == 2
+    message = capsys.readouterr().err
+    assert "level was 'O5' and is 'O0'" in message
+    assert "lr was 0.1 and is 0.5" in message
+    assert Path("out/metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
+    run("--steps", "9", "--output", "whole", *SMALL)
+    run("--steps", "9", "--output", "parts", *SMALL, stop_after=7)
+    data = bytearray(Path("parts/checkpoint.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    Path("parts/checkpoint.pt").write_bytes(data)
+    printed = run("--resume", "parts")
+    assert "note: " in printed
+    assert "continuing parts after step 5" in printed
+    assert_same_run("whole", "parts")
+
+
+def test_another_environment_is_mentioned() -> None:
+    run("--steps", "4", "--output", "out", *SMALL, stop_after=2)
+    state = checkpoint.load("out/checkpoint.pt")
+    state["environment"]["torch"] = "1.0"
+    checkpoint.save("out/checkpoint.pt", state)
+    assert "note: torch was 1.0 and is" in run("--resume", "out")
+
+
+def test_float16_on_a_cpu_is_called_slow_once() -> None:
+    assert run("--steps", "1", "--level", "O3", "--output", "a", *SMALL).count("slower than float32") == 1
+    assert "slower" not in run("--steps", "1", "--level", "O4", "--output", "b", *SMALL)
+
+
+def test_a_terminal_gets_a_live_display() -> None:
+    printed = run("--steps", "12", "--output", "out", *SMALL, terminal=True)
+    assert "\x1b[" in printed
+    for text in ("digits O5", "12/12", "grad norm", "samples/s", "validation"):
+        assert text in printed
+    assert "step 12/12" not in printed
+
+
+def test_a_collapsed_loss_scale_ends_the_run_with_its_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    high = ["--loss-scale", "1e38", "--level", "O2", "--steps", "200"]
+    assert main(["train", *high, "--batch", "8", "--tensorboard", "false", "--output", "out"]) == 1
+    captured = capsys.readouterr()
+    assert "gradients stay non-finite" in captured.err
+    assert "Traceback" not in captured.err
+    assert Path("out/history.png").exists()
+    assert all(row["skipped"] for row in read_rows(Path("out/metrics.jsonl")) if "loss" in row)
+
+
+def test_the_first_signal_asks_and_the_second_stops() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt() as interrupt:
+        assert not interrupt.requested()
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested()
+        assert interrupt.exit_status == 143
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_saves_and_the_run_continues_bitwise() -> None:
+    arguments = ["--level", "O5", "--log-every", "1", "--seed", "4", *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "halfpeak",
+        "train",
+        *arguments,
+        "--schedule",
+        "constant",
+        "--output",
+        "parts",
+    ]
+    environment = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PATH": ""}
+    process = subprocess.Popen(
+        [*command, "--steps", "100000"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == 130
+    assert "halfpeak train --resume parts" in rest
+    stopped = checkpoint.load("parts/checkpoint.pt")["step"]
+    total = str(stopped + 3)
+    # What a run of 100000 steps would have taken as its horizon is kept; a constant rate has none.
+    run("--resume", "parts", "--steps", total)
+    run(
+        *arguments,
+        "--schedule",
+        "constant",
+        "--schedule-steps",
+        "100000",
+        "--steps",
+        total,
+        "--output",
+        "whole",
+    )
+    ours, theirs = (
+        tensors(checkpoint.load(f"{name}/checkpoint.pt")["driver"]) for name in ("parts", "whole")
+    )
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert Path("parts/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("recipe", ["digits", "pysource"])
+def test_an_accelerator_resumes_bitwise(recipe: str, level: str) -> None:
+    arguments = [recipe, "--level", level, "--steps", "9", *SMALL]
+    run(*arguments, "--output", "whole")
+    run(*arguments, "--output", "parts", stop_after=4)
+    run("--resume", "parts")
+    assert_same_run("whole", "parts")

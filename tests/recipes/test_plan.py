@@ -1,0 +1,172 @@
+"""A plan is checked data; layers of it win over each other in order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.recipes.catalog import RECIPES, draft, find_recipe, layered, settle
+from halfpeak.recipes.device import find_device, random_state, repeatable, set_random_state
+from halfpeak.recipes.driver import properties
+from halfpeak.recipes.optimizers import LOW_EPSILON, OPTIMIZERS, build_optimizer, learning_rate
+from halfpeak.recipes.order import Order
+from halfpeak.recipes.plan import FREE, Plan, check, names
+from halfpeak.recipes.training import require_same
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lvel": "O2"}, "unknown setting 'lvel'; did you mean level?"),
+        ({"zzz": 1}, "the settings are recipe, level"),
+        ({"lr": "fast"}, "lr='fast' must be a number"),
+        ({"lr": -0.1}, "lr=-0.1 must be above 0"),
+        ({"lr": float("nan")}, "lr=nan must be finite"),
+        ({"steps": 1.5}, "steps=1.5 must be a whole number"),
+        ({"steps": 0}, "steps=0 must be 1 or more"),
+        ({"batch": True}, "batch=True must be a whole number"),
+        ({"plot": 1}, "plot=1 must be true or false"),
+        ({"cast_model_type": "int8"}, "'float16', 'bfloat16', 'float32'"),
+        ({"schedule": "sine"}, "'cosine', 'linear', 'constant'"),
+        ({"loss_scale": "big"}, "loss_scale='big' must be a number, 'dynamic'"),
+        ({"steps": 1, "epochs": 1.0}, "exclude each other"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "exclude each other"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "is above max_loss_scale"),
+        ({"level": "02"}, "letter O, not the digit zero"),
+        ({"level": "O1", "master_weights": True}, "makes no sense with opt_level='O1'"),
+        ({"size": "tiny"}, "recipe 'digits' has no such setting"),
+        ({"recipe": "digit"}, "did you mean digits?"),
+    ],
+)
+def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        draft(values)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_type_is_a_type_error() -> None:
+    with pytest.raises(ConfigTypeError):
+        check({"steps": []})
+
+
+def test_text_is_read_as_the_type_of_the_setting() -> None:
+    given = {"lr": "1e-3", "steps": "7", "plot": "False", "loss_scale": "128", "clip_norm": 1, "output": "x"}
+    assert check(given) == {
+        "lr": 0.001,
+        "steps": 7,
+        "plot": False,
+        "loss_scale": 128.0,
+        "clip_norm": 1.0,
+        "output": "x",
+    }
+
+
+def test_later_layers_win_and_lengths_replace_each_other() -> None:
+    plan = draft({"steps": 10, "lr": 0.5, "seed": 3}, {"epochs": 2.0, "lr": 0.25})
+    assert (plan.steps, plan.epochs, plan.lr, plan.seed, plan.batch) == (None, 2.0, 0.25, 3, 64)
+    assert layered({"clip_norm": 1.0}, {"clip_value": 2.0}) == {"clip_value": 2.0}
+
+
+def test_no_layer_is_edited() -> None:
+    first, second = {"steps": "10"}, {"epochs": "2"}
+    draft(first, second)
+    assert (first, second) == ({"steps": "10"}, {"epochs": "2"})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_brings_what_a_plan_needs(name: str) -> None:
+    plan = draft({"recipe": name})
+    assert plan.recipe == name
+    assert set(plan.values()) == set(names())
+    assert Plan.from_values({k: v for k, v in plan.values().items() if v is not None}) == plan
+
+
+def test_the_level_suits_the_device_unless_one_was_asked_for() -> None:
+    plan, reason = settle(draft(), torch.device("cpu"))
+    assert plan.level == "O5"
+    assert "bfloat16" in reason
+    assert settle(draft({"level": "O1"}), torch.device("cpu"))[0].level == "O1"
+
+
+def test_overrides_reach_the_properties() -> None:
+    plan = draft({"level": "O2", "cast_model_type": "bfloat16", "master_weights": False, "loss_scale": 8})
+    found = properties(plan)
+    assert (found.cast_model_type, found.master_weights, found.loss_scale) == (torch.bfloat16, False, 8.0)
+
+
+def test_a_changed_setting_is_named_unless_it_is_free() -> None:
+    saved = draft({"seed": 1}).values()
+    require_same(saved, draft({"seed": 1, "steps": 5, "output": "elsewhere", "log_every": 3}))
+    with pytest.raises(ConfigError, match=r"lr was 0.1 and is 0.2; seed was 1 and is 2"):
+        require_same(saved, draft({"seed": 2, "lr": 0.2}))
+    assert set(names()) >= FREE
+
+
+def test_every_batch_of_an_epoch_is_new_and_any_can_be_asked_for() -> None:
+    order = Order(samples=10, batch=3, seed=5)
+    epoch = torch.cat([order.indices(number) for number in range(3)])
+    assert len(set(epoch.tolist())) == 9
+    later = order.indices(7)
+    assert torch.equal(Order(samples=10, batch=3, seed=5).indices(7), later)
+    assert not torch.equal(Order(samples=10, batch=3, seed=6).indices(7), later)
+    with pytest.raises(ConfigError, match="batch=11"):
+        Order(samples=10, batch=11, seed=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps_low", [False, True])
+def test_every_optimizer_is_built_with_two_groups(name: str, steps_low: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(draft({"optimizer": name}), model, steps_low=steps_low)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4, 0.0]
+    if name != "sgd":
+        assert (optimizer.param_groups[0]["eps"] == LOW_EPSILON) == steps_low
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer='lion' must be one of adam, adamw"):
+        build_optimizer(draft({"optimizer": "lion"}), torch.nn.Linear(2, 2), steps_low=False)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_rate_rises_and_never_rises_again(schedule: str) -> None:
+    plan = draft({"schedule": schedule, "warmup": 5, "lr": 1.0, "schedule_steps": 50})
+    rates = [learning_rate(plan, taken) for taken in range(80)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(after <= before for before, after in itertools.pairwise(rates[4:]))
+    assert rates[50:] == [1.0 if schedule == "constant" else pytest.approx(0.01)] * 30
+
+
+def test_devices_are_found_by_name() -> None:
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device='tpu' is not on this machine; write one of auto, cpu"):
+        find_device("tpu")
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        find_recipe(None)
+
+
+def test_repeatable_puts_everything_back_when_its_body_raises() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+
+    def fail() -> None:
+        assert torch.are_deterministic_algorithms_enabled()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), repeatable(True):
+        fail()
+    assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
+
+
+def test_random_state_is_put_back() -> None:
+    import random
+
+    device = torch.device("cpu")
+    state = random_state(device)
+    drawn = random.random(), torch.rand(3)
+    set_random_state(state, device)
+    assert random.random() == drawn[0]
+    assert torch.equal(torch.rand(3), drawn[1])
