@@ -44,7 +44,7 @@ class Block:
                     seen.add(id(slot.source))
                     self._slots.append(slot)
                     if lane.phase is not Phase.SCALED:
-                        self._held.append((slot.source, slot.source.grad))
+                        self._held.append((slot.source, _kept(slot.source.grad)))
         for source, _ in self._held:
             source.grad = None
 
@@ -134,6 +134,13 @@ class Block:
         high = foreach.unscaled(low, [slot.target.dtype for slot in mastered], inv_scale, self.found_inf)
         for slot, grad in zip(mastered, high, strict=True):
             slot.target.grad = grad
+
+
+def _kept(grad: Tensor | None) -> Tensor | None:
+    """A gradient that the coming backward pass does not write over: one that lies in a bucket of DDP's is copied."""
+    if grad is None or grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes:
+        return grad
+    return grad.clone()
 
 
 def _summable(there: Tensor, fresh: Tensor) -> Tensor:

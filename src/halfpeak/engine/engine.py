@@ -218,15 +218,17 @@ class Engine:
         closure: Callable[[], Any] | None = None,
         *,
         optimizers: Iterable[Optimizer] | Optimizer | None = None,
+        keep_gradients: bool = False,
     ) -> StepResult:
         """End a backward pass; at the end of an accumulation window clip, step or skip, and move the loss scale.
 
-        Gradients are dropped afterwards. Waits for the device once, or never with an optimizer that takes
+        Gradients are dropped afterwards, unless they are to be kept. Waits for the device once, or never with an optimizer that takes
         ``found_inf``.
 
         Args:
             closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss.
             optimizers: those to step; None means all.
+            keep_gradients: leave the parameters' own gradients in place; masters never keep theirs.
 
         Raises:
             OrderError: the last backward pass was not synchronised, so its gradients are still scaled.
@@ -245,7 +247,7 @@ class Engine:
             verdicts = self.unscale(lanes)
             norm = self.clip(lanes, verdicts)
             self._verdict.agree_(verdicts)
-            self.commit(verdicts, lanes)
+            self.commit(verdicts, lanes, keep_gradients=keep_gradients)
         except BaseException:
             self._leave(lanes)
             raise
@@ -272,7 +274,7 @@ class Engine:
             verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
         return norm
 
-    def commit(self, verdicts: Tensor, lanes: Sequence[Lane]) -> None:
+    def commit(self, verdicts: Tensor, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
         """Step or skip the optimizers, then move scales, counters and batch-norm statistics."""
         verdict: Tensor | bool = verdicts[0]
         if self._trouble.value > 0 or not all(lane.takes_found_inf() for lane in lanes):
@@ -283,7 +285,7 @@ class Engine:
         with disable_casts():
             for lane in lanes:
                 lane.step(verdict)
-        self._close(lanes)
+        self._close(lanes, keep_gradients=keep_gradients)
         if collapse is not None:
             raise collapse
 
@@ -373,9 +375,10 @@ class Engine:
         self._close(lanes)
         return StepResult(torch.zeros_like(lane.found_inf), self.scale)
 
-    def _close(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            lane.drop()
+    def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
+        if not keep_gradients:
+            for lane in lanes:
+                lane.drop()
         self.journal.settle()
         self._trouble.push(torch.stack([scaler.state.stuck for scaler in self.scalers]).max())
 
