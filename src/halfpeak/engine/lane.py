@@ -74,6 +74,7 @@ class Lane:
         phase: where the gradients of this window stand.
         parked: true-sized gradients set aside while others wait scaled, by ``id`` of the parameter.
         frozen: the loss scaler, and its scale then, of gradients that wait scaled.
+        marker: the master whose gradient is a zero laid there by :meth:`keep_marker`, if there is one.
         verdict: what the step now running must do: skip, or a ``found_inf`` for the optimizer's own kernel.
         has_stepped: whether the last step came to its end.
     """
@@ -89,6 +90,7 @@ class Lane:
         self.verdict: Tensor | bool | None = None
         self.has_stepped = False
         self._trace: list[tuple[Tensor, Tensor, int]] = []
+        self.marker: Tensor | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -140,14 +142,11 @@ class Lane:
 
         ``optimizer.zero_grad()`` reaches masters only; that it took or wrote this zero is how it is noticed.
         """
-        mastered = [slot.target for slot in self.slots() if slot.source is not slot.target]
-        free = [target for target in mastered if target.grad is None]
+        free = [s.target for s in self.slots() if s.source is not s.target and s.target.grad is None]
         if free:
-            smallest = min(free, key=Tensor.numel)
-            smallest.grad = torch.zeros_like(smallest)
-            self._trace = [(smallest, smallest.grad, smallest.grad._version)]
-        elif mastered:
-            self.keep_trace()
+            self.marker = min(free, key=Tensor.numel)
+            self.marker.grad = torch.zeros_like(self.marker)
+        self.keep_trace()
 
     def targets(self) -> list[Tensor]:
         """The gradients that the optimizer will read."""
@@ -165,6 +164,7 @@ class Lane:
         self.found_inf = torch.zeros_like(self.found_inf)
         self.parked.clear()
         self.frozen = None
+        self.marker = None
         self._trace.clear()
         self.phase = Phase.CLEAN
 
@@ -257,9 +257,9 @@ class Lane:
     def _take_marker(self) -> None:
         if not self._is_untouched():
             self.drop()
-        elif len(self._trace) == 1:
-            self._trace[0][0].grad = None
-            self._trace.clear()
+        elif self.marker is not None:
+            self.marker.grad = None
+            self.marker = None
 
     def _forget_if_zeroed(self) -> None:
         """Somebody zeroed or changed the gradients: the verdict holds only if they still are not finite."""

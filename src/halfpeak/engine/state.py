@@ -71,7 +71,9 @@ def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
         "phase": lane.phase.name,
         "found_inf": lane.found_inf.clone(),
         "true_sized": {
-            i: s.target.grad for i, s in enumerate(slots) if is_open and s.target.grad is not None
+            i: s.target.grad
+            for i, s in enumerate(slots)
+            if is_open and s.target.grad is not None and s.target is not lane.marker
         },
         "scaled": {
             i: s.source.grad
@@ -102,6 +104,8 @@ def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossSca
     lane.phase = Phase[saved["phase"]]
     if lane.phase is Phase.UNSCALED:
         lane.keep_trace()
+    elif lane.phase is Phase.SCALED:
+        lane.keep_marker()
 
 
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
