@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +35,7 @@ class Masters:
     def __init__(self) -> None:
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._dirty = False
@@ -92,46 +92,62 @@ class Masters:
         """Round every master into its low parameter."""
         with torch.no_grad():
             foreach.copy_cast_(self._low, self._high)
-        self._versions = [parameter._version for parameter in self._low]
+        self._marks = [(parameter._version, parameter.data_ptr()) for parameter in self._low]
         self._dirty = False
 
     def refresh(self) -> None:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
 
         Element by element, a master stays where it rounds to its parameter (nobody wrote there) and takes the widened
-        parameter elsewhere. Nothing waits for the device. Writes through ``.data`` are seen only before the first
-        step, because they leave no trace.
+        parameter elsewhere. Nothing waits for the device. Writes into ``parameter.data`` are seen only before the first
+        refresh, because they leave no trace; a new tensor assigned to ``parameter.data`` is always seen.
 
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         if self._dirty:
             self.publish()
-        for index, (low, high) in enumerate(self):
-            if low._version == self._versions[index]:
-                continue
-            if low.shape != high.shape or low.device != high.device:
-                raise ParameterError(
-                    f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
-                    f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
-                )
-            with torch.no_grad():
-                high.copy_(torch.where(high.to(low.dtype) == low, high, low.to(high.dtype)))
-            self._versions[index] = low._version
+        for index, low in enumerate(self._low):
+            if (low._version, low.data_ptr()) != self._marks[index]:
+                self._follow(index)
+
+    def value_of(self, parameter: Tensor) -> Tensor | None:
+        """What a low parameter is worth in float32, as :meth:`refresh` sees it now; None if it has no master.
+
+        This is its master, except for a parameter that was moved or resized.
+        """
+        index = self._index.get(id(parameter))
+        if index is None:
+            return None
+        low, high = self._low[index], self._high[index]
+        if low.shape != high.shape:
+            return low.detach().to(high.dtype)
+        if low.device != high.device:
+            return _merge(low.detach(), high.detach().to(low.device))
+        if not self._dirty and (low._version, low.data_ptr()) != self._marks[index]:
+            self._follow(index)
+        return high
+
+    def _follow(self, index: int) -> None:
+        low, high = self._low[index], self._high[index]
+        if low.shape != high.shape or low.device != high.device:
+            raise ParameterError(
+                f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
+                f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
+            )
+        with torch.no_grad():
+            high.copy_(_merge(low, high))
+        self._marks[index] = (low._version, low.data_ptr())
 
     def take(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the master of a low parameter to a loaded value, before rounding reaches the parameter."""
+        """Set the master of a low parameter to a loaded value, before the parameter is given the rounded one.
+
+        Where the parameter ends up with something else, :meth:`refresh` follows it.
+        """
         high = self.of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
             with torch.no_grad():
                 high.copy_(value)
-
-    def note_load(self, parameters: Iterable[Tensor]) -> None:
-        """Say that the parameters now hold what :meth:`take` gave to their masters."""
-        for parameter in parameters:
-            index = self._index.get(id(parameter))
-            if index is not None:
-                self._versions[index] = parameter._version
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
         known = self.of(parameter)
@@ -146,8 +162,13 @@ class Masters:
         self._low.append(parameter)
         self._high.append(high)
         # -1 is never a version: the first refresh compares values, so that writes through .data before it are seen.
-        self._versions.append(-1)
+        self._marks.append((-1, 0))
         return high
+
+
+def _merge(low: Tensor, high: Tensor) -> Tensor:
+    """``high`` where it rounds to ``low``, and ``low`` widened elsewhere."""
+    return torch.where(high.to(low.dtype) == low, high, low.to(high.dtype))
 
 
 class _Bound:

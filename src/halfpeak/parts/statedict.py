@@ -23,13 +23,13 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
     >>> model.state_dict()["weight"].dtype
     torch.float32
     """
-    out, into, done = ValuesOut(masters), ValuesIn(masters), ValuesLoaded(masters)
+    out, into = ValuesOut(masters), ValuesIn(masters)
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if next(_own_tensors(module), None) is not None:
             handles.append(module.register_state_dict_post_hook(out))
-            handles.append(module.register_load_state_dict_pre_hook(into))
-            handles.append(module.register_load_state_dict_post_hook(done))
+        # On every module, so that a refusal comes before anything below it was loaded.
+        handles.append(module.register_load_state_dict_pre_hook(into))
     return handles
 
 
@@ -37,7 +37,7 @@ class _Hook:
     """A module hook that knows the masters. A deep copy or a pickle of the model lets go of them."""
 
     def __init__(self, masters: Masters | None) -> None:
-        self._masters = masters or Masters()
+        self._masters = Masters() if masters is None else masters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return type(self)(None)
@@ -60,8 +60,8 @@ class ValuesOut(_Hook):
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and is_low(value) and not isinstance(value, nn.Parameter):
-                master = self._masters.of(tensor)
-                state[prefix + name] = value.float() if master is None else master.detach()
+                exact = self._masters.value_of(tensor)
+                state[prefix + name] = value.float() if exact is None else exact.detach()
 
 
 class ValuesIn(_Hook):
@@ -73,26 +73,17 @@ class ValuesIn(_Hook):
         Raises:
             OrderError: ``assign=True``, which would replace the parameters that the masters belong to.
         """
-        own = [
-            (name, tensor) for name, tensor in _own_tensors(module) if self._masters.of(tensor) is not None
-        ]
-        if own and (metadata or {}).get("assign_to_params_buffers", False):
+        if (metadata or {}).get("assign_to_params_buffers", False) and any(
+            self._masters.of(parameter) is not None for parameter in module.parameters()
+        ):
             raise OrderError(
                 "load_state_dict(assign=True) would replace parameters that an optimizer's masters belong to; write "
                 "load_state_dict(state), or load before preparing"
             )
-        for name, tensor in own:
+        for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 self._masters.take(tensor, value)
-
-
-class ValuesLoaded(_Hook):
-    """After a load, the parameters hold what their masters took: nobody else wrote there."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        """Remember it."""
-        self._masters.note_load(module.parameters(recurse=False))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
