@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils.weak import TensorWeakRef
+
+from halfpeak.casting.walk import to
 
 
 class _Entry(NamedTuple):
-    weight: TensorWeakRef
-    copy: TensorWeakRef
+    copy: weakref.ref[Tensor]
     version: int
     address: int
 
@@ -21,67 +21,67 @@ class _Entry(NamedTuple):
 class WeightCache:
     """Casts a weight once for all operations that use it before backward.
 
-    Weights and copies are both held weakly. A copy lives as long as the autograd graph that saved it, so the cache
-    costs no memory, keeps no model alive and is empty after backward; a tied weight or an unrolled cell still saves one
-    copy rather than one per use. Only copies that train are kept: without gradients nothing holds them.
+    Copies are held weakly. A copy lives as long as the autograd graph that saved it, so the cache costs no memory, keeps
+    no model alive and is empty after backward; a tied weight or an unrolled cell still saves one copy rather than one
+    per use. Only matrices that train are shared: without gradients nothing holds a copy, and
+    biases are cast faster than they are looked up.
 
-    A copy is used again only while the weight's version counter and address are those it was made from. Memory that
-    was handed out (``.data``, ``.numpy()``) can change without either, so :meth:`escape` ends sharing for that weight.
+    A copy is used again only while the weight's version counter and address are those it was made from. Some writes
+    change neither: :meth:`drop` follows those. Memory that was handed out (``.data``, ``.numpy()``) can change at any
+    time: :meth:`escape` ends sharing for that weight.
 
-    >>> weight, cache = nn.Parameter(torch.ones(2)), WeightCache(torch.bfloat16)
+    >>> weight, cache = nn.Parameter(torch.eye(2)), WeightCache(torch.bfloat16)
     >>> first = cache.cast(weight)
     >>> cache.cast(weight) is first
     True
     >>> with torch.no_grad():
     ...     _ = weight.mul_(3)
     >>> cache.cast(weight).tolist()
-    [3.0, 3.0]
+    [[3.0, 0.0], [0.0, 3.0]]
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._entries: dict[int, _Entry] = {}
-        self._escaped: dict[int, weakref.ref[Tensor]] = {}
+        self._escaped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def cast(self, weight: nn.Parameter) -> Tensor:
         """The low copy of ``weight``; differentiable."""
-        if not (weight.requires_grad and torch.is_grad_enabled()) or _is_capturing(weight):
-            return weight.to(self._dtype)
-        key = id(weight)
-        entry = self._entries.get(key)
         if (
-            entry is not None
-            and entry.version == weight._version
-            and entry.address == weight.data_ptr()
-            and entry.weight() is weight
+            not (weight.requires_grad and torch.is_grad_enabled())
+            or weight.dim() < 2
+            or _is_capturing(weight)
         ):
+            return to(weight, self._dtype)
+        # No reference to the weight, not even a weak one, which would forbid torch.utils.swap_tensors: as long as the
+        # copy lives, its graph keeps the weight, so no other object has its id.
+        key, version, address = id(weight), weight._version, weight.data_ptr()
+        entry = self._entries.get(key)
+        if entry is not None and entry.version == version and entry.address == address:
             copy = entry.copy()
             if copy is not None:
+                copy._fix_weakref()  # type: ignore[attr-defined]  # only the graph held it: own it again
                 return copy
-        copy = weight.to(self._dtype)
-        if not self._has_escaped(weight) and not is_functorch_wrapped_tensor(copy):
-            self._entries[key] = _Entry(
-                TensorWeakRef(weight), TensorWeakRef(copy), weight._version, weight.data_ptr()
-            )
+        copy = to(weight, self._dtype)
+        if key not in self._escaped and not is_functorch_wrapped_tensor(copy):
+            self._entries[key] = _Entry(weakref.ref(copy), version, address)
         return copy
 
-    def escape(self, weight: Tensor) -> None:
-        """Drop the copy of ``weight`` and make no other: its memory can now change unseen."""
-        key = id(weight)
-        self._entries.pop(key, None)
-        self._escaped[key] = weakref.ref(weight)
+    def drop(self, weight: nn.Parameter) -> None:
+        """Forget the copy of ``weight``: it has changed."""
+        self._entries.pop(id(weight), None)
+
+    def escape(self, weight: nn.Parameter) -> None:
+        """Forget the copy of ``weight`` and share no other: from now on it can change unseen."""
+        self.drop(weight)
+        self._escaped.add(id(weight))
 
     def clear(self) -> None:
         """Forget every copy. Weights whose memory was handed out stay excluded."""
         self._entries.clear()
-        self._escaped = {key: ref for key, ref in self._escaped.items() if ref() is not None}
-
-    def _has_escaped(self, weight: Tensor) -> bool:
-        ref = self._escaped.get(id(weight))
-        return ref is not None and ref() is weight
 
 
 def _is_capturing(weight: Tensor) -> bool:

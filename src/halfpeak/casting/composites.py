@@ -6,12 +6,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
-bodies: Final[dict[str, Callable[..., Any]]] = {}
-"""Each function :func:`open_up` was called with, opened up, by its name. (:func:`torch.compile` traces such a dict.)"""
+from halfpeak.casting.oplists import COMPOSITE
+from halfpeak.casting.resolve import functions
 
 
-def open_up(func: Callable[..., Any]) -> None:
-    """Add to :data:`bodies` a ``func`` that does not ask whether someone wants to handle the call.
+def open_up(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` without its opening question whether someone wants to handle the call.
 
     Such a function begins with ``if has_torch_function(...): return handle_torch_function(...)``. To run the rest of it
     while a function mode is on, it is given a copy of its module's globals in which the answer is no. The calls it
@@ -23,8 +23,12 @@ def open_up(func: Callable[..., Any]) -> None:
         names[name] = _answer_no
     body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
-    bodies[func.__qualname__] = body
+    return body
 
 
 def _answer_no(*_: object) -> bool:
     return False
+
+
+BODIES: Final = {func.__qualname__: open_up(func) for func in functions(COMPOSITE)}
+"""The listed functions, opened up, by name. (By name, because :func:`torch.compile` can trace that.)"""

@@ -13,9 +13,10 @@ import torch
 from halfpeak.casting import oplists
 from halfpeak.casting.cache import WeightCache
 from halfpeak.casting.registry import Registrations, replace, restore
+from halfpeak.casting.resolve import functions
 from halfpeak.casting.scope import Scope, enter, install, leave, scopes
 from halfpeak.casting.suspend import disable_casts
-from halfpeak.casting.tables import Table, functions
+from halfpeak.casting.tables import Table
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 

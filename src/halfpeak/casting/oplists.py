@@ -135,9 +135,18 @@ LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
 ESCAPES: Final[Rows] = (
     (
         "torch.Tensor",
-        "data.__get__ data.__set__ set_ numpy __array__ untyped_storage storage _typed_storage data_ptr __dlpack__ "
+        "data.__get__ numpy __array__ untyped_storage storage _typed_storage data_ptr __dlpack__ "
         "__cuda_array_interface__.__get__ share_memory_",
     ),
+)
+"""Calls that hand out a tensor's memory, which can then change without the tensor's version counter showing it."""
+
+OVERWRITES: Final[Rows] = (
+    ("torch.Tensor", "data.__set__ set_"),
+    ("torch", "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"),
     ("torch.distributed", "all_reduce broadcast recv reduce scatter"),
 )
-"""Calls after which a tensor's memory can change without its version counter showing it."""
+"""Calls that change their first argument without its version counter showing it."""
+
+AS_FUNCTION: Final[Rows] = (("torch.Tensor", "unflatten"),)
+"""Methods whose Python body :func:`torch.compile` cannot trace inside a function mode, because it calls ``super()``."""

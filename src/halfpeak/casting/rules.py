@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from halfpeak.casting.cache import WeightCache
-from halfpeak.casting.composites import bodies
+from halfpeak.casting.composites import BODIES
 from halfpeak.casting.walk import Cast, cast_arguments, cast_value, tensors, to, to_float32
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import BannedOpError
@@ -111,15 +111,28 @@ def banned(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
 def composite(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that is written in Python with the scope in force for the calls it makes."""
     with scope:
-        return bodies[func.__qualname__](*args, **kwargs)
+        return BODIES[func.__qualname__](*args, **kwargs)
 
 
 def escape(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run as written, and stop sharing casts of a tensor whose memory is handed out."""
+    """Run as written, and share no more casts of a weight whose memory is handed out."""
     if not is_dynamo_compiling() and scope.cache is not None:
-        for tensor in tensors(args[:1], {}):
-            scope.cache.escape(tensor)
+        for weight in _weights(args[:1], kwargs):
+            scope.cache.escape(weight)
     return func(*args, **kwargs)
+
+
+def overwrite(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run as written, and forget the casts of the weights that are written to."""
+    if not is_dynamo_compiling() and scope.cache is not None:
+        for weight in _weights(args[:1], kwargs):
+            scope.cache.drop(weight)
+    return func(*args, **kwargs)
+
+
+def as_function(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the function of torch in place of the method of the same name."""
+    return getattr(torch, func.__name__)(*args, **kwargs)
 
 
 RULES: Final[dict[str, Rule]] = {
@@ -132,8 +145,14 @@ RULES: Final[dict[str, Rule]] = {
     "banned": banned,
     "composite": composite,
     "escape": escape,
+    "overwrite": overwrite,
+    "as_function": as_function,
 }
 """Every rule by its name."""
+
+
+def _weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Parameter]:
+    return [tensor for tensor in tensors(args, kwargs) if isinstance(tensor, nn.Parameter)]
 
 
 def _low_to_float32(tensor: Tensor) -> Tensor:

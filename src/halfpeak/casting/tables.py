@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -12,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from halfpeak.casting import oplists
-from halfpeak.casting.composites import open_up
+from halfpeak.casting.resolve import functions
 from halfpeak.casting.rules import RULES, Casting, Function, Rule
 from halfpeak.casting.walk import tensors
 
@@ -26,7 +25,11 @@ _LISTS: Final[tuple[tuple[oplists.Rows, str], ...]] = (
     (oplists.BANNED, "banned"),
     (oplists.COMPOSITE, "composite"),
     (oplists.ESCAPES, "escape"),
+    (oplists.OVERWRITES, "overwrite"),
+    (oplists.AS_FUNCTION, "as_function"),
 )
+
+_NEVER_CASTING: Final = {"composite", "escape", "overwrite", "as_function"}
 
 KINDS: Final = ("low", "float32", "promote")
 """The rules that a user can give to a function. Each is also a key of every table, for the decorators."""
@@ -49,11 +52,7 @@ class Table:
         self.names: dict[Any, str] = {**listed(), **{kind: kind for kind in KINDS}, **changes}
         self.rules: dict[Any, Rule] = {key: RULES[name] for key, name in self.names.items()}
         if report is not None:
-            casting = {
-                key: rule
-                for key, rule in self.rules.items()
-                if self.names[key] not in ("composite", "escape")
-            }
+            casting = {key: rule for key, rule in self.rules.items() if self.names[key] not in _NEVER_CASTING}
             self.rules.update({key: _reporting(rule, report) for key, rule in casting.items()})
         self.key = f"table {next(_numbers)}" if changes else "listed"
         _tables[self.key] = self
@@ -62,15 +61,7 @@ class Table:
 @functools.cache
 def listed() -> dict[Any, str]:
     """The name of the rule of every listed function that this torch has."""
-    for function in functions(oplists.COMPOSITE):
-        open_up(function)
     return {function: rule for rows, rule in _LISTS for function in functions(rows)}
-
-
-def functions(rows: oplists.Rows) -> list[Any]:
-    """The functions that ``rows`` name, without those that this torch lacks."""
-    found = [_resolve(_owner(path), name) for path, names in rows for name in names.split()]
-    return [function for function in found if function is not None]
 
 
 def traced_rule(func: Function, key: str) -> str:
@@ -88,16 +79,6 @@ traced_rule._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _tables: Final[WeakValueDictionary[str, Table]] = WeakValueDictionary()
 _numbers: Final = itertools.count()
-
-
-def _owner(path: str) -> Any:
-    return torch.Tensor if path == "torch.Tensor" else importlib.import_module(path)
-
-
-def _resolve(owner: Any, name: str) -> Any:
-    for part in name.split("."):
-        owner = getattr(owner, part, None)
-    return owner
 
 
 _SPELLED: Final = {

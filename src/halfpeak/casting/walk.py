@@ -17,7 +17,8 @@ Cast = Callable[[Tensor], Tensor]
 def to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor`` in ``dtype`` if it is castable; itself if it already is in it."""
     have = tensor.dtype
-    return tensor if have is dtype or have not in CASTABLE else tensor.to(dtype)
+    # Tensor.type takes two thirds of the time of Tensor.to, which has more to parse.
+    return tensor if have is dtype or have not in CASTABLE else tensor.type(dtype)
 
 
 def to_float32(tensor: Tensor) -> Tensor:
