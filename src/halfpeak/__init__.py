@@ -22,6 +22,7 @@ from halfpeak.core.errors import (
     OrderError,
     ParameterError,
     RankMismatchError,
+    RegistryError,
     StateError,
 )
 from halfpeak.core.levels import LEVELS, Level, Properties
@@ -54,6 +55,7 @@ __all__ = [
     "Policy",
     "Properties",
     "RankMismatchError",
+    "RegistryError",
     "ScaleConfig",
     "StateError",
     "StepResult",
