@@ -1,0 +1,275 @@
+"""Levels, overrides and what is printed about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nets import LEVELS, make_net
+from support.snapshot import snapshot
+
+from halfpeak import amp
+from halfpeak.core.levels import LEVELS as ALL_LEVELS
+
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+NAMES = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+
+def initialize(level: Any = "O1", **overrides: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net = make_net()
+    return amp.initialize(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0, **overrides
+    )
+
+
+def test_properties_before_the_first_initialize() -> None:
+    assert amp._amp_state.opt_properties is None
+    net = make_net()
+    amp.initialize(net, enabled=False)
+    properties = amp._amp_state.opt_properties
+    assert [getattr(properties, name) for name in NAMES] == [False, None, None, False, None, None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("O0", [True, "O0", FP32, False, None, False, 1.0]),
+        ("O1", [True, "O1", None, True, None, None, "dynamic"]),
+        ("O2", [True, "O2", HALF, False, True, True, "dynamic"]),
+        ("O3", [True, "O3", HALF, False, False, False, 1.0]),
+        ("O4", [True, "O4", None, True, None, None, 1.0]),
+        ("O5", [True, "O5", BF16, False, True, True, 1.0]),
+    ],
+)
+def test_defaults(level: str, expected: list[Any]) -> None:
+    initialize(level)
+    properties = amp._amp_state.opt_properties
+    assert [getattr(properties, name) for name in NAMES] == expected
+
+
+def test_the_default_level_is_o1() -> None:
+    amp.initialize(make_net(), verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == "O1"
+
+
+@pytest.mark.parametrize(
+    ("property_", "given", "stored", "levels"),
+    [
+        ("cast_model_type", HALF, HALF, "O0 O2 O3 O5"),
+        ("cast_model_type", BF16, BF16, "O0 O2 O3 O5"),
+        ("cast_model_type", FP32, FP32, "O0 O1 O2 O3 O4 O5"),
+        ("cast_model_type", False, False, "O0 O1 O2 O3 O4 O5"),
+        ("patch_torch_functions", True, True, "O1 O4"),
+        ("patch_torch_functions", 1, True, "O1 O4"),
+        ("patch_torch_functions", False, False, "O0 O1 O2 O3 O4 O5"),
+        ("patch_torch_functions", 0, False, "O0 O1 O2 O3 O4 O5"),
+        ("keep_batchnorm_fp32", True, True, "O0 O2 O3 O5"),
+        ("keep_batchnorm_fp32", False, False, "O0 O2 O3 O5"),
+        ("keep_batchnorm_fp32", "True", True, "O0 O2 O3 O5"),
+        ("keep_batchnorm_fp32", "False", False, "O0 O2 O3 O5"),
+        ("master_weights", True, True, "O0 O2 O3 O5"),
+        ("master_weights", False, False, "O0 O2 O3 O5"),
+        ("master_weights", 1, True, "O0 O2 O3 O5"),
+        ("loss_scale", "dynamic", "dynamic", "O0 O1 O2 O3 O4 O5"),
+        ("loss_scale", 128, 128.0, "O0 O1 O2 O3 O4 O5"),
+        ("loss_scale", 128.0, 128.0, "O0 O1 O2 O3 O4 O5"),
+        ("loss_scale", "128.0", 128.0, "O0 O1 O2 O3 O4 O5"),
+        ("loss_scale", True, 1.0, "O0 O1 O2 O3 O4 O5"),
+    ],
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_overrides(level: str, property_: str, given: Any, stored: Any, levels: str) -> None:
+    if level in levels.split():
+        initialize(level, **{property_: given})
+        value = getattr(amp._amp_state.opt_properties, property_)
+        assert value == stored
+        assert type(value) is type(stored)
+    else:
+        with pytest.raises(RuntimeError, match=property_):
+            initialize(level, **{property_: given})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NAMES[2:])
+def test_none_means_the_level_s_own_value(level: str, name: str) -> None:
+    initialize(level, **{name: None})
+    assert getattr(amp._amp_state.opt_properties, name) == getattr(ALL_LEVELS[level].properties, name)
+
+
+@pytest.mark.parametrize(
+    ("level", "type_", "allowed"),
+    [("O1", HALF, True), ("O1", BF16, False), ("O4", BF16, True), ("O4", HALF, False), ("O2", HALF, False)],
+)
+def test_type_of_the_casts(level: str, type_: torch.dtype, allowed: bool) -> None:
+    if allowed:
+        initialize(level, patch_torch_functions_type=type_)
+        assert amp._amp_state.opt_properties.patch_torch_functions_type is type_
+    else:
+        with pytest.raises(RuntimeError, match="patch_torch_functions_type"):
+            initialize(level, patch_torch_functions_type=type_)
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
+    ("o1", {}, RuntimeError),
+    ("01", {}, RuntimeError),
+    ("O6", {}, RuntimeError),
+    (None, {}, RuntimeError),
+    (1, {}, RuntimeError),
+    ("O1", {"keep_batchnorm_fp32": False}, RuntimeError),
+    ("O1", {"keep_batchnorm_fp32": "False"}, RuntimeError),
+    ("O1", {"master_weights": False}, RuntimeError),
+    ("O1", {"cast_model_type": HALF}, RuntimeError),
+    ("O2", {"keep_batchnorm_fp32": "true"}, ValueError),
+    ("O2", {"keep_batchnorm_fp32": 1}, ValueError),
+    ("O2", {"keep_batchnorm_fp32": 0}, ValueError),
+    ("O2", {"patch_torch_functions": True}, RuntimeError),
+    ("O2", {"cast_model_type": torch.int32}, ValueError),
+    ("O2", {"cast_model_type": "torch.float16"}, ValueError),
+    ("O2", {"loss_scale": "Dynamic"}, ValueError),
+    ("O2", {"loss_scale": 0.0}, ValueError),
+    ("O2", {"loss_scale": -1.0}, ValueError),
+    ("O2", {"loss_scale": "inf"}, ValueError),
+    ("O2", {"loss_scale": "nan"}, ValueError),
+    ("O2", {"loss_scale": []}, ValueError),
+    ("O2", {"num_losses": 0}, ValueError),
+    ("O2", {"num_losses": 1.5}, ValueError),
+    ("O2", {"min_loss_scale": -1.0}, ValueError),
+    ("O2", {"min_loss_scale": 2.0**25}, ValueError),
+    ("O2", {"max_loss_scale": 0.0}, ValueError),
+    ("O2", {"max_loss_scale": float("inf")}, ValueError),
+    ("O2", {"max_loss_scale": None}, TypeError),
+    ("O2", {"cast_model_outputs": "half a float"}, ValueError),
+    ("O2", {"norms": "layer"}, ValueError),
+    ("O2", {"patience": 0}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("level", "overrides", "error"), REFUSED)
+def test_a_refused_property_changes_nothing(
+    level: Any, overrides: dict[str, Any], error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    before, session = snapshot(net, optimizer), dict(vars(amp._amp_state))
+    with pytest.raises(error):
+        amp.initialize(net, optimizer, opt_level=level, **overrides)
+    assert snapshot(net, optimizer) == before
+    assert dict(vars(amp._amp_state)) == session
+    assert capsys.readouterr().out == ""
+    amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+
+
+def test_a_wrong_level_is_told_from_the_digit_zero() -> None:
+    with pytest.raises(RuntimeError, match=r"'O0', 'O1'.*letter O.*digit zero"):
+        initialize("01")
+
+
+class TestHardOverride:
+    def test_prints_and_stores(self, capsys: pytest.CaptureFixture[str]) -> None:
+        amp._amp_state.hard_override = True
+        initialize("O1", keep_batchnorm_fp32=True)
+        assert amp._amp_state.opt_properties.keep_batchnorm_fp32 is True
+        printed = capsys.readouterr().out  # although verbosity is 0, as in apex
+        assert printed.startswith("Warning:")
+        assert "keep_batchnorm_fp32" in printed
+
+    def test_still_checks_the_type(self) -> None:
+        amp._amp_state.hard_override = True
+        with pytest.raises(ValueError, match="keep_batchnorm_fp32"):
+            initialize("O1", keep_batchnorm_fp32="true")
+
+    def test_does_not_store_another_type_of_casts(self) -> None:
+        amp._amp_state.hard_override = True
+        initialize("O4", patch_torch_functions_type=HALF)
+        assert amp._amp_state.opt_properties.patch_torch_functions_type is BF16
+
+    def test_lets_a_low_model_pass(self) -> None:
+        amp._amp_state.hard_override = True
+        net = make_net().half()
+        amp.initialize(net, opt_level="O3", verbosity=0)
+        assert next(net.parameters()).dtype is HALF
+
+
+def test_properties_refuse_unknown_names() -> None:
+    initialize("O1")
+    properties = amp._amp_state.opt_properties
+    with pytest.raises(AttributeError):
+        _ = properties.no_such_option
+    with pytest.raises((AttributeError, TypeError)):
+        properties.no_such_option = 1
+
+
+class TestPrinting:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_verbosity_1_prints_the_level_and_two_tables(
+        self, level: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        amp.initialize(make_net(), opt_level=level)
+        printed = capsys.readouterr().out
+        properties = amp._amp_state.opt_properties
+        assert printed.startswith(f"Selected optimization level {level}")
+        for name in NAMES:
+            line = f"{name:22} : {getattr(properties, name)}\n"
+            assert printed.count(line) == 2, line
+        positions = [printed.index(f"{name:22} : ") for name in NAMES]
+        assert positions == sorted(positions)
+
+    def test_the_second_table_holds_the_overrides(self, capsys: pytest.CaptureFixture[str]) -> None:
+        amp.initialize(make_net(), opt_level="O2", loss_scale="128.0")
+        first, second = capsys.readouterr().out.split("overrides", 1)
+        assert f"{'loss_scale':22} : dynamic" in first
+        assert f"{'loss_scale':22} : 128.0" in second
+
+    def test_only_o4_prints_the_type_of_its_casts(self, capsys: pytest.CaptureFixture[str]) -> None:
+        amp.initialize(make_net(), opt_level="O1")
+        assert "patch_torch_functions_type" not in capsys.readouterr().out
+        amp.initialize(make_net(), opt_level="O4")
+        assert capsys.readouterr().out.count("patch_torch_functions_type") == 2
+
+    def test_verbosity_0_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        net, optimizer = initialize("O2")
+        with amp.scale_loss(net(torch.full((2, 6), 1e30)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert not amp.last_step(optimizer).stepped()
+        assert capsys.readouterr().out == ""
+
+    def test_disabled_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        amp.initialize(make_net(), enabled=False)
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(("verbosity", "cast_lines"), [(1, False), (2, True), (3, False)])
+    def test_casts_are_printed_at_verbosity_2_only(
+        self, verbosity: int, cast_lines: bool, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        net = amp.initialize(make_net(), opt_level="O1", verbosity=verbosity)
+        capsys.readouterr()
+        torch.nn.functional.mse_loss(net(torch.ones(2, 6)), torch.zeros(2, 3))
+        printed = capsys.readouterr().out
+        assert ("Float->Half (linear)" in printed) is cast_lines
+        assert ("Half->Float (mse_loss)" in printed) is cast_lines
+
+    def test_the_overflow_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = amp.initialize(net, optimizer, opt_level="O2", num_losses=3)
+        capsys.readouterr()
+        with amp.scale_loss(net(torch.full((2, 6), 1e30)).sum(), optimizer, loss_id=1) as scaled:
+            scaled.backward()
+        assert capsys.readouterr().out == ""
+        optimizer.step()
+        line = capsys.readouterr().out
+        assert line.startswith("Gradient overflow")
+        assert "loss scaler 1" in line
+        assert line.rstrip().endswith("32768.0")

@@ -1,0 +1,45 @@
+"""Small models, data and optimizers that the tests of the doors train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+MASTERED = ("O2", "O5")
+LOW = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-4),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-4, fused=True),
+    "adam-foreach": lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-4, foreach=True),
+}
+
+
+def make_net(seed: int = 0) -> nn.Sequential:
+    """Linear, batch norm, ReLU, layer norm, Linear: weights that are cast and norms that are not."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def make_batch(seed: int, size: int = 16) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
+
+
+def poison(parameter: Tensor, value: float = float("inf")) -> None:
+    """Make one element of a gradient not finite, where backward has just left it."""
+    assert parameter.grad is not None
+    parameter.grad.view(-1)[-1] = value
