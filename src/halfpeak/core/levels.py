@@ -247,7 +247,7 @@ def parse_loss_scale(value: object) -> LossScale:
         return "dynamic"
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ConfigError(f"loss_scale={value!r} must be 'dynamic' or a number, such as 128.0") from None
     return require_scale("loss_scale", number)
 
@@ -260,7 +260,7 @@ def _check_cast(value: Any, opt_level: str, per_op: bool, refuse: Refuse) -> tor
             f"cast_model_type={value!r} makes no sense with opt_level={opt_level!r}, which leaves the model in float32 "
             "and casts per operation; write opt_level='O2' or 'O5' for a low model"
         )
-    if value is not torch.float32 and value not in LOW:
+    if not isinstance(value, torch.dtype) or (value is not torch.float32 and value not in LOW):
         raise ConfigError(
             f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, torch.float32, or False for no cast"
         )
@@ -270,6 +270,6 @@ def _check_cast(value: Any, opt_level: str, per_op: bool, refuse: Refuse) -> tor
 def _parse_flag(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
-    if value in ("True", "False"):
+    if isinstance(value, str) and value in ("True", "False"):
         return value == "True"
     raise ConfigError(f"{name}={value!r} must be True, False, 'True' or 'False'")

@@ -10,8 +10,8 @@ import torch
 NormRule = Literal["all", "batchnorm", "none"]
 """Which normalisation layers stay float32 in a low model.
 
-``"all"``: every normalisation layer that has parameters or running statistics. ``"batchnorm"``: affine batch norms
-only, which is apex's rule. ``"none"``: no layer.
+``"all"``: every batch, instance, layer, group and RMS norm. ``"batchnorm"``: affine batch norms only, which is apex's
+rule. ``"none"``: no layer.
 """
 
 

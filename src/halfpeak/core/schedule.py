@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class ScaleConfig:
         floor: the scale never falls below this. 2**-14 is the smallest normal float16: a loss of one, scaled by less,
             would itself be subnormal.
         ceiling: the scale never grows above this.
-        patience: updates in a row that may overflow without the scale being able to fall, before
+        patience: the overflow in a row that could not lower the scale at which
             :class:`~halfpeak.LossScaleCollapse` is raised; None never raises.
 
     Raises:
@@ -55,6 +55,8 @@ class ScaleConfig:
     def __post_init__(self) -> None:
         for name in ("init", "growth", "backoff", "floor", "ceiling"):
             require_scale(name, getattr(self, name))
+        if not isinstance(self.dynamic, bool):
+            raise ConfigError(f"dynamic={self.dynamic!r} must be True or False")
         if self.growth < 1:
             raise ConfigError(f"growth={self.growth!r} must be at least 1; write growth=2.0")
         if self.backoff > 1:
@@ -76,6 +78,22 @@ class ScaleConfig:
         False
         """
         return ScaleConfig(init=scale, dynamic=False, patience=patience)
+
+    @staticmethod
+    def bounded(floor: float | None, ceiling: float | None, *, patience: int | None = 100) -> ScaleConfig:
+        """A dynamic scale between apex's ``min_loss_scale`` and ``max_loss_scale``.
+
+        None and 0 as ``floor`` were apex's ways of having none, which let its scale fall to zero; here they mean the
+        default floor.
+
+        Raises:
+            ConfigTypeError: ``ceiling`` is None.
+            ConfigError: a bound that is not a finite number above zero.
+        """
+        if ceiling is None:
+            raise ConfigTypeError("max_loss_scale=None is no ceiling; write max_loss_scale=2.**24")
+        lowest = require_scale("min_loss_scale", floor) if floor else 2.0**-14
+        return ScaleConfig(floor=lowest, ceiling=require_scale("max_loss_scale", ceiling), patience=patience)
 
     def start(self, device: torch.device | str | None = None) -> ScaleState:
         """The first state. A dynamic scale starts no higher than its ceiling."""
@@ -116,7 +134,9 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     A grown scale that would not be finite is not taken. A static scale only counts. Nothing here waits for the device.
 
     With other constants this one rule is the scaler of apex (interval 2000, no hysteresis), of mmcv (init 2**32,
-    interval 1000, floor 1), of ``torch.amp`` (no bounds), of jmp, and of Megatron (hysteresis, refill "growth").
+    interval 1000, floor 1), of ``torch.amp`` (no bounds), of jmp, and of Megatron (hysteresis, refill "growth"). All
+    arithmetic is float32, so it is exact as long as the factors are powers of two. It works element by element, so a
+    batch of states advances as well as one.
 
     >>> import torch
     >>> config = ScaleConfig(init=8.0, interval=2)
@@ -158,12 +178,7 @@ def require_scale(name: str, value: object) -> float:
     Raises:
         ConfigError: anything else.
     """
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} must be a finite number above zero; write {name}=1024.0")
     limits = torch.finfo(torch.float32)
     if not limits.tiny <= value <= limits.max:
