@@ -37,12 +37,14 @@ def unscaled(
 ) -> list[Tensor]:
     """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
     fresh: list[Tensor] = []
+    copies: list[Tensor] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
-        if _is_plain(grad, dtype):
-            fresh.append(torch.empty_like(grad, dtype=dtype).copy_(grad))
+        if _can_copy_first(grad, dtype):
+            copies.append(torch.empty_like(grad, dtype=dtype).copy_(grad))
+            fresh.append(copies[-1])
         else:
             fresh.extend(reference.unscaled([grad], [dtype], inv_scale, found_inf))
-    unscale_([t for t, dtype in zip(fresh, dtypes, strict=True) if _is_plain(t, dtype)], inv_scale, found_inf)
+    unscale_(copies, inv_scale, found_inf)
     return fresh
 
 
@@ -81,7 +83,10 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
-    dense, rest = _split(grads)
+    # Only the 2-norm of a complex tensor is the norm of its parts.
+    whole = [grad for grad in grads if grad.is_complex() and norm_type != 2]
+    dense, rest = _split(grad for grad in grads if not grad.is_complex() or norm_type == 2)
+    rest += whole
     norms: list[Tensor] = []
     for _, dtype, group in _groups(dense):
         wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
@@ -135,8 +140,10 @@ def _has_amp_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in _AMP_DTYPES or (dtype is torch.bfloat16 and device.type == "cpu")
 
 
-def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.layout is torch.strided and dtype not in (torch.float16, torch.bfloat16)
+def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``grad`` can be copied to ``dtype`` and multiplied there, which is the dtype it is multiplied in."""
+    wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
+    return grad.layout is torch.strided and dtype is wide
 
 
 def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

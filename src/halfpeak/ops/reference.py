@@ -62,10 +62,12 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The ``norm_type`` norm of all elements together, in float32."""  # f32[]
-    norms = [torch.linalg.vector_norm(_wide(_values(grad)), norm_type).to(torch.float32) for grad in grads]
-    norms = [norm.to(norms[0].device) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    """The ``norm_type`` norm of all elements together, in float32; 0 where there are none."""  # f32[]
+    filled = [values for values in map(_values, grads) if values.numel() > 0]
+    if not filled:
+        return torch.zeros((), device=grads[0].device if grads else None)
+    norms = [torch.linalg.vector_norm(_wide(values), norm_type).to(torch.float32) for values in filled]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
@@ -75,9 +77,16 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element to ``[-limit, limit]`` in place."""
+    """Clamp every element to ``[-limit, limit]`` in place, of a complex one both parts."""
     for grad in grads:
-        _values(grad).clamp_(-limit, limit)
+        if grad.is_sparse:
+            summed = grad.coalesce()
+            clamp_([summed.values()], limit)
+            grad.copy_(summed)
+        elif grad.is_complex():
+            grad.copy_(torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit)))
+        else:
+            grad.clamp_(-limit, limit)
 
 
 def _wide(tensor: Tensor) -> Tensor:
