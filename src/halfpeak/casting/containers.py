@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every real floating-point tensor in it cast to ``dtype``; differentiable.
 
-    Lists, tuples, named tuples, sets, dicts and their subclasses (``OrderedDict``, ``ModelOutput``), and dataclasses
-    are rebuilt in their own type. An object with a method ``to`` (a custom batch, a ``PackedSequence``) is asked to
-    cast itself. Integer, boolean and complex tensors, strings, arrays, modules, generators and everything else pass
-    through.
+    Lists, deques, tuples, named tuples, sets, dicts and their subclasses (``OrderedDict``, ``ModelOutput``), and
+    dataclasses are rebuilt in their own type; one that holds nothing to cast stays the same object. An object with a
+    method ``to`` (a custom batch, a ``PackedSequence``) is asked to cast itself. Integer, boolean and complex tensors,
+    strings, arrays, modules, generators and everything else pass through.
 
     >>> import collections, torch
     >>> Pair = collections.namedtuple("Pair", "x y")
@@ -26,38 +26,63 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if value is None or isinstance(value, (bool, int, float, str, bytes, nn.Module, torch.Size)):
+    if value is None or isinstance(value, (bool, int, float, str, bytes, bytearray, nn.Module, torch.Size)):
         return value
+    if callable(getattr(value, "to", None)):
+        return value if isinstance(value, type) else _ask(value, dtype)
     if isinstance(value, Mapping):
         return _cast_mapping(value, dtype)
-    if isinstance(value, tuple) and hasattr(value, "_fields") and not hasattr(value, "to"):
-        return type(value)(*(cast_tree(item, dtype) for item in value))
-    if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "to"):
-        return type(value)([cast_tree(item, dtype) for item in value])
-    return _cast_object(value, dtype)
+    if isinstance(value, MutableSequence):
+        return _assign(value, enumerate(value), dtype)
+    if isinstance(value, (tuple, set, frozenset)):
+        return _rebuild(value, dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, dtype)
+    return value
 
 
 def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Mapping[Any, Any]:
-    if type(value) is dict:
-        return {key: cast_tree(item, dtype) for key, item in value.items()}
-    if hasattr(value, "to"):  # such as transformers' BatchEncoding
-        return _ask(value, dtype)
-    rebuilt: Any = copy.copy(value)
-    for key, item in value.items():
-        rebuilt[key] = cast_tree(item, dtype)
+    if isinstance(value, MutableMapping):
+        return _assign(value, value.items(), dtype)
+    cast = cast_tree(dict(value), dtype)
+    if all(cast[key] is item for key, item in value.items()):
+        return value
+    return type(value)(cast)  # type: ignore[call-arg]  # such as types.MappingProxyType
+
+
+def _assign(value: Any, items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> Any:
+    """A copy of ``value`` in which the items that change are replaced, whatever else its class keeps in it."""
+    changed = [(key, cast) for key, item in items if (cast := cast_tree(item, dtype)) is not item]
+    if not changed:
+        return value
+    rebuilt = copy.copy(value)
+    for key, cast in changed:
+        rebuilt[key] = cast
     return rebuilt
 
 
-def _cast_object(value: Any, dtype: torch.dtype) -> Any:
-    if callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return _ask(value, dtype)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rebuilt = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(rebuilt, field.name, cast_tree(getattr(value, field.name), dtype))
-        return rebuilt
-    return value
+def _rebuild(value: Any, dtype: torch.dtype) -> Any:
+    items = list(value)
+    cast = [cast_tree(item, dtype) for item in items]
+    if all(new is old for new, old in zip(cast, items, strict=True)):
+        return value
+    # A named tuple's own constructor may take other arguments; torch's return types have no _make.
+    return value._make(cast) if hasattr(value, "_make") else type(value)(cast)
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    held = (
+        (field.name, getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)
+    )
+    changed = [(name, cast) for name, item in held if (cast := cast_tree(item, dtype)) is not item]
+    if not changed:
+        return value
+    rebuilt = copy.copy(value)
+    for name, cast in changed:
+        object.__setattr__(rebuilt, name, cast)
+    return rebuilt
 
 
 def _ask(value: Any, dtype: torch.dtype) -> Any:
