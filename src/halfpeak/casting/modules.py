@@ -6,7 +6,7 @@ deep copy or a pickle of the model casts for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,8 @@ def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """Cast the model's inputs to what it stores and its outputs to what the policy returns."""
     handles: list[RemovableHandle] = []
     if policy.param is not None:
-        handles.append(model.register_forward_pre_hook(CastInputs(policy.param), with_kwargs=True))
+        stored = torch.float32 if _needs_fp32_inputs(model, policy.norms) else policy.param
+        handles.append(model.register_forward_pre_hook(CastInputs(stored), with_kwargs=True))
     if policy.output is not None:
         # First among the hooks, so that the user's own hooks see what the caller gets.
         handles.append(model.register_forward_hook(CastOutput(policy.output), prepend=True))
@@ -136,16 +137,13 @@ def hook_norms(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     if policy.param is None or policy.param not in LOW:
         return []
     handles: list[RemovableHandle] = []
-    for module in _kept_norms(model, policy.norms):
-        if module is not model:
+    for module in model.modules():
+        # Where the model itself is such a layer, hook_boundary casts.
+        if module is not model and _needs_fp32_inputs(module, policy.norms):
             handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(CastOutput(policy.param), prepend=True))
     return handles
 
 
-def _kept_norms(model: nn.Module, norms: NormRule) -> Iterable[nn.Module]:
-    return (
-        module
-        for module in model.modules()
-        if is_kept_fp32(module, norms) and not isinstance(module, _BatchNorm)
-    )
+def _needs_fp32_inputs(module: nn.Module, norms: NormRule) -> bool:
+    return is_kept_fp32(module, norms) and not isinstance(module, _BatchNorm)
