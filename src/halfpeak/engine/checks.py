@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfpeak.casting.modules import is_prepared
@@ -45,6 +46,10 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
             if parameter.device.type == "meta":
                 raise ParameterError(
                     f"parameter {name} has no storage (device meta); materialise the model first"
+                )
+            if policy.masters and is_lazy(parameter):
+                raise ParameterError(
+                    f"parameter {name} has no shape yet (lazy module); run one forward pass before preparing"
                 )
     if len({id(model) for model in models}) != len(models):
         raise ParameterError("the same model was passed twice")
