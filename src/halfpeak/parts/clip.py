@@ -80,6 +80,10 @@ class NoClip:
 def parse_clip(clip: Clip | float | None) -> Clip:
     """A number means :class:`ClipNorm` with that ``max_norm``; None means no clipping.
 
+    Raises:
+        ConfigError: the number is not above zero.
+        ConfigTypeError: something that cannot clip.
+
     >>> parse_clip(1.0)
     ClipNorm(max_norm=1.0, norm_type=2.0)
     """
@@ -87,7 +91,7 @@ def parse_clip(clip: Clip | float | None) -> Clip:
         return NoClip()
     if isinstance(clip, (int, float)) and not isinstance(clip, bool):
         return ClipNorm(max_norm=float(clip))
-    if not callable(clip):
+    if not callable(clip) or isinstance(clip, type):
         raise ConfigTypeError(
             f"clip={clip!r} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
         )

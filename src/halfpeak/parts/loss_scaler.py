@@ -55,7 +55,7 @@ class LossScaler:
         return float(self.state.scale)
 
     def read_exhausted(self) -> bool:
-        """Whether more overflows in a row than ``patience`` could not lower the scale. Waits for the device."""
+        """Whether ``patience`` overflows in a row could not lower the scale. Waits for the device."""
         patience = self.config.patience
         return patience is not None and int(self.state.stuck) >= patience
 
@@ -87,7 +87,8 @@ class LossScaler:
             raise StateError(str(error)) from None
         for name in ("clean", "grace", "stuck"):
             value = state[name]
-            if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+            # One below what int32 holds, so that counting on does not wrap round.
+            if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 2**31 - 1:
                 raise StateError(f"{name}={value!r} in a loss scaler's state must be an integer")
             if value < 0 and name != "grace":
                 raise StateError(f"{name}={value!r} in a loss scaler's state must not be negative")

@@ -176,8 +176,8 @@ class _Bound:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise OrderError(
-            "this optimizer steps float32 masters of a model, so a copy of it alone would train nothing; write "
-            "copy.deepcopy(engine) to copy model, optimizer and masters together, or use optimizer.state_dict()"
+            "this optimizer steps float32 masters of a model, so a copy of it would train nothing; copy the model, build an "
+            "optimizer over the copy, prepare both and load engine.state_dict()"
         )
 
     def __reduce__(self) -> NoReturn:
