@@ -17,7 +17,7 @@ from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 from halfpeak.core.levels import Properties, get_level, resolve
 from halfpeak.core.policy import NormRule
-from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.checks import is_low_model, wrapper_of
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
@@ -106,7 +106,7 @@ def initialize(
     plan = Plan(
         properties=properties,
         policy=properties.policy(norms=norms, output=outputs),
-        scale=properties.scale_config(_scale_config(min_loss_scale, max_loss_scale, patience)),
+        scale=properties.scale_config(ScaleConfig.bounded(min_loss_scale, max_loss_scale, patience=patience)),
         num_losses=num_losses,
         steps_itself=False,
     )
@@ -130,20 +130,6 @@ def initialize(
     _amp_state.add(run, optimizer_list)
     print_properties(opt_level, get_level(opt_level).properties, properties, verbosity)
     return models if optimizers is None else (models, optimizers)
-
-
-def _scale_config(floor: float | None, ceiling: float | None, patience: int | None) -> ScaleConfig:
-    if ceiling is None:
-        raise ConfigTypeError("max_loss_scale=None is no ceiling; write max_loss_scale=2.**24")
-    require_scale("max_loss_scale", ceiling)
-    # None and 0 are apex's ways of saying that there is no floor, which let its scale fall to zero.
-    return ScaleConfig(
-        floor=require_scale("min_loss_scale", floor)
-        if floor
-        else ScaleConfig.__dataclass_fields__["floor"].default,
-        ceiling=ceiling,
-        patience=patience,
-    )
 
 
 def _check_optimizers(optimizers: Any) -> list[Any]:

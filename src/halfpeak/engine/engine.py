@@ -77,7 +77,8 @@ class Engine:
         self.buffers.save()
         self.journal = Journal(self.buffers, device)
         self._verdict = verdict
-        self._steward = Steward(plan, self.journal, self.scalers, verdict, ParameterNames(self.models))
+        self.names = ParameterNames(self.models)
+        self._steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
         self.lanes = [Lane(optimizer, masters, self._steward, device) for optimizer in optimizers]
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()
@@ -120,6 +121,19 @@ class Engine:
     def skipped(self) -> Tensor:
         """Steps that were skipped because a gradient was not finite.  # i32[]"""
         return self.journal.skipped
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether gradients of a step to come are held."""
+        return any(lane.phase is not Phase.CLEAN for lane in self.lanes)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""
+        if all(known is not model for known in self.models):
+            self.models = (*self.models, model)
+            self.names.watch(model)
+            if self.plan.restore_buffers:
+                self.buffers.watch(model)
 
     def read_scale(self, loss_id: int = 0) -> float:
         """The loss scale as a number. Waits for the device."""

@@ -19,7 +19,11 @@ class ParameterNames:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
+        self._models = list(models)
+
+    def watch(self, model: nn.Module) -> None:
+        """Search one more model."""
+        self._models.append(model)
 
     def nonfinite(self, lanes: Iterable[Lane]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. Waits for the device, once per parameter."""

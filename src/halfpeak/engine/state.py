@@ -32,12 +32,7 @@ def take_state(engine: Engine) -> dict[str, Any]:
         "scalers": [scaler.state_dict() for scaler in engine.scalers],
         "counters": engine.journal.state_dict(),
         "buffers": engine.buffers.saved(),
-        "window": {
-            "lanes": [_window_of(lane, engine.scalers) for lane in engine.lanes],
-            "losses": {
-                engine.scalers.index(scaler): found_inf.clone() for scaler, found_inf in engine.journal.noted
-            },
-        },
+        "window": take_window(engine),
     }
 
 
@@ -58,10 +53,31 @@ def put_state(engine: Engine, state: Mapping[str, Any]) -> None:
         scaler.state = scale
     engine.journal.load_state_dict(state["counters"])
     engine.buffers.put_saved(state["buffers"])
-    for lane, saved in zip(engine.lanes, state["window"]["lanes"], strict=True):
+    put_window(engine, state["window"])
+
+
+def take_window(engine: Engine) -> dict[str, Any]:
+    """The open accumulation window: gradients taken in so far, where they stand, and what was found in them."""
+    return {
+        "lanes": [_window_of(lane, engine.scalers) for lane in engine.lanes],
+        "losses": {
+            engine.scalers.index(scaler): found_inf.clone() for scaler, found_inf in engine.journal.noted
+        },
+    }
+
+
+def put_window(engine: Engine, window: Mapping[str, Any]) -> None:
+    """Restore what :func:`take_window` gave.
+
+    Raises:
+        StateError: it does not fit. Nothing was loaded.
+    """
+    _check_window(engine, window)
+    for lane, saved in zip(engine.lanes, window["lanes"], strict=True):
         _open_window(lane, saved, engine.scalers)
-    for index, found_inf in state["window"]["losses"].items():
-        engine.journal.note(engine.scalers[index], found_inf.to(engine.device))
+    engine.journal.cancel()
+    for index, found_inf in window["losses"].items():
+        engine.journal.note(engine.scalers[index], found_inf.to(engine.device, copy=True))
 
 
 def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:

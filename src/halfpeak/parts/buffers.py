@@ -1,4 +1,4 @@
-"""Batch-norm statistics, put back when a step is skipped.
+"""The running statistics of batch and instance norms, put back when a step is skipped.
 
 An overflow in the forward pass reaches the running statistics before anybody knows that the step will be skipped, and
 evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
@@ -10,22 +10,29 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class BatchNormBuffers:
-    """Keeps a copy of every batch-norm buffer and settles it after each step: taken forward, or put back.
+    """Keeps a copy of every running statistic and settles it after each step: taken forward, or put back.
 
     A few launches per (device, dtype) and no wait for the device, whatever the number of layers.
 
     Args:
-        modules: the models whose batch norms are looked after.
+        modules: the models whose batch norms, and instance norms that track statistics, are looked after.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        norms = {id(m): m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)}
-        self._norms = list(norms.values())
+        self._norms: list[nn.Module] = []
         self._saved: dict[_Key, Tensor] = {}
+        for module in modules:
+            self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Look after the norms of one more model, from its statistics as they are now."""
+        known = {id(norm) for norm in self._norms}
+        self._norms += [m for m in module.modules() if isinstance(m, _NormBase) and id(m) not in known]
+        self.save()
 
     def save(self) -> None:
         """Remember the statistics as they are now."""

@@ -1,0 +1,20 @@
+"""One interface for accumulation, clipping and mixed precision: the door for code written for ``mmengine.optim``.
+
+Answers to mmengine 0.10.7 and does not need it; ``docs/compat/mmengine.md`` lists every difference.
+"""
+
+from halfpeak.optim.amp_wrapper import AmpOptimWrapper
+from halfpeak.optim.apex_wrapper import ApexOptimWrapper
+from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.sink import ScalarHistory
+from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.optim.wrapper_dict import OptimWrapperDict
+
+__all__ = [
+    "AmpOptimWrapper",
+    "ApexOptimWrapper",
+    "BaseOptimWrapper",
+    "OptimWrapper",
+    "OptimWrapperDict",
+    "ScalarHistory",
+]

@@ -1,0 +1,160 @@
+"""ApexOptimWrapper: the opt levels behind a wrapper, without any apex. Answers to mmengine 0.10.7."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfpeak.checkpoint.foreign import from_apex, to_apex
+from halfpeak.core.dtypes import parse_dtype
+from halfpeak.core.errors import OrderError
+from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.policy import NormRule
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.engine import Engine
+from halfpeak.engine.plan import Plan
+from halfpeak.engine.prepare import build
+from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
+from halfpeak.optim.wrapper import OptimWrapper
+
+
+class ApexOptimWrapper(OptimWrapper):
+    """An opt level, O0 to O5, with every override of ``apex.amp.initialize``.
+
+    Model and optimizer are converted in the first :meth:`optim_context`, also when the model is wrapped by then. State
+    loaded before that is kept and applied. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O5"``.
+        loss_scale: ``"dynamic"``, a number, or None for the level's own.
+        enabled: False converts nothing and scales nothing.
+        cast_model_type: as in :func:`halfpeak.prepare`, likewise the next five.
+        patch_torch_functions: cast per operation.
+        keep_batchnorm_fp32: leave normalisation layers in float32.
+        master_weights: step float32 copies of low parameters.
+        cast_model_outputs: dtype of what ``forward`` returns.
+        num_losses: number of loss scalers; ``backward(loss, loss_id=...)`` chooses.
+        verbosity: accepted for old configs; a wrapper prints nothing.
+        min_loss_scale: floor of a dynamic scale; None means 2**-14.
+        max_loss_scale: its ceiling.
+        norms: which layers stay float32: ``"all"``, or ``"batchnorm"``, apex's rule.
+        kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
+
+    Raises:
+        ConfigError: an unknown level, or an override it does not allow.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> wrapper = ApexOptimWrapper("O5", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with wrapper.optim_context(model):
+        ...     loss = model(torch.ones(4, 2)).mean()
+        >>> wrapper.update_params(loss)
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        loss_scale: float | str | None = "dynamic",
+        enabled: bool = True,
+        cast_model_type: Any = None,
+        patch_torch_functions: Any = None,
+        keep_batchnorm_fp32: Any = None,
+        master_weights: Any = None,
+        cast_model_outputs: Any = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+        *,
+        norms: NormRule = "all",
+        **kwargs: Any,
+    ) -> None:
+        self.opt_level = opt_level
+        self.loss_scale = loss_scale
+        self.enabled = enabled
+        self.cast_model_type = cast_model_type
+        self.patch_torch_functions = patch_torch_functions
+        self.keep_batchnorm_fp32 = keep_batchnorm_fp32
+        self.master_weights = master_weights
+        self.cast_model_outputs = cast_model_outputs
+        self.num_losses = num_losses
+        self.verbosity = verbosity
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self._norms: NormRule = norms
+        self._model: nn.Module | None = None
+        super().__init__(**require_optimizer(kwargs, type(self)))
+        self._checked_plan = self._make_plan()
+
+    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
+        """Run backward under the scale of a loss. Counts one.
+
+        Raises:
+            OrderError: before the first :meth:`optim_context`, which converts the model.
+        """
+        self._run_backward(loss, loss_id, kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and ``"apex_amp"``, in apex's format.
+
+        The masters are in the model's ``state_dict()``, which gives their values.
+        """
+        state = super().state_dict()
+        if self._engine is not None:
+            state["apex_amp"] = to_apex([numbers_of(scaler) for scaler in self._engine.scalers])
+        elif self._pending_state is not None and "apex_amp" in self._pending_state:
+            state["apex_amp"] = self._pending_state["apex_amp"]
+        else:
+            state["apex_amp"] = {}
+        return state
+
+    def _plan(self) -> Plan:
+        return self._checked_plan
+
+    def _make_plan(self) -> Plan:
+        properties = resolve(
+            self.opt_level,
+            cast_model_type=self.cast_model_type,
+            patch_torch_functions=self.patch_torch_functions,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+            master_weights=self.master_weights,
+            loss_scale=self.loss_scale,
+        )
+        properties = properties if self.enabled else Properties()
+        output = None if self.cast_model_outputs is None else parse_dtype(self.cast_model_outputs)
+        return Plan(
+            properties=properties,
+            policy=properties.policy(norms=self._norms, output=output if self.enabled else None),
+            scale=properties.scale_config(ScaleConfig.bounded(self.min_loss_scale, self.max_loss_scale)),
+            num_losses=self.num_losses,
+            clip=self._clip,
+        )
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return self._ready().casting
+
+    def _prepare(self, model: nn.Module) -> None:
+        if self._model is None:
+            self._model = getattr(model, "module", model)
+        self._ready()
+
+    def _build(self) -> Engine:
+        if self._model is None:
+            raise OrderError(
+                "the model is not known yet; run the forward pass inside `with wrapper.optim_context(model):`"
+            )
+        return build(self._checked_plan, [self._model], [self.optimizer])
+
+    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        if state.get("apex_amp"):
+            saved = from_apex(state["apex_amp"])
+            for scaler, numbers in zip(engine.scalers, saved, strict=False):
+                if scaler.config.dynamic:
+                    scaler.load_state_dict(numbers)
+        super()._restore(engine, state)

@@ -1,0 +1,127 @@
+"""BaseOptimWrapper: what every wrapper answers about the optimizer in it. Answers to mmengine 0.10.7."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.core.errors import ConfigTypeError
+
+
+class BaseOptimWrapper(Optimizer):
+    """One interface over an optimizer, whatever the precision of the step.
+
+    It counts as a ``torch.optim.Optimizer``, so torch's learning-rate schedulers take it directly; groups, state and
+    defaults are those of the optimizer in it.
+
+    Attributes:
+        optimizer: the optimizer. May be replaced.
+        base_param_settings: with several groups, a pseudo-group that is never optimized, so that schedulers move a
+            base learning rate which no multiplier of a group has touched; else None.
+
+    Raises:
+        ConfigTypeError: ``optimizer`` is not an optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # Optimizer's own constructor would make groups and state of its own; this class passes everything on.
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, BaseOptimWrapper):
+            raise ConfigTypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; write optimizer=SGD(...)"
+            )
+        self.optimizer = optimizer
+        self.base_param_settings: dict[str, Any] | None = None
+        if len(optimizer.param_groups) > 1:
+            self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
+
+    @abstractmethod
+    def update_params(self, *args: Any, **kwargs: Any) -> Any:
+        """Backward, and a step where one is due."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The optimizer's groups, then the pseudo-group if there is one."""
+        if self.base_param_settings is None:
+            return self.optimizer.param_groups
+        return [*self.optimizer.param_groups, self.base_param_settings]
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """``{"lr": [one per group]}``, with ``"base_lr"`` first where there is a pseudo-group."""
+        rates = {"lr": [group["lr"] for group in self.optimizer.param_groups]}
+        if self.base_param_settings is None:
+            return rates
+        return {"base_lr": [self.base_param_settings["lr"]], **rates}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"momentum": [one per group]}``: its momentum, else its first beta, else 0."""
+        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict, with ``"base_param_settings"`` where there is a pseudo-group."""
+        state = dict(self.optimizer.state_dict())
+        if self.base_param_settings is not None:
+            state["base_param_settings"] = dict(self.base_param_settings)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore what :meth:`state_dict` gave, or a plain optimizer's. The argument is not changed."""
+        settings = state_dict.get("base_param_settings")
+        if settings is not None:
+            self.base_param_settings = dict(settings)
+        wanted = {key: state_dict[key] for key in ("state", "param_groups") if key in state_dict}
+        self.optimizer.load_state_dict(_owned(wanted))
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register on the optimizer in it."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register on the optimizer in it."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    if "momentum" in group:
+        return group["momentum"]
+    return group["betas"][0] if "betas" in group else 0
+
+
+def _owned(value: Any) -> Any:
+    """A copy that shares no tensor: torch's optimizers keep the tensors they load and step them in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _owned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_owned(item) for item in value])
+    return value

@@ -1,0 +1,73 @@
+"""The ``clip_grad`` dict of a wrapper, checked when the wrapper is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
+
+_NORM_KEYS = ("max_norm", "norm_type", "error_if_nonfinite", "foreach")
+_VALUE_KEYS = ("clip_value", "foreach")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrictClipNorm:
+    """Clip by norm and refuse a norm that is not finite (``error_if_nonfinite=True``). Waits for the device."""
+
+    clip: ClipNorm
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        """Clip in place; return the norm before that.
+
+        Raises:
+            OrderError: the norm is not finite.
+        """
+        norm = self.clip(grads)
+        if not bool(norm.isfinite()):
+            raise OrderError(f"the gradient norm is {float(norm)} and clip_grad has error_if_nonfinite=True")
+        return norm
+
+
+def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
+    """``dict(max_norm=1.0)``, ``dict(type='norm', ...)`` or ``dict(type='value', clip_value=0.2)``; None clips nothing.
+
+    ``foreach`` is accepted and changes nothing: lists are always clipped together.
+
+    Raises:
+        ConfigTypeError: not a dict.
+        ConfigError: empty, an unknown type or key, or a value out of range.
+
+    >>> parse_clip_grad({"type": "value", "clip_value": 0.5})
+    ClipValue(value=0.5)
+    """
+    if clip_grad is None:
+        return NoClip()
+    if not isinstance(clip_grad, Mapping):
+        raise ConfigTypeError(f"clip_grad={clip_grad!r} must be None or a dict; write dict(max_norm=1.0)")
+    given = dict(clip_grad)
+    kind = given.pop("type", "norm")
+    if kind not in ("norm", "value"):
+        raise ConfigError(f"type of clip_grad should be 'norm' or 'value', not {kind!r}")
+    allowed = _NORM_KEYS if kind == "norm" else _VALUE_KEYS
+    for key in given:
+        if key not in allowed:
+            near = get_close_matches(str(key), (*_NORM_KEYS, *_VALUE_KEYS), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown key {key!r} in clip_grad of type {kind!r}; allowed: {', '.join(allowed)}{hint}"
+            )
+    required = allowed[0]
+    if required not in given:
+        raise ConfigError(
+            f"clip_grad={dict(clip_grad)!r} lacks {required!r}; write dict(type={kind!r}, {required}=1.0)"
+        )
+    if kind == "value":
+        return ClipValue(value=given["clip_value"])
+    clip = ClipNorm(max_norm=given["max_norm"], norm_type=given.get("norm_type", 2.0))
+    return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite", False) else clip

@@ -1,0 +1,222 @@
+"""Names that a configuration may use, and what each of them builds."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, overload
+
+from halfpeak.core.errors import ConfigTypeError, RegistryError
+
+Factory = Callable[..., Any]
+"""A class or function that builds something out of keyword arguments."""
+
+F = TypeVar("F", bound=Factory)
+
+
+class Registry:
+    """A closed table from names to factories.
+
+    A name in a configuration means exactly what was registered under it; it is never imported or looked up anywhere
+    else, so a configuration that someone else wrote can build nothing but the members. Code that calls :meth:`build`
+    itself may give a factory in place of a name.
+
+    Args:
+        name: what the members are, for messages: ``"optimizer"``.
+
+    >>> OPTIMIZERS = Registry("optimizer")
+    >>> @OPTIMIZERS.register_module()
+    ... class Walk:
+    ...     def __init__(self, params, lr, momentum=0.0):
+    ...         self.lr = lr
+    >>> OPTIMIZERS.build({"type": "Walk", "params": [], "lr": 0.1}).lr
+    0.1
+    >>> OPTIMIZERS.build({"type": "Walk", "params": [], "lr": 0.1, "momentun": 0.9})
+    Traceback (most recent call last):
+    ...
+    halfpeak.core.errors.ConfigTypeError: Walk takes no 'momentun'; did you mean 'momentum'? It takes params, lr, momentum
+    >>> OPTIMIZERS.build({"type": "os.abort"})
+    Traceback (most recent call last):
+    ...
+    halfpeak.core.errors.RegistryError: 'os.abort' is not a registered optimizer, and dotted names are never imported; ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._members: dict[str, Factory] = {}
+
+    def __repr__(self) -> str:
+        return f"Registry({self.name!r}: {', '.join(sorted(self._members))})"
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __getitem__(self, name: str) -> Factory:
+        """The factory of that name.
+
+        Raises:
+            RegistryError: there is none. The message gives the near names.
+        """
+        if name not in self._members:
+            dotted = ", and dotted names are never imported" if "." in name else ""
+            raise RegistryError(
+                f"{name!r} is not a registered {self.name}{dotted}; {_near(name, self._members)}Registered are "
+                f"{', '.join(sorted(self._members)) or 'none'}; add one with @register_module()"
+            )
+        return self._members[name]
+
+    @property
+    def module_dict(self) -> Mapping[str, Factory]:
+        """The members, to look at."""
+        return MappingProxyType(self._members)
+
+    def get(self, name: str) -> Factory | None:
+        """The factory of that name, or None."""
+        return self._members.get(name)
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, *, module: F
+    ) -> F: ...
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: None = None
+    ) -> Callable[[F], F]: ...
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: Factory | None = None
+    ) -> Any:
+        """Add a factory: ``register_module(module=SGD)``, or as a decorator ``@register_module()``.
+
+        Args:
+            name: the name, or several; by default the factory's own.
+            force: whether to take a name from its present owner.
+
+        Raises:
+            RegistryError: the name is taken.
+            ConfigTypeError: not a class or function, or not a name. A name has no dots.
+        """
+        if name is not None and not isinstance(name, str) and not _is_names(name):
+            raise ConfigTypeError(
+                f"name={name!r} must be a string or a sequence of strings; a decorator is written with its brackets, "
+                "@register_module()"
+            )
+        if not isinstance(force, bool):
+            raise ConfigTypeError(f"force={force!r} must be True or False")
+
+        def register(factory: F) -> F:
+            self._add(factory, name, force)
+            return factory
+
+        return register if module is None else register(module)
+
+    def _add(self, factory: Any, name: str | Sequence[str] | None, force: bool) -> None:
+        if not (inspect.isclass(factory) or inspect.isfunction(factory)):
+            raise ConfigTypeError(f"{factory!r} is not a class or function; only these can be registered")
+        names = factory.__name__ if name is None else name
+        names = [names] if isinstance(names, str) else list(names)
+        for one in names:
+            if not one or "." in one:
+                raise ConfigTypeError(f"name={one!r} must not be empty or have dots; write 'MyOptimizer'")
+            if one in self._members and not force:
+                owner = self._members[one]
+                raise RegistryError(
+                    f"{one!r} is already registered as {self.name} by {owner.__module__}; choose another name, or write "
+                    "force=True to replace it"
+                )
+        self._members.update(dict.fromkeys(names, factory))
+
+    def resolve(self, kind: object) -> Factory:
+        """The factory that the ``type`` of a configuration means: a registered name, or the factory itself.
+
+        Raises:
+            RegistryError: a name that is not registered.
+            ConfigTypeError: neither a name nor callable.
+        """
+        if isinstance(kind, str):
+            return self[kind]
+        if not callable(kind):
+            raise ConfigTypeError(f"type={kind!r} must be the name of a registered {self.name}, or a class")
+        return kind
+
+    def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
+        """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments.
+
+        Args:
+            cfg: left as it is.
+            default_args: arguments for what ``cfg`` leaves out, ``type`` among them.
+
+        Raises:
+            RegistryError: no ``type``, or one that is not registered.
+            ConfigTypeError: not a dict, or an argument that the factory does not take.
+        """
+        for what, value in (("cfg", cfg), ("default_args", {} if default_args is None else default_args)):
+            if not isinstance(value, Mapping):
+                raise ConfigTypeError(
+                    f"{what}={value!r} must be a dict, such as dict(type='...'), not {type(value).__name__}"
+                )
+        arguments = {**(default_args or {}), **cfg}
+        if "type" not in arguments:
+            raise RegistryError(
+                f"no 'type' in {sorted(map(str, arguments))}; write type= and a registered {self.name}"
+            )
+        factory = self.resolve(arguments.pop("type"))
+        _check_arguments(factory, arguments)
+        return factory(**arguments)
+
+
+def parameters_of(factory: Factory) -> Mapping[str, Parameter]:
+    """What a factory takes, by name.
+
+    Raises:
+        ConfigTypeError: it cannot tell.
+    """
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        raise ConfigTypeError(
+            f"{factory!r} does not tell its arguments; wrap it in a function that does"
+        ) from None
+
+
+def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
+    """A message about one wrong key: the near ones, then all."""
+    allowed = list(allowed)
+    return f"{owner} takes no {key!r}; {_near(str(key), allowed)}It takes {', '.join(allowed) or 'nothing'}"
+
+
+def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
+    parameters = parameters_of(factory).values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    allowed = [parameter.name for parameter in parameters if parameter.kind in by_name]
+    for key in arguments:
+        if key not in allowed:
+            raise ConfigTypeError(unknown_key(getattr(factory, "__name__", repr(factory)), key, allowed))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """``did you mean ...? `` with the names that look like it, whatever their case and whatever stands before a dot."""
+    folded = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.rpartition(".")[2].lower(), folded)
+    return f"did you mean {' or '.join(repr(folded[one]) for one in near)}? " if near else ""
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+OPTIM_WRAPPERS: Final = Registry("optimizer wrapper")
+"""What ``type`` of an ``optim_wrapper`` configuration may name."""
+
+OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry("optimizer wrapper constructor")
+"""What its ``constructor`` may name."""

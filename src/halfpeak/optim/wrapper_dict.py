@@ -1,0 +1,160 @@
+"""OptimWrapperDict: several wrappers under names, as GAN training has them. Answers to mmengine 0.10.7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigTypeError, OrderError, RegistryError, StateError
+from halfpeak.optim.wrapper import OptimWrapper
+
+
+class OptimWrapperDict(OptimWrapper):
+    """Wrappers by name. Each is used by itself: ``wrappers["generator"].update_params(loss)``.
+
+    What has no meaning for all of them at once is refused and says what to write; ``initialize_count_status`` reaches
+    every wrapper.
+
+    Raises:
+        ConfigTypeError: a value is not a wrapper.
+
+    Example:
+        >>> import torch
+        >>> def wrap():
+        ...     return OptimWrapper(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1))
+        >>> wrappers = OptimWrapperDict(generator=wrap(), discriminator=wrap())
+        >>> wrappers.get_lr()
+        {'generator.lr': [0.1], 'discriminator.lr': [0.1]}
+    """
+
+    def __init__(self, **optim_wrapper_dict: OptimWrapper) -> None:
+        # There is no optimizer of its own, so the parent's constructor has nothing to hold.
+        for name, wrapper in optim_wrapper_dict.items():
+            if not isinstance(wrapper, OptimWrapper):
+                raise ConfigTypeError(
+                    f"`OptimWrapperDict` only accepts OptimWrapper objects, not {type(wrapper).__name__} for {name!r}"
+                )
+        self.optim_wrappers = dict(optim_wrapper_dict)
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refused: a loss belongs to one wrapper."""
+        self._refuse("update_params")
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> NoReturn:
+        """Refused: a loss belongs to one wrapper."""
+        self._refuse("backward")
+
+    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+        """Refused: each wrapper steps by itself."""
+        self._refuse("step")
+
+    def scale_loss(self, loss: Tensor) -> NoReturn:
+        """Refused: a divisor belongs to one wrapper."""
+        self._refuse("scale_loss")
+
+    def should_update(self) -> NoReturn:
+        """Refused: each wrapper counts by itself."""
+        self._refuse("should_update")
+
+    def should_sync(self) -> NoReturn:
+        """Refused: each wrapper counts by itself."""
+        self._refuse("should_sync")
+
+    def optim_context(self, model: nn.Module) -> NoReturn:
+        """Refused: a forward pass belongs to one wrapper."""
+        self._refuse("optim_context")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of every wrapper."""
+        for wrapper in self.optim_wrappers.values():
+            wrapper.zero_grad(set_to_none=set_to_none)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Tell every wrapper. One that runs at another pace is told by itself: ``wrappers[name].initialize_...``."""
+        for wrapper in self.optim_wrappers.values():
+            wrapper.initialize_count_status(model, init_counts, max_counts)
+
+    @property
+    def param_groups(self) -> dict[str, list[dict[str, Any]]]:  # type: ignore[override]
+        """The groups of each wrapper, by name."""
+        return {name: wrapper.param_groups for name, wrapper in self.optim_wrappers.items()}
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """``{"<name>.lr": [...]}``, with ``"<name>.base_lr"`` first where the wrapper has one."""
+        return {
+            f"{name}.{key}": rates
+            for name, wrapper in self.optim_wrappers.items()
+            for key, rates in wrapper.get_lr().items()
+        }
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """``{"<name>.momentum": [...]}``."""
+        return {
+            f"{name}.{key}": momenta
+            for name, wrapper in self.optim_wrappers.items()
+            for key, momenta in wrapper.get_momentum().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{name: state of the wrapper}``."""
+        return {name: wrapper.state_dict() for name, wrapper in self.optim_wrappers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore the wrappers named in ``state_dict``; others keep their state.
+
+        Raises:
+            StateError: a name that no wrapper has. Nothing was loaded.
+        """
+        unknown = [name for name in state_dict if name not in self.optim_wrappers]
+        if unknown:
+            raise StateError(
+                f"Mismatched names: the state has {unknown}, the wrappers are {list(self.optim_wrappers)}"
+            )
+        for name, state in state_dict.items():
+            self.optim_wrappers[name].load_state_dict(state)
+
+    def items(self) -> Iterator[tuple[str, OptimWrapper]]:
+        """Names and wrappers."""
+        yield from self.optim_wrappers.items()
+
+    def values(self) -> Iterator[OptimWrapper]:
+        """The wrappers."""
+        yield from self.optim_wrappers.values()
+
+    def keys(self) -> Iterator[str]:
+        """The names."""
+        yield from self.optim_wrappers.keys()
+
+    def __getitem__(self, key: str) -> OptimWrapper:
+        try:
+            return self.optim_wrappers[key]
+        except KeyError:
+            raise RegistryError(
+                f"no wrapper {key!r}; there are {', '.join(map(repr, self.optim_wrappers))}"
+            ) from None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.optim_wrappers
+
+    def __len__(self) -> int:
+        return len(self.optim_wrappers)
+
+    def __repr__(self) -> str:
+        return "".join(f"name: {name}\n{wrapper!r}\n" for name, wrapper in self.optim_wrappers.items())
+
+    def _refuse(self, method: str) -> NoReturn:
+        names = ", ".join(map(repr, self.optim_wrappers))
+        raise WrapperDictError(
+            f"`{method}` should be called on one wrapper of {names}; write wrappers[name].{method}(...)"
+        )
+
+
+class WrapperDictError(OrderError, NotImplementedError):
+    """A call that is meant for one wrapper reached the dict of them."""
