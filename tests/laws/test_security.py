@@ -24,7 +24,7 @@ MODULES = {
 }
 """Modules that run, or make it easy to run, what a file says."""
 
-CALLS = {"eval", "exec", "compile", "__import__", "input"}
+CALLS = {"eval", "exec", "compile", "__import__"}
 """Builtins that do."""
 
 METHODS = {
