@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.nets import LEVELS, make_net
-from support.snapshot import snapshot
 
 from halfpeak import amp
 from halfpeak.core.levels import LEVELS as ALL_LEVELS
+from support.nets import LEVELS, make_net
+from support.snapshot import snapshot
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NAMES = (

@@ -1,0 +1,489 @@
+"""What initialize takes, returns, refuses, and does to models and optimizers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak import amp
+from support.nets import LEVELS, LOW, MASTERED, make_net
+from support.snapshot import snapshot
+
+Pair = namedtuple("Pair", "left right")
+
+
+def sgd(*nets: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1, **options)
+
+
+def test_signature_is_apex_s() -> None:
+    parameters = inspect.signature(amp.initialize).parameters
+    assert [(p.name, p.default) for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == [
+        ("models", inspect.Parameter.empty),
+        ("optimizers", None),
+        ("enabled", True),
+        ("opt_level", "O1"),
+        ("cast_model_type", None),
+        ("patch_torch_functions", None),
+        ("keep_batchnorm_fp32", None),
+        ("master_weights", None),
+        ("loss_scale", None),
+        ("cast_model_outputs", None),
+        ("num_losses", 1),
+        ("verbosity", 1),
+        ("min_loss_scale", None),
+        ("max_loss_scale", 2.0**24),
+    ]
+    assert list(inspect.signature(amp.scale_loss).parameters) == [
+        "loss",
+        "optimizers",
+        "loss_id",
+        "model",
+        "delay_unscale",
+        "delay_overflow_check",
+    ]
+
+
+class TestReturnForms:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("models_as_list", [False, True])
+    @pytest.mark.parametrize("optimizers_as", ["none", "one", "list", "empty"])
+    def test_the_same_objects_come_back(self, level: str, models_as_list: bool, optimizers_as: str) -> None:
+        net = make_net()
+        parameters = list(net.parameters())
+        models: Any = [net] if models_as_list else net
+        optimizers: Any = {"none": None, "one": sgd(net), "list": [sgd(net)], "empty": []}[optimizers_as]
+        inside = list(optimizers) if isinstance(optimizers, list) else None
+        returned = amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+        if optimizers is None:
+            assert returned is models
+        else:
+            assert isinstance(returned, tuple)
+            assert returned[0] is models
+            assert returned[1] is optimizers
+            if inside is not None:
+                assert all(a is b for a, b in zip(returned[1], inside, strict=True))
+        assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+
+    def test_several(self) -> None:
+        models = [make_net(0), make_net(1)]
+        optimizers = [sgd(models[0]), sgd(models[1])]
+        back = amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+        assert back[0] is models
+        assert back[1] is optimizers
+
+    @pytest.mark.parametrize("enabled", [False, None, 0])
+    def test_disabled_gives_back_what_it_got_unchecked(self, enabled: Any) -> None:
+        net, anything = make_net(), ("anything", object())
+        before = snapshot(net)
+        assert amp.initialize(net, enabled=enabled) is net
+        assert amp.initialize(anything, enabled=enabled, opt_level="nonsense") is anything
+        models, optimizers = amp.initialize(net, anything, enabled=enabled)
+        assert models is net
+        assert optimizers is anything
+        assert snapshot(net) == before
+        assert amp._amp_state.loss_scalers == []
+
+
+def broken(case: str) -> tuple[Any, Any]:
+    net = make_net()
+    optimizer = sgd(net, momentum=0.9)
+    if case == "model is a tuple":
+        return (net,), optimizer
+    if case == "optimizer is a tuple":
+        return net, (optimizer,)
+    if case == "model is something else":
+        return "a net", optimizer
+    if case == "list holds something else":
+        return [net, 3], optimizer
+    if case == "optimizer is something else":
+        return net, object()
+    if case == "optimizer list holds something else":
+        return net, [optimizer, object()]
+    if case == "DataParallel":
+        return nn.DataParallel(net), optimizer
+    if case == "half parameter":
+        net[4].half()
+        return net, optimizer
+    if case == "half buffer":
+        net[1].running_mean = net[1].running_mean.half()
+        return net, optimizer
+    if case == "same model twice":
+        return [net, net], optimizer
+    if case == "same optimizer twice":
+        return net, [optimizer, optimizer]
+    if case == "optimizer of another model":
+        return make_net(1), optimizer
+    if case == "optimizer of a copy":
+        return copy.deepcopy(net), optimizer
+    raise AssertionError(case)
+
+
+BROKEN = {
+    "model is a tuple": TypeError,
+    "optimizer is a tuple": TypeError,
+    "model is something else": TypeError,
+    "list holds something else": TypeError,
+    "optimizer is something else": TypeError,
+    "optimizer list holds something else": TypeError,
+    "DataParallel": RuntimeError,
+    "half parameter": RuntimeError,
+    "half buffer": RuntimeError,
+    "same model twice": TypeError,
+    "same optimizer twice": TypeError,
+    "optimizer of another model": TypeError,
+    "optimizer of a copy": TypeError,
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("case", BROKEN)
+    def test_changes_nothing(self, level: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+        models, optimizers = broken(case)
+        flat = [models, optimizers, *(list(models) if isinstance(models, (list, tuple)) else [])]
+        objects = [o for o in flat if isinstance(o, (nn.Module, torch.optim.Optimizer))]
+        before, session = snapshot(*objects), dict(vars(amp._amp_state))
+        with pytest.raises(BROKEN[case]):
+            amp.initialize(models, optimizers, opt_level=level)
+        assert snapshot(*objects) == before
+        assert dict(vars(amp._amp_state)) == session
+        assert capsys.readouterr().out == ""
+
+    def test_an_optimizer_that_scales_by_itself(self) -> None:
+        class FP16_Optimizer(torch.optim.SGD):  # the name is what is refused
+            pass
+
+        net = make_net()
+        with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+            amp.initialize(net, FP16_Optimizer(net.parameters(), lr=0.1), verbosity=0)
+        with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+            amp.initialize(net, [FP16_Optimizer(net.parameters(), lr=0.1)], verbosity=0)
+
+    @pytest.mark.parametrize("kind", ["torch", "apex"])
+    def test_wrapped_models_are_named(self, kind: str) -> None:
+        name = "torch.nn.parallel.distributed" if kind == "torch" else "apex.parallel.distributed"
+        wrapper = type("DistributedDataParallel", (nn.Module,), {"__module__": name})
+        with pytest.raises(RuntimeError, match=rf"{name}.DistributedDataParallel.*wrap the model it returns"):
+            amp.initialize(wrapper(), opt_level="O2", verbosity=0)
+
+    @pytest.mark.parametrize("what", ["4.weight", "1.running_mean"])
+    def test_a_low_model_is_named(self, what: str) -> None:
+        models, _ = broken("half parameter" if what == "4.weight" else "half buffer")
+        with pytest.raises(RuntimeError, match=rf"{what}.*float16"):
+            amp.initialize(models, opt_level="O2", verbosity=0)
+
+    def test_a_low_model_may_be_allowed(self) -> None:
+        amp._amp_state.allow_incoming_model_not_fp32 = True
+        net = make_net().half()
+        amp.initialize(net, sgd(net), opt_level="O2", cast_model_type=False, verbosity=0)
+        assert next(net.parameters()).dtype is torch.float16
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_the_same_optimizer_again(self, level: str) -> None:
+        net = make_net()
+        optimizer = sgd(net)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        before, session = snapshot(net, optimizer), dict(vars(amp._amp_state))
+        with pytest.raises(RuntimeError):
+            amp.initialize(make_net(1), optimizer, opt_level=level, verbosity=0)
+        with pytest.raises(RuntimeError):
+            amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        assert snapshot(net, optimizer) == before
+        assert dict(vars(amp._amp_state)) == session
+
+    @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+    def test_the_same_model_again(self, level: str) -> None:
+        net = make_net()
+        amp.initialize(net, opt_level=level, verbosity=0)
+        before = snapshot(net)
+        with pytest.raises(RuntimeError):
+            amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
+        assert snapshot(net) == before
+
+
+class TestModels:
+    """Section 2.4 of the specification: what is cast."""
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_dtypes(self, level: str) -> None:
+        net = make_net()
+        net.register_buffer("table", torch.arange(3))
+        net.register_buffer("factor", torch.ones(2))
+        amp.initialize(net, opt_level=level, verbosity=0)
+        low = LOW[level] if level in ("O2", "O3", "O5") else torch.float32
+        norm = torch.float32 if level in MASTERED else low
+        got = {name: tensor.dtype for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+        assert {got["0.weight"], got["0.bias"], got["4.weight"], got["4.bias"], got["factor"]} == {low}
+        assert {got["1.weight"], got["1.running_mean"], got["3.weight"], got["3.bias"]} == {norm}
+        assert got["table"] is torch.int64
+        assert got["1.num_batches_tracked"] is torch.int64
+
+    def test_apex_s_own_norm_rule(self) -> None:
+        net = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4)
+        )
+        amp.initialize(net, opt_level="O2", norms="batchnorm", verbosity=0)
+        assert net[1].weight.dtype is torch.float32
+        assert net[2].running_mean.dtype is torch.float16
+        assert net[3].weight.dtype is torch.float16
+        assert net(torch.randn(5, 4)).dtype is torch.float32
+
+    def test_o0_makes_a_double_model_float32(self) -> None:
+        net = make_net().double()
+        amp.initialize(net, opt_level="O0", verbosity=0)
+        assert {p.dtype for p in net.parameters()} == {torch.float32}
+        assert net(torch.randn(4, 6, dtype=torch.float64)).dtype is torch.float32
+
+    def test_gradients_that_are_there_are_cast(self) -> None:
+        net = make_net()
+        net(torch.randn(4, 6)).sum().backward()
+        amp.initialize(net, opt_level="O2", verbosity=0)
+        assert all(p.grad is not None and p.grad.dtype is p.dtype for p in net.parameters())
+
+    @pytest.mark.parametrize(
+        ("level", "output"),
+        [
+            ("O0", torch.float32),
+            ("O1", torch.float16),
+            ("O2", torch.float32),
+            ("O3", torch.float32),
+            ("O4", torch.bfloat16),
+            ("O5", torch.float32),
+        ],
+    )
+    @pytest.mark.parametrize("asked", [None, torch.float16, torch.float32])
+    def test_output(self, level: str, output: torch.dtype, asked: torch.dtype | None) -> None:
+        net = amp.initialize(make_net(), opt_level=level, cast_model_outputs=asked, verbosity=0)
+        assert net(torch.randn(4, 6)).dtype is (output if asked is None else asked)
+
+    def test_o1_may_cast_inputs_and_outputs(self) -> None:
+        net = amp.initialize(make_net(), opt_level="O1", cast_model_type=torch.float32, verbosity=0)
+        assert net(torch.randn(4, 6, dtype=torch.float64)).dtype is torch.float32
+
+    @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+    def test_cast_model_type_false_leaves_the_model(self, level: str) -> None:
+        net = make_net()
+        before = snapshot(net)
+        amp.initialize(net, opt_level=level, cast_model_type=False, verbosity=0)
+        if level == "O3":
+            assert snapshot(net) == before
+        assert {p.dtype for p in net.parameters()} == {torch.float32}
+        assert net(torch.randn(4, 6, dtype=torch.float32)).dtype is torch.float32
+
+    def test_forward_is_not_replaced_and_hooks_of_the_user_see_casts_from_outside(self) -> None:
+        seen: list[torch.dtype] = []
+        net = make_net()
+        net.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        amp.initialize(net, opt_level="O2", verbosity=0)
+        assert "forward" not in vars(net)
+        net(torch.randn(4, 6))
+        assert seen == [torch.float32]
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_copies_are_independent(self, level: str) -> None:
+        net = make_net()
+        net, optimizer = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
+        net.eval()
+        x = torch.randn(4, 6)
+        expected = net(x)
+        average = copy.deepcopy(net)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        assert torch.equal(average(x), expected)
+        assert not torch.equal(net(x), expected)
+        buffer = io.BytesIO()
+        torch.save(average, buffer)
+        buffer.seek(0)
+        read = torch.load(buffer, weights_only=False)
+        assert torch.equal(read(x), expected)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    count: int
+
+
+class CustomBatch:
+    """What apex's documentation asks of a batch of one's own: a method ``to``."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, dtype: torch.dtype) -> CustomBatch:
+        return CustomBatch(self.x.to(dtype))
+
+
+class Record(nn.Module):
+    """Returns what it was given, and keeps it."""
+
+    def __init__(self, output: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        return self.output
+
+
+class TestContainers:
+    """Section 7.4 of the specification, class B rows included: types are kept."""
+
+    def given(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        net = amp.initialize(Record(), opt_level="O2", verbosity=0)
+        net(*args, **kwargs)
+        return net.args, net.kwargs
+
+    def test_inputs(self) -> None:
+        x, ints = torch.ones(2), torch.arange(2)
+        args, kwargs = self.given(
+            x, [x, (x, {"a": x})], OrderedDict(b=x), Pair(x, ints), mask=ints, y=x.double()
+        )
+        assert args[0].dtype is torch.float16
+        assert args[1][0].dtype is torch.float16
+        assert type(args[1]) is list
+        assert type(args[1][1]) is tuple
+        assert args[1][1][1]["a"].dtype is torch.float16
+        assert type(args[2]) is OrderedDict
+        assert args[2]["b"].dtype is torch.float16
+        assert type(args[3]) is Pair
+        assert args[3].left.dtype is torch.float16
+        assert args[3].right.dtype is torch.int64
+        assert kwargs["mask"] is ints
+        assert kwargs["y"].dtype is torch.float16
+
+    @pytest.mark.parametrize(
+        "value", ["text", 3, 2.5, True, None, torch.device("cpu"), torch.int8, b"bytes", range(3)]
+    )
+    def test_what_is_no_tensor_passes(self, value: Any) -> None:
+        args, _ = self.given(value)
+        assert args[0] == value
+        assert type(args[0]) is type(value)
+
+    def test_sets_sizes_and_generators(self) -> None:
+        args, _ = self.given({1, 2}, torch.Size([2, 3]), iter([1]))
+        assert args[0] == {1, 2}
+        assert args[1] == torch.Size([2, 3])
+        assert type(args[1]) is torch.Size
+        assert next(args[2]) == 1
+
+    def test_numpy_arrays_pass(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        array = numpy.ones(2, dtype=numpy.float32)
+        args, _ = self.given(array)
+        assert args[0] is array
+
+    def test_objects_with_to_and_dataclasses(self) -> None:
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
+        batch = Batch(torch.ones(2), 3)
+        args, _ = self.given(CustomBatch(torch.ones(2)), packed, batch)
+        assert args[0].x.dtype is torch.float16
+        assert args[1].data.dtype is torch.float16
+        assert args[2].x.dtype is torch.float16
+        assert args[2].count == 3
+        assert batch.x.dtype is torch.float32
+
+    def test_the_caller_s_containers_are_left_alone(self) -> None:
+        x = torch.ones(2)
+        listed, named = [x], {"a": x}
+        self.given(listed, named)
+        assert listed[0] is x
+        assert named["a"] is x
+
+    def test_outputs(self) -> None:
+        half = torch.ones(2).half()
+        output = {"logits": half, "pair": Pair(half, 1), "double": torch.ones(1, dtype=torch.float64)}
+        net = amp.initialize(Record(output), opt_level="O2", verbosity=0)
+        got = net()
+        assert got["logits"].dtype is torch.float32
+        assert got["pair"].left.dtype is torch.float32
+        assert got["double"].dtype is torch.float32
+
+    def test_casts_are_differentiable(self) -> None:
+        x = torch.randn(4, 6, requires_grad=True)
+        net = amp.initialize(make_net(), opt_level="O2", verbosity=0)
+        net(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype is torch.float32
+
+
+class TestStateDictOfTheModel:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_never_low(self, level: str) -> None:
+        net = make_net()
+        net, _ = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
+        for module in net.modules():
+            for name, value in module.state_dict().items():
+                expected = torch.int64 if name.endswith("num_batches_tracked") else torch.float32
+                assert value.dtype is expected, name
+
+    def test_keys_order_and_metadata_are_the_plain_model_s(self) -> None:
+        plain, net = make_net().state_dict(), make_net()
+        state = amp.initialize(net, opt_level="O2", verbosity=0).state_dict()
+        assert list(state) == list(plain)
+        assert state._metadata == plain._metadata
+
+    def test_keep_vars_gives_the_live_parameters(self) -> None:
+        net = make_net()
+        amp.initialize(net, sgd(net), opt_level="O2", verbosity=0)
+        state = net.state_dict(keep_vars=True)
+        assert all(state[name] is parameter for name, parameter in net.named_parameters())
+
+    def test_extra_state_passes(self) -> None:
+        class Extra(nn.Linear):
+            def get_extra_state(self) -> dict[str, int]:
+                return {"steps": 3}
+
+            def set_extra_state(self, state: dict[str, int]) -> None:
+                self.steps = state["steps"]
+
+        net = amp.initialize(nn.Sequential(Extra(2, 2)), opt_level="O2", verbosity=0)
+        state = net.state_dict()
+        assert state["0._extra_state"] == {"steps": 3}
+        net.load_state_dict(state)
+        assert net[0].steps == 3
+
+    def test_a_float32_state_loads(self) -> None:
+        net = amp.initialize(make_net(0), opt_level="O3", verbosity=0)
+        other = make_net(1).state_dict()
+        net.load_state_dict(other)
+        for name, parameter in net.named_parameters():
+            assert torch.equal(parameter, other[name].half())
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_nothing_is_replaced_on_the_optimizer(self, level: str) -> None:
+        net = make_net()
+        optimizer = sgd(net)
+        before, groups = set(vars(optimizer)), [id(group) for group in optimizer.param_groups]
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        assert set(vars(optimizer)) == before
+        assert [id(group) for group in optimizer.param_groups] == groups
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_state_from_before_goes_on_in_the_dtype_of_what_is_stepped(self, level: str) -> None:
+        net = make_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        net(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        exact = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        for parameter, moment in zip(amp.master_params(optimizer), exact, strict=True):
+            got = optimizer.state[parameter]["exp_avg"]
+            assert got.dtype is parameter.dtype
+            # In masters nothing was rounded, where apex went through half.
+            assert torch.equal(got, moment.to(parameter.dtype))
+            assert optimizer.state[parameter]["step"] == 1
+        assert len(optimizer.state) == len(exact)
