@@ -13,20 +13,24 @@ import torch
 from torch import nn
 
 import halfpeak
+from halfpeak import amp
 from halfpeak.casting.opcasts import OpCasts, disable_casts
 from laws.source import modules
 
 ELSEWHERE = {
+    "amp/larc.py": "tests/amp",
+    "casting/rules.py": "tests/casting",
     "checkpoint/temporary.py": "tests/checkpoint",
     "cli/interrupt.py": "tests/cli",
     "cli/progress.py": "tests/cli",
     "engine/sync.py": "tests/distributed",
+    "optim/wrapper.py": "tests/optim",
     "insight/extras.py": "tests/insight",
     "recipes/device.py": "tests/cli",
 }
 """Files whose context managers change no state of training, and where they are tested."""
 
-HERE = {"engine/engine.py", "casting/opcasts.py", "casting/suspend.py", "casting/scope.py"}
+HERE = {"amp/handle.py", "engine/engine.py", "casting/opcasts.py", "casting/suspend.py", "casting/scope.py"}
 
 
 class Failure(Exception):
@@ -36,18 +40,15 @@ class Failure(Exception):
 class Run:
     """A small model in the middle of an accumulation window."""
 
-    def __init__(self, level: str = "O2") -> None:
+    def __init__(self, level: str) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.engine = halfpeak.prepare(self.model, self.optimizer, level, accumulate=2)
+        self.engine = self.prepare(level)
         self.micro_step()
 
-    def loss(self) -> torch.Tensor:
-        return self.model(torch.ones(3, 4)).float().square().mean()
-
-    def penalty(self) -> torch.Tensor:
-        return torch.stack([parameter.float().square().sum() for parameter in self.model.parameters()]).sum()
+    def prepare(self, level: str) -> halfpeak.Engine:
+        return halfpeak.prepare(self.model, self.optimizer, level, accumulate=2)
 
     def micro_step(self) -> None:
         with self.engine.forward():
@@ -55,16 +56,38 @@ class Run:
         self.engine.backward(loss)
         self.engine.step()
 
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(3, 4)).float().square().mean()
+
+    def penalty(self) -> torch.Tensor:
+        return torch.stack([parameter.float().square().sum() for parameter in self.model.parameters()]).sum()
+
     def seen(self) -> str:
         return repr(copy.deepcopy(self.engine.state_dict()))
 
 
-CONTEXTS: dict[str, tuple[str, Callable[[Run], AbstractContextManager[Any]]]] = {
-    "forward O1": ("O1", lambda run: run.engine.forward()),
-    "forward O2": ("O2", lambda run: run.engine.forward()),
-    "scaled": ("O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
-    "OpCasts": ("O1", lambda run: OpCasts(torch.float16)),
-    "disable_casts": ("O1", lambda run: disable_casts()),
+class AmpRun(Run):
+    """The same through the door of apex.amp."""
+
+    def prepare(self, level: str) -> halfpeak.Engine:
+        amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
+        run = amp._amp_state.run_of(self.optimizer)
+        assert run is not None
+        return run.engine
+
+    def micro_step(self) -> None:
+        with amp.scale_loss(self.loss(), self.optimizer) as scaled:
+            scaled.backward()
+
+
+CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager[Any]]]] = {
+    "forward O1": (Run, "O1", lambda run: run.engine.forward()),
+    "forward O2": (Run, "O2", lambda run: run.engine.forward()),
+    "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
+    "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
+    "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
+    "OpCasts": (Run, "O1", lambda run: OpCasts(torch.float16)),
+    "disable_casts": (Run, "O1", lambda run: disable_casts()),
 }
 
 
@@ -78,12 +101,14 @@ def fail_inside(run: Run, enter: Callable[[Run], AbstractContextManager[Any]], n
         raise Failure
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("nested", [False, True])
+REENTRANT = [(name, True) for name in CONTEXTS if "scale" not in name]
+
+
+@pytest.mark.parametrize(("name", "nested"), [(name, False) for name in CONTEXTS] + REENTRANT)
 def test_an_exception_leaves_no_trace(name: str, nested: bool) -> None:
     """The run goes on, bit for bit, like one that never entered the block."""
-    level, enter = CONTEXTS[name]
-    run, calm = Run(level), Run(level)
+    kind, level, enter = CONTEXTS[name]
+    run, calm = kind(level), kind(level)
     before = run.seen()
     with pytest.raises(Failure):
         fail_inside(run, enter, nested)

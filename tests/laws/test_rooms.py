@@ -18,6 +18,7 @@ SPEAKING = ("amp", "cli", "insight")
 STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
     "casting/registry.py": "a name replaced in a module is replaced for the process, so its users are counted there",
+    "casting/tables.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
     "casting/opcasts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
 }
 """Files with state of the process, each with its reason."""
@@ -100,10 +101,8 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/modules.py", "data"): _CONVERT,
     ("casting/containers.py", "setattr"): "fills the copy of a dataclass that it has just made",
     ("casting/composites.py", "__kwdefaults__"): "completes the copy of a function that it has just made",
-    (
-        "casting/registry.py",
-        "setattr",
-    ): "a function that the user registered by name is found by that name only",
+    ("casting/registry.py", "setattr"): "a function that the user registered is found by its name only",
+    ("casting/tables.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
     ("engine/block.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
