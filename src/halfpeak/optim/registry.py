@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from types import MappingProxyType
-from typing import Any, Final, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
 
@@ -134,13 +134,18 @@ class Registry:
                 )
         self._members.update(dict.fromkeys(names, factory))
 
-    def resolve(self, kind: object) -> Factory:
-        """The factory that the ``type`` of a configuration means: a registered name, or the factory itself.
+    def resolve(self, cfg: Mapping[str, Any]) -> Factory:
+        """The factory that ``cfg["type"]`` means: a registered name, or the factory itself.
 
         Raises:
-            RegistryError: a name that is not registered.
-            ConfigTypeError: neither a name nor callable.
+            RegistryError: no ``type``, or one that is not registered.
+            ConfigTypeError: ``type`` is neither a name nor callable.
         """
+        if "type" not in cfg:
+            raise RegistryError(
+                f"no 'type' in {list(cfg)}; write type= and the name of a registered {self.name}"
+            )
+        kind = cfg["type"]
         if isinstance(kind, str):
             return self[kind]
         if not callable(kind):
@@ -158,50 +163,60 @@ class Registry:
             RegistryError: no ``type``, or one that is not registered.
             ConfigTypeError: not a dict, or an argument that the factory does not take.
         """
-        for what, value in (("cfg", cfg), ("default_args", {} if default_args is None else default_args)):
+        default_args = {} if default_args is None else default_args
+        for what, value in (("cfg", cfg), ("default_args", default_args)):
             if not isinstance(value, Mapping):
                 raise ConfigTypeError(
-                    f"{what}={value!r} must be a dict, such as dict(type='...'), not {type(value).__name__}"
+                    f"{what} must be a dict, such as dict(type='...'), not {type(value).__name__}"
                 )
-        arguments = {**(default_args or {}), **cfg}
-        if "type" not in arguments:
-            raise RegistryError(
-                f"no 'type' in {sorted(map(str, arguments))}; write type= and a registered {self.name}"
-            )
-        factory = self.resolve(arguments.pop("type"))
-        _check_arguments(factory, arguments)
+        arguments = {**default_args, **cfg}
+        factory = self.resolve(arguments)
+        del arguments["type"]
+        takes = keywords_of(factory)
+        for key in arguments:
+            if key not in takes.names and not takes.is_open:
+                raise ConfigTypeError(unknown_key(name_of(factory), key, takes.names))
         return factory(**arguments)
 
 
-def parameters_of(factory: Factory) -> Mapping[str, Parameter]:
-    """What a factory takes, by name.
+class Keywords(NamedTuple):
+    """What a factory takes by name, in order, and whether it takes any other name too."""
+
+    names: tuple[str, ...]
+    is_open: bool
+
+
+def keywords_of(factory: Factory) -> Keywords:
+    """Read a factory's signature.
 
     Raises:
-        ConfigTypeError: it cannot tell.
+        ConfigTypeError: it has none.
+
+    >>> keywords_of(lambda params, lr=0.1, **options: None)
+    Keywords(names=('params', 'lr'), is_open=True)
     """
     try:
-        return inspect.signature(factory).parameters
+        parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         raise ConfigTypeError(
-            f"{factory!r} does not tell its arguments; wrap it in a function that does"
+            f"{name_of(factory)} does not tell its arguments; wrap it in a function that does"
         ) from None
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return Keywords(
+        names=tuple(parameter.name for parameter in parameters if parameter.kind in by_name),
+        is_open=any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters),
+    )
+
+
+def name_of(factory: Factory) -> str:
+    """What messages call a factory."""
+    return getattr(factory, "__name__", repr(factory))
 
 
 def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
     """A message about one wrong key: the near ones, then all."""
     allowed = list(allowed)
     return f"{owner} takes no {key!r}; {_near(str(key), allowed)}It takes {', '.join(allowed) or 'nothing'}"
-
-
-def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
-    parameters = parameters_of(factory).values()
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    allowed = [parameter.name for parameter in parameters if parameter.kind in by_name]
-    for key in arguments:
-        if key not in allowed:
-            raise ConfigTypeError(unknown_key(getattr(factory, "__name__", repr(factory)), key, allowed))
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -213,10 +228,3 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 def _is_names(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
-
-
-OPTIM_WRAPPERS: Final = Registry("optimizer wrapper")
-"""What ``type`` of an ``optim_wrapper`` configuration may name."""
-
-OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry("optimizer wrapper constructor")
-"""What its ``constructor`` may name."""
