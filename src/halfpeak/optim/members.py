@@ -1,0 +1,40 @@
+"""What a configuration may name: the optimizers, the wrappers and their constructors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from halfpeak.optim.amp_wrapper import AmpOptimWrapper
+from halfpeak.optim.apex_wrapper import ApexOptimWrapper
+from halfpeak.optim.registry import Registry
+from halfpeak.optim.wrapper import OptimWrapper
+
+TORCH_OPTIMIZERS: Final = tuple(
+    sorted(
+        name
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
+    )
+)
+"""The names of torch's own, whichever the installed release has."""
+
+OPTIMIZERS: Final = Registry("optimizer")
+"""What ``type`` of an ``optimizer`` configuration may name."""
+
+for _name in TORCH_OPTIMIZERS:
+    OPTIMIZERS.register_module(module=getattr(torch.optim, _name))
+# mmengine's name for it, because there transformers may own the other.
+OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
+
+OPTIM_WRAPPERS: Final = Registry("optimizer wrapper")
+"""What ``type`` of an ``optim_wrapper`` configuration may name."""
+
+for _wrapper in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper):
+    OPTIM_WRAPPERS.register_module(module=_wrapper)
+
+OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry("optimizer wrapper constructor")
+"""What its ``constructor`` may name."""
