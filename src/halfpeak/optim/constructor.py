@@ -1,0 +1,213 @@
+"""DefaultOptimWrapperConstructor: a model and a configuration make an optimizer in a wrapper. Answers to mmengine 0.10.7."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from halfpeak.optim.registry import Factory, keywords_of, name_of
+from halfpeak.optim.rules import (
+    Place,
+    check_custom_options,
+    check_paramwise,
+    custom_key,
+    decay_multiplier,
+    is_dcn,
+    lr_multiplier,
+)
+
+_logger = logging.getLogger("halfpeak.optim")
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor:
+    """Build the optimizer over the model's parameters, then the wrapper around it.
+
+    Without ``paramwise_cfg`` there is one group with every parameter. With it every parameter that requires a gradient
+    has a group of its own, in the order of ``model.named_parameters()``, and these keys change it::
+
+        custom_keys          {part of a name: options}: the longest part found in 'prefix.name' decides alone.
+                             lr_mult and decay_mult multiply; every option also goes into the group as it is
+        bias_lr_mult         a bias that is neither of a norm nor inside a deformable convolution
+        dcn_offset_lr_mult   the offset convolution of a deformable one
+        norm_decay_mult      BatchNorm, InstanceNorm, GroupNorm, LayerNorm   ┐
+        bias_decay_mult      a bias outside deformable convolutions          │ the first that
+        dwconv_decay_mult    a depthwise Conv2d                              │ is given
+        flat_decay_mult      a vector outside deformable convolutions        ┘
+        bypass_duplicate     a shared parameter keeps its first group, instead of an error
+
+    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own.
+
+    Attributes:
+        optim_wrapper_cfg: the wrapper's part of the configuration.
+        optimizer_cfg: the optimizer's.
+        paramwise_cfg: as given; ``{}`` for None.
+        base_lr: ``lr`` of ``optimizer_cfg``, or None.
+        base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
+
+    Raises:
+        ConfigTypeError: not a dict, or an unknown key.
+        ConfigError: no ``optimizer``; a multiplier that is out of range, or of a value that ``optimizer`` does not set.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> cfg = {"optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.25}}
+    >>> construct = DefaultOptimWrapperConstructor(cfg, {"bias_lr_mult": 2.0, "norm_decay_mult": 0.0})
+    >>> [(group["lr"], group["weight_decay"]) for group in construct(model).optimizer.param_groups]
+    [(0.5, 0.25), (1.0, 0.25), (0.5, 0.0), (0.5, 0.0)]
+    """
+
+    def __init__(
+        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
+    ) -> None:
+        if not isinstance(optim_wrapper_cfg, Mapping):
+            raise ConfigTypeError(
+                f"optim_wrapper_cfg must be a dict, not {type(optim_wrapper_cfg).__name__}; write "
+                "dict(optimizer=dict(type='SGD', lr=0.1))"
+            )
+        if "optimizer" not in optim_wrapper_cfg:
+            raise ConfigError(
+                "`optim_wrapper_cfg` must contain 'optimizer'; write dict(optimizer=dict(type='SGD', lr=0.1))"
+            )
+        self.optim_wrapper_cfg: dict[str, Any] = dict(optim_wrapper_cfg)
+        self.optimizer_cfg: Mapping[str, Any] = self.optim_wrapper_cfg.pop("optimizer")
+        if not isinstance(self.optimizer_cfg, Mapping):
+            raise ConfigTypeError(
+                f"optimizer must be a dict, such as dict(type='SGD', lr=0.1), not {type(self.optimizer_cfg).__name__}"
+            )
+        self.paramwise_cfg: Mapping[str, Any] = {} if paramwise_cfg is None else paramwise_cfg
+        self.base_lr: Any = self.optimizer_cfg.get("lr")
+        self.base_wd: Any = self.optimizer_cfg.get("weight_decay")
+        check_paramwise(self.paramwise_cfg, self.base_lr, self.base_wd, strict=not self._is_customised())
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Build the optimizer and its wrapper. A parallel wrapper around the model is looked through.
+
+        Raises:
+            RegistryError: a ``type`` that is not registered.
+            ConfigTypeError: an argument that the optimizer or the wrapper does not take.
+            ConfigError: no parameter requires a gradient, or one is in several groups.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        wrapper_cfg = {"type": "OptimWrapper", **self.optim_wrapper_cfg}
+        OPTIM_WRAPPERS.resolve(wrapper_cfg)
+        factory = OPTIMIZERS.resolve(self.optimizer_cfg)
+        argument = self._check_options(factory)
+        groups = self._groups(_inner(model))
+        optimizer = OPTIMIZERS.build({**self.optimizer_cfg, argument: groups})
+        return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"optimizer": optimizer})
+
+    def add_params(
+        self,
+        params: list[dict[str, Any]],
+        module: nn.Module,
+        prefix: str = "",
+        is_dcn_module: bool | None = None,
+    ) -> None:
+        """Append the groups of a module and of everything in it to ``params``.
+
+        Args:
+            params: changed.
+            prefix: the path of ``module`` in the model.
+            is_dcn_module: whether ``module`` is part of a deformable convolution.
+        """
+        bypass = self.paramwise_cfg.get("bypass_duplicate", False)
+        for name, parameter in module.named_parameters(recurse=False):
+            place = Place(name, module, prefix, bool(is_dcn_module))
+            if bypass and any(parameter is other for group in params for other in _members(group)):
+                _logger.warning("%s is duplicate. It is skipped since bypass_duplicate=True", place.full_name)
+            elif not parameter.requires_grad:
+                _logger.warning("%s is skipped since its requires_grad=False", place.full_name)
+            else:
+                options = self._options(parameter, place)
+                params.append({"params": [parameter], **options})
+                for key, value in options.items():
+                    _logger.info("paramwise_options -- %s:%s=%s", place.full_name, key, value)
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
+
+    def _options(self, parameter: nn.Parameter, place: Place) -> dict[str, Any]:
+        custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
+        key = custom_key(custom, place)
+        if key is not None:
+            lr, decay = custom[key].get("lr_mult", 1.0), custom[key].get("decay_mult", 1.0)
+        else:
+            lr = lr_multiplier(self.paramwise_cfg, place)
+            decay = decay_multiplier(self.paramwise_cfg, place, parameter.ndim)
+        options: dict[str, Any] = {}
+        if lr is not None and self.base_lr is not None:
+            options["lr"] = self.base_lr * lr
+        if decay is not None and self.base_wd is not None:
+            options["weight_decay"] = self.base_wd * decay
+        return options if key is None else {**options, **custom[key]}
+
+    def _groups(self, model: nn.Module) -> list[Any]:
+        if not self.paramwise_cfg:
+            return list(model.parameters())
+        groups: list[dict[str, Any]] = []
+        self.add_params(groups, model)
+        if not groups:
+            raise ConfigError(
+                f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
+            )
+        _check_duplicates(groups, model)
+        return groups
+
+    def _check_options(self, factory: Factory) -> str:
+        """The name of the optimizer's first argument, which takes the parameters whatever it is called."""
+        takes = keywords_of(factory)
+        if not takes.names:
+            raise ConfigTypeError(
+                f"{name_of(factory)} names no arguments, so it cannot be told where the parameters go; wrap it in a "
+                "function whose first argument takes them"
+            )
+        argument, *options = takes.names
+        if argument in self.optimizer_cfg:
+            raise ConfigError(
+                f"{argument!r} in the optimizer's dict would be replaced by the model's parameters; remove it"
+            )
+        if not takes.is_open and not self._is_customised():
+            check_custom_options(self.paramwise_cfg, options)
+        return argument
+
+    def _is_customised(self) -> bool:
+        base = DefaultOptimWrapperConstructor
+        return type(self).add_params is not base.add_params or type(self).__call__ is not base.__call__
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """``model.module`` if that holds every parameter, as in DistributedDataParallel; else the model."""
+    inner = getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        return model
+    return inner if _ids(inner.parameters()) == _ids(model.parameters()) else model
+
+
+def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    seen: set[int] = set()
+    for group in groups:
+        own = _ids(_members(group))
+        if seen & own:
+            shared = [
+                name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in seen & own
+            ]
+            raise ConfigError(
+                f"some parameters appear in more than one parameter group: {', '.join(shared)} are the same; write "
+                "paramwise_cfg=dict(bypass_duplicate=True) to keep the first group"
+            )
+        seen |= own
+
+
+def _members(group: Mapping[str, Any]) -> Iterable[Tensor]:
+    members = group["params"]
+    return [members] if isinstance(members, Tensor) else members
+
+
+def _ids(tensors: Iterable[Tensor]) -> set[int]:
+    return {id(tensor) for tensor in tensors}
