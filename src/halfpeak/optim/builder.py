@@ -1,0 +1,71 @@
+"""build_optim_wrapper: the one call from a configuration to a wrapper. Answers to mmengine 0.10.7."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
+from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+
+
+def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
+    """Build what a configuration describes over the parameters of ``model``.
+
+    Args:
+        cfg: left as it is. ``type`` names the wrapper (default ``"OptimWrapper"``), ``optimizer`` is the optimizer's
+            dict with a ``type`` of its own, or a built optimizer; ``paramwise_cfg`` gives parameters options of their own
+            (:class:`DefaultOptimWrapperConstructor`); ``constructor`` names who reads all this; every other key goes to
+            the wrapper.
+
+    Returns:
+        What the constructor returns: a wrapper, unless it is one of your own that returns something else.
+
+    Raises:
+        RegistryError: a name that is not registered.
+        ConfigTypeError: not a dict, or an unknown key.
+        ConfigError: a value out of range, or no ``optimizer``.
+
+    >>> cfg = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "optimizer": {"type": "SGD", "lr": 0.1}}
+    >>> build_optim_wrapper(nn.Linear(2, 1), cfg).get_lr()
+    {'lr': [0.1]}
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigTypeError(
+            f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='OptimWrapper', optimizer=dict(...))"
+        )
+    wrapper_cfg = dict(_owned(cfg))
+    paramwise_cfg = wrapper_cfg.pop("paramwise_cfg", None)
+    constructor = wrapper_cfg.pop("constructor", None)
+    if constructor is None and isinstance(wrapper_cfg.get("optimizer"), Optimizer):
+        if paramwise_cfg:
+            raise ConfigTypeError(
+                "paramwise_cfg decides the groups of an optimizer when it is built, and this one is built already; write "
+                "optimizer=dict(type=..., ...)"
+            )
+        return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"type": "OptimWrapper"})
+    construct = OPTIM_WRAPPER_CONSTRUCTORS.build(
+        {
+            "type": DefaultOptimWrapperConstructor if constructor is None else constructor,
+            "optim_wrapper_cfg": wrapper_cfg,
+            "paramwise_cfg": paramwise_cfg,
+        }
+    )
+    return construct(model)
+
+
+def _owned(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples. What they hold is shared: an optimizer must stay itself."""
+    if isinstance(value, dict):
+        rebuilt: dict[Any, Any] = copy.copy(value)  # of its own type, which may give attribute access
+        for key, item in value.items():
+            rebuilt[key] = _owned(item)
+        return rebuilt
+    if type(value) in (list, tuple):
+        return type(value)(_owned(item) for item in value)
+    return value
