@@ -14,7 +14,7 @@ from torch.overrides import get_testing_overrides
 from casting.opcalls import named
 from halfpeak.casting import oplists
 from halfpeak.casting.composites import BODIES
-from halfpeak.casting.tables import listed
+from halfpeak.casting.tables import listed_rules
 
 NO_TENSORS = {"sym_sum", "unravel_index", "__deepcopy__"}
 """Functions of which only a name looks like a listed one: sums of symbols, strides, the attribute ``grad``."""
@@ -29,7 +29,7 @@ def names_in(code: types.CodeType) -> set[str]:
 def listed_names() -> set[str]:
     return {
         function.__name__
-        for function, rule in listed().items()
+        for function, rule in listed_rules().items()
         if rule not in ("widen", "escape", "overwrite", "as_function")
     }
 
@@ -60,7 +60,7 @@ def python_functions() -> list[types.FunctionType]:
 
 
 def test_no_announced_python_function_hides_listed_calls() -> None:
-    ruled = {*listed(), *(function for _, function in named(oplists.LEFT_ALONE))}
+    ruled = {*listed_rules(), *(function for _, function in named(oplists.LEFT_ALONE))}
     hiding = [
         function.__qualname__
         for function in python_functions()

@@ -13,7 +13,6 @@ import torch
 from halfpeak.casting import oplists
 from halfpeak.casting.cache import WeightCache
 from halfpeak.casting.registry import Registrations, replace, restore
-from halfpeak.casting.resolve import functions
 from halfpeak.casting.scope import Scope, enter, install, leave, scopes
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.tables import Table
@@ -22,6 +21,10 @@ from halfpeak.core.errors import ConfigError
 
 NONE: Final = Registrations()
 """No registrations."""
+
+_ALLOW_BANNED: Final = {
+    f"{path}.{name}": "float32" for path, names in oplists.BANNED for name in names.split()
+}
 
 
 class OpCasts:
@@ -65,9 +68,10 @@ class OpCasts:
             raise ConfigError(f"dtype={dtype!r} is not low; write torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
-        allowed = dict.fromkeys(functions(oplists.BANNED), "float32") if allow_banned else {}
-        self._table = Table({**allowed, **registrations.changes()}, on_cast)
-        self._replaced = registrations.replaced()
+        places = registrations.places()
+        changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
+        self._table = Table(changes, places, on_cast)
+        self._replaced = tuple(places)
         self._caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
         self._local = _Local()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
-from torch.overrides import get_testing_overrides
 
+from halfpeak.casting.resolve import announced_path
 from halfpeak.casting.scope import find_rule
 from halfpeak.core.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Registrations:
 
     >>> import torch
     >>> Registrations(float32=((torch, "sigmoid"),)).changes()
-    {<built-in method sigmoid of type object at ...>: 'float32'}
+    {'torch.sigmoid': 'float32'}
     """
 
     low: tuple[Place, ...] = ()
@@ -44,27 +44,23 @@ class Registrations:
     promote: tuple[Place, ...] = ()
 
     def __post_init__(self) -> None:
-        seen: dict[tuple[int, str], str] = {}
+        seen: dict[Place, str] = {}
         for kind, module, name in self._rows():
             if not hasattr(module, name):
                 raise ConfigError(f"no function {name!r} in {_spell(module)}; register one that exists")
-            other = seen.setdefault((id(module), name), kind)
+            other = seen.setdefault((module, name), kind)
             if other != kind:
                 raise ConfigError(
                     f"{_spell(module)}.{name} is registered as {other} and as {kind}; choose one"
                 )
 
-    def changes(self) -> dict[Any, str]:
-        """What a scope's table gets: torch functions themselves, and the places of the others."""
-        return {
-            function: kind
-            for kind, module, name in self._rows()
-            for function in _announced(module, name) or [(id(module), name)]
-        }
+    def changes(self) -> dict[str, str]:
+        """The rules of torch functions, by the path under which torch announces them."""
+        return {path: kind for kind, module, name in self._rows() for path in _announced(module, name)}
 
-    def replaced(self) -> list[Place]:
-        """The places of functions that torch does not announce."""
-        return [(module, name) for _, module, name in self._rows() if not _announced(module, name)]
+    def places(self) -> dict[Place, str]:
+        """The rules of all other functions, by place."""
+        return {(module, name): kind for kind, module, name in self._rows() if not _announced(module, name)}
 
     def _rows(self) -> Iterator[tuple[str, Any, str]]:
         for kind, places in (("low", self.low), ("float32", self.float32), ("promote", self.promote)):
@@ -108,13 +104,12 @@ def _by_scope(function: Callable[P, R], key: Any) -> Callable[P, R]:
     return wrapper
 
 
-def _announced(module: Any, name: str) -> list[Any]:
-    """The functions under which torch announces a call of this one; none if it is not a torch function."""
+def _announced(module: Any, name: str) -> list[str]:
+    """The paths under which torch announces a call of this function; none if it is not a torch function."""
     functions = [getattr(module, name)]
     if module is torch.Tensor and name.startswith("__"):  # `x @ y` is announced as Tensor.matmul
         functions.append(getattr(module, name.strip("_"), None))
-    known = get_testing_overrides()
-    return [function for function in functions if isinstance(function, Hashable) and function in known]
+    return [path for path in map(announced_path, functions) if path is not None]
 
 
 class _Replacement:
@@ -122,7 +117,7 @@ class _Replacement:
 
     def __init__(self, module: Any, name: str) -> None:
         function: Any = getattr(module, name)
-        wrapper: Any = _by_scope(function, (id(module), name))
+        wrapper: Any = _by_scope(function, (module, name))
         self.original: Any = vars(module).get(name, _INHERITED)
         if isinstance(module, type) and not isinstance(self.original, FunctionType):
             wrapper = staticmethod(
@@ -142,7 +137,7 @@ class _Replacement:
 
 
 _INHERITED: Final = object()
-_replacements: Final[dict[tuple[int, str], _Replacement]] = {}
+_replacements: Final[dict[Place, _Replacement]] = {}
 _lock: Final = threading.Lock()
 
 
@@ -150,17 +145,15 @@ def replace(places: Iterable[Place]) -> None:
     """Put wrappers in ``places`` that decide by the active scope; counted, so scopes may overlap."""
     with _lock:
         for module, name in places:
-            key = (id(module), name)
-            if key not in _replacements:
-                _replacements[key] = _Replacement(module, name)
-            _replacements[key].count += 1
+            if (module, name) not in _replacements:
+                _replacements[module, name] = _Replacement(module, name)
+            _replacements[module, name].count += 1
 
 
 def restore(places: Iterable[Place]) -> None:
     """Undo one :func:`replace`; the last puts back exactly what was there."""
     with _lock:
         for module, name in reversed(list(places)):
-            key = (id(module), name)
-            _replacements[key].count -= 1
-            if _replacements[key].count == 0:
-                _replacements.pop(key).undo(module, name)
+            _replacements[module, name].count -= 1
+            if _replacements[module, name].count == 0:
+                _replacements.pop((module, name)).undo(module, name)

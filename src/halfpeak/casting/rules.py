@@ -7,11 +7,12 @@ caller has chosen a dtype and a place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 
 from halfpeak.casting.cache import WeightCache
 from halfpeak.casting.composites import BODIES
@@ -22,14 +23,11 @@ from halfpeak.core.errors import BannedOpError
 Function = Callable[..., Any]
 
 
-class Casting(Protocol):
-    """What a rule needs of a scope: where it casts to, and that it can be entered again."""
+class Casting(TorchFunctionMode):
+    """What a rule knows of a scope: where it casts to, and that it can be put on the stack again."""
 
     dtype: torch.dtype
     cache: WeightCache | None
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any: ...
 
 
 Rule = Callable[[Casting, Function, tuple[Any, ...], dict[str, Any]], Any]

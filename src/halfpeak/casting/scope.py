@@ -13,11 +13,11 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from halfpeak.casting.cache import WeightCache
-from halfpeak.casting.rules import RULES, Function, Rule
+from halfpeak.casting.rules import RULES, Casting, Function, Rule
 from halfpeak.casting.tables import Table, traced_rule
 
 
@@ -33,7 +33,7 @@ NO_RULES: Final[dict[Any, Rule]] = {}
 """The lookup of a scope that is held: every call runs as written."""
 
 
-class Scope(TorchFunctionMode):
+class Scope(Casting):
     """The rules in force between an entry and its exit.
 
     Attributes:
@@ -41,7 +41,7 @@ class Scope(TorchFunctionMode):
         cache: the weight cache, or None to cast at every use.
         table: the rules of the scope.
         lookup: the rules now in force: the table's, or none while the scope is held or paused.
-        key: the key of the table while its rules are in force, else an empty string.
+        key: the key of the table while its rules are in force, else None.
         installed: whether the scope was put below the modes of the user.
     """
 
@@ -51,7 +51,7 @@ class Scope(TorchFunctionMode):
         self.cache = cache
         self.table = table
         self.lookup: Lookup = table.rules
-        self.key = table.key
+        self.key: str | None = table.key
         self.installed = False
         self._idle: Lookup = table.rules
         self._holds = 0
@@ -85,7 +85,7 @@ class Scope(TorchFunctionMode):
 
     def _settle(self) -> None:
         self.lookup = NO_RULES if self._holds else self._idle
-        self.key = self.table.key if self.lookup is self.table.rules else ""
+        self.key = self.table.key if self.lookup is self.table.rules else None
 
     @contextmanager
     def unseen(self) -> Generator[None]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 import torch
 
 from halfpeak.casting import oplists
-from halfpeak.casting.resolve import functions
+from halfpeak.casting.resolve import function_at, functions
 from halfpeak.casting.rules import RULES, Casting, Function, Rule
 from halfpeak.casting.walk import tensors
 
@@ -39,46 +37,54 @@ class Table:
     """Which rule each function has.
 
     Args:
-        changes: names of rules by function, in place of the listed ones.
+        changes: names of rules by the path of a torch function, in place of the listed ones.
+        places: names of rules by any other key.
         report: called with a text such as ``"Float->Half (linear)"`` for every cast that is not traced.
 
     Attributes:
-        names: the name of the rule of each key.
-        rules: the rule of each key.
-        key: a string that no table with other rules has.
+        rules: the rule of each function, place and kind.
+        key: the changes as text.
     """
 
-    def __init__(self, changes: Mapping[Any, str], report: Callable[[str], None] | None = None) -> None:
-        self.names: dict[Any, str] = {**listed(), **{kind: kind for kind in KINDS}, **changes}
-        self.rules: dict[Any, Rule] = {key: RULES[name] for key, name in self.names.items()}
-        if report is not None:
-            casting = {key: rule for key, rule in self.rules.items() if self.names[key] not in _NEVER_CASTING}
-            self.rules.update({key: _reporting(rule, report) for key, rule in casting.items()})
-        self.key = f"table {next(_numbers)}" if changes else "listed"
-        _tables[self.key] = self
+    def __init__(
+        self,
+        changes: Mapping[str, str],
+        places: Mapping[Any, str],
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.key = " ".join(f"{path}={rule}" for path, rule in sorted(changes.items()))
+        names = {**_names(self.key), **places, **dict(zip(KINDS, KINDS, strict=True))}
+        self.rules: dict[Any, Rule] = {
+            key: RULES[name] if report is None or name in _NEVER_CASTING else _reporting(RULES[name], report)
+            for key, name in names.items()
+        }
 
 
-@functools.cache
-def listed() -> dict[Any, str]:
+def listed_rules() -> dict[Any, str]:
     """The name of the rule of every listed function that this torch has."""
     return {function: rule for rows, rule in _LISTS for function in functions(rows)}
 
 
-def traced_rule(func: Function, key: str) -> str:
-    """The name of the rule of ``func`` in the table ``key``, or an empty string.
+def traced_rule(func: Function, key: str | None) -> str:
+    """The name of the rule of ``func`` in the table with this key, or an empty string.
 
-    While :func:`torch.compile` traces, this stands for the lookup in a table: it runs it and takes the result for a
-    constant, since it cannot trace a dict of functions.
+    While :func:`torch.compile` traces, this stands for the lookup in a table: it cannot trace a dict of functions, so
+    it runs this and takes the result for a constant.
     """
-    table = _tables.get(key)
-    return "" if table is None else table.names.get(func, "")
+    return "" if key is None else _names(key).get(func, "")
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
 traced_rule._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_tables: Final[WeakValueDictionary[str, Table]] = WeakValueDictionary()
-_numbers: Final = itertools.count()
+
+@functools.cache
+def _names(key: str) -> Mapping[Any, str]:
+    names = listed_rules()
+    for change in key.split():
+        path, rule = change.split("=")
+        names[function_at(path)] = rule
+    return names
 
 
 _SPELLED: Final = {
