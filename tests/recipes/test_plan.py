@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_devices_are_found_by_name() -> None:
 
 
 def test_repeatable_puts_everything_back_when_its_body_raises() -> None:
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, dict(os.environ)
 
     def fail() -> None:
         assert torch.are_deterministic_algorithms_enabled()
@@ -158,7 +159,8 @@ def test_repeatable_puts_everything_back_when_its_body_raises() -> None:
 
     with pytest.raises(ZeroDivisionError), repeatable(True):
         fail()
-    assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
+    after = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, dict(os.environ)
+    assert after == before
 
 
 def test_random_state_is_put_back() -> None:

@@ -134,5 +134,5 @@ def _with_resume_value(arguments: Sequence[str]) -> list[str]:
 
 
 def _description() -> str:
-    recipes = "\n".join(f"{spec.name}: {spec.brief}" for spec in RECIPES.values())
+    recipes = "\n\n".join(f"{spec.name}: {spec.brief}" for spec in RECIPES.values())
     return f"Train a real model in mixed precision, on whatever device is there.\n\n{recipes}"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from halfpeak.cli.progress import short
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
-from halfpeak.recipes.device import environment
+from halfpeak.recipes.device import environment, peak_memory
 from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def summarise(training: Training, rows: list[Row], reason: str) -> dict[str, Any
         "seconds": round(training.seconds, 3),
         "speed": round(done / training.seconds, 1) if training.seconds else None,
         "speed_unit": f"{training.recipe.unit}/s",
-        "peak_memory_bytes": None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device),
+        "peak_memory_bytes": peak_memory(device),
     }
 
 

@@ -108,6 +108,8 @@ def _resume(resume: str, given: Sequence[Mapping[str, Any]], say: Say) -> Start:
 def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> tuple[Training, str]:
     """The training of a plan, and the reason for its level."""
     device = find_device(plan.device)
+    if ":" in plan.device:
+        torch.accelerator.set_device_index(device.index)
     plan, reason = settle(plan, device)
     if saved is not None:
         require_same(saved, plan)

@@ -44,6 +44,7 @@ def repeatable(enabled: bool) -> Generator[None]:
         yield
         return
     # cuBLAS reads this when it starts; without it torch refuses to run matrix products repeatably.
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -60,6 +61,8 @@ def repeatable(enabled: bool) -> Generator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -75,7 +78,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(words), gauss], "cpu": torch.get_rng_state()}
     if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
+        state["device"] = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
@@ -85,4 +88,19 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"], device)
+        torch.get_device_module(device).set_rng_state(state["device"], *_which(device))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors have held on the accelerator; None where nobody counts."""
+    if device.type == "cpu":
+        return None
+    try:
+        return torch.accelerator.max_memory_allocated(device)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument that names a device to its module's generator; there is one mps device, and it is not named."""
+    return () if device.type == "mps" else (device,)

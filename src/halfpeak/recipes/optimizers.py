@@ -26,7 +26,7 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingPro
     }
 )
 
-FUSED = frozenset({"adam", "adamw", "adagrad", "sgd"})
+FUSED = frozenset({"adam", "adamw", "sgd"})
 
 LEAST_FACTOR = 0.01
 """Where the learning rate ends, as a share of its peak."""
