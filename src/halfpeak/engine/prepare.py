@@ -132,7 +132,7 @@ def build(
     check_optimizers(optimizers, models)
     if policy.per_op and policy.compute is not None and casts is None:
         casts = OpCasts(policy.compute)
-    masters = Masters()
+    masters = Masters(wanted=policy.masters)
     handles: list[RemovableHandle] = []
     with ExitStack() as undo:
         undo.callback(_remove, handles)

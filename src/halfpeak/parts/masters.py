@@ -20,6 +20,9 @@ class Masters:
     A master takes the place of its parameter in the optimizer's groups and inherits its state. :meth:`publish` rounds
     the masters back into the parameters; :meth:`refresh` follows whoever wrote to the parameters in the meantime.
 
+    Args:
+        wanted: False never makes a master, for policies that step low parameters themselves.
+
     Example:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
@@ -32,7 +35,8 @@ class Masters:
         (0.9990234375, 1.0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
+        self._wanted = wanted
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
@@ -69,7 +73,7 @@ class Masters:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for position, parameter in enumerate(parameters):
-                if is_low(parameter) and parameter.requires_grad:
+                if self._wanted and is_low(parameter) and parameter.requires_grad:
                     parameters[position] = self._master_for(parameter, values or {})
                     _move_state(optimizer, parameter, parameters[position])
 
@@ -95,6 +99,11 @@ class Masters:
         self._marks = [(parameter._version, parameter.data_ptr()) for parameter in self._low]
         self._dirty = False
 
+    def publish_late(self) -> None:
+        """:meth:`publish` if an optimizer has moved the masters and something kept it from being published."""
+        if self._dirty:
+            self.publish()
+
     def refresh(self) -> None:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
 
@@ -105,8 +114,7 @@ class Masters:
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
-        if self._dirty:
-            self.publish()
+        self.publish_late()
         for index, low in enumerate(self._low):
             if (low._version, low.data_ptr()) != self._marks[index]:
                 self._follow(index)
