@@ -291,7 +291,7 @@ class TestModels:
     @pytest.mark.parametrize("level", LEVELS)
     def test_copies_are_independent(self, level: str) -> None:
         net = make_net()
-        net, optimizer = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
+        net, _ = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
         net.eval()
         x = torch.randn(4, 6)
         expected = net(x)
