@@ -51,20 +51,28 @@ class Status:
         """A newer validation."""
         self._validation = row
 
-    def parts(self) -> list[tuple[str, str]]:
-        """Names and values, in the order they are shown."""
+    def training(self) -> list[tuple[str, str]]:
+        """How the model does: names and values, in the order they are shown."""
         row = self._row
         if not row:
             return []
-        parts = [
+        norm = [("grad norm", f"{row['grad_norm']:.3g}")] if "grad_norm" in row else []
+        return [
             ("loss", f"{row['loss']:.4f}"),
             ("accuracy", f"{row['accuracy']:.1%}"),
-            ("scale", f"{row['loss_scale']:g}"),
-            ("skipped", str(self.skipped)),
+            *norm,
+            ("lr", f"{row['lr']:.2g}"),
         ]
-        if "grad_norm" in row:
-            parts.append(("grad norm", f"{row['grad_norm']:.3g}"))
-        return [*parts, ("lr", f"{row['lr']:.2g}"), (f"{self._unit}/s", short(self._speed))]
+
+    def machine(self) -> list[tuple[str, str]]:
+        """How the engine does."""
+        if not self._row:
+            return []
+        return [
+            ("scale", f"{self._row['loss_scale']:g}"),
+            ("skipped", str(self.skipped)),
+            (f"{self._unit}/s", short(self._speed)),
+        ]
 
     def validation(self) -> list[tuple[str, str]]:
         """The same of the last validation."""
@@ -91,7 +99,8 @@ class PlainLines:
         self._status.take(rows, speed)
         if self._status.step >= self._next:
             self._next = self._status.step + self._every
-            self._print(f"step {self._status.step}/{self._status.total}", self._status.parts())
+            parts = [*self._status.training(), *self._status.machine()]
+            self._print(f"step {self._status.step}/{self._status.total}", parts)
 
     def validated(self, row: Row) -> None:
         """Print a validation."""
@@ -148,10 +157,13 @@ class LiveDisplay:
     def _picture(self) -> Any:
         from rich.console import Group
 
-        training = self._status.parts() or [("the first steps are under way", "")]
-        validation = self._status.validation()
-        lines = [_styled("training", training), *([_styled("validation", validation)] if validation else [])]
-        return Group(self._bar, *lines)
+        # A line that did not fit would make the picture jump, and what the terminal echoes (^C) needs a free end.
+        lines = [
+            ("training", self._status.training() or [("the first steps are under way", "")]),
+            ("precision", self._status.machine()),
+            ("validation", self._status.validation()),
+        ]
+        return Group(self._bar, *(_styled(head, parts) for head, parts in lines if parts))
 
 
 def _styled(head: str, parts: Sequence[tuple[str, str]]) -> Any:
