@@ -114,13 +114,32 @@ def test_weights_are_read_anew_at_every_call() -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
-def test_an_exception_inside_a_traced_region_leaves_casts_as_they_are() -> None:
-    def broken(x: Tensor) -> Tensor:
-        return x @ x.new_ones(x.shape[0] + 1, 2)
+def train(layer: nn.Linear, steps: int) -> list[Tensor]:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    losses: list[Tensor] = []
+    for _ in range(steps):
+        with OpCasts(torch.bfloat16):
+            loss = layer(torch.ones(2, 3)).float().square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
 
-    x = torch.rand(3, 3)
+
+def test_training_goes_on_bitwise_after_an_exception_in_a_traced_region() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x @ x
+        torch._dynamo.graph_break()
+        raise ArithmeticError(y.shape)
+
+    layer, twin = nn.Linear(3, 3), nn.Linear(3, 3)
+    twin.load_state_dict(layer.state_dict())
+    expected = train(twin, 5)
+    compiled, x = torch.compile(broken, backend="aot_eager"), torch.rand(3, 3)
     with OpCasts(torch.float16):
-        with pytest.raises(Exception, match=r".*"):
-            torch.compile(broken, backend="aot_eager")(x)
+        with pytest.raises(ArithmeticError):
+            compiled(x)
         assert (x @ x).dtype is torch.float16
     assert (x @ x).dtype is torch.float32
+    assert all(torch.equal(left, right) for left, right in zip(train(layer, 5), expected, strict=True))

@@ -145,8 +145,19 @@ def test_what_cannot_be_registered(library: Any) -> None:
         Registrations(low=((library, "nothing"),))
     with pytest.raises(ValueError, match=r"'nothing' in torch"):
         Registrations(promote=((torch, "nothing"),))
+    with pytest.raises(ConfigError, match=r"'pi' in torch"):
+        Registrations(low=((torch, "pi"),))
     with pytest.raises(ConfigError, match=r"library\.scale is registered as low and as float32"):
         Registrations(low=((library, "scale"),), float32=((library, "scale"),))
+
+
+def test_a_place_that_cannot_be_written_changes_nothing(library: Any) -> None:
+    original = library.scale
+    casts = OpCasts(HALF, registrations=Registrations(low=((library, "scale"), (dict, "fromkeys"))))
+    with pytest.raises(ConfigError, match=r"dict\.fromkeys cannot be replaced"):
+        casts.install()
+    assert library.scale is original
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is FLOAT
 
 
 def test_decorators_decide_at_the_call() -> None:

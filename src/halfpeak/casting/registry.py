@@ -46,7 +46,7 @@ class Registrations:
     def __post_init__(self) -> None:
         seen: dict[Place, str] = {}
         for kind, module, name in self._rows():
-            if not hasattr(module, name):
+            if not callable(getattr(module, name, None)):
                 raise ConfigError(f"no function {name!r} in {_spell(module)}; register one that exists")
             other = seen.setdefault((module, name), kind)
             if other != kind:
@@ -120,9 +120,7 @@ class _Replacement:
         wrapper: Any = _by_scope(function, (module, name))
         self.original: Any = vars(module).get(name, _INHERITED)
         if isinstance(module, type) and not isinstance(self.original, FunctionType):
-            wrapper = staticmethod(
-                wrapper
-            )  # the function fetched from the class is already bound, or never was
+            wrapper = staticmethod(wrapper)  # what was fetched from the class is bound already, or never is
         self.count = 0
         self.wrapper = wrapper
         setattr(module, name, wrapper)
@@ -142,12 +140,19 @@ _lock: Final = threading.Lock()
 
 
 def replace(places: Iterable[Place]) -> None:
-    """Put wrappers in ``places`` that decide by the active scope; counted, so scopes may overlap."""
-    with _lock:
-        for module, name in places:
-            if (module, name) not in _replacements:
-                _replacements[module, name] = _Replacement(module, name)
-            _replacements[module, name].count += 1
+    """Put wrappers in ``places`` that decide by the active scope; counted, so scopes may overlap.
+
+    Raises:
+        ConfigError: an owner does not let its attributes be set; then no place has changed.
+    """
+    done: list[Place] = []
+    for module, name in places:
+        try:
+            _replace_one(module, name)
+        except (AttributeError, TypeError) as error:
+            restore(done)
+            raise ConfigError(f"{_spell(module)}.{name} cannot be replaced: {error}") from error
+        done.append((module, name))
 
 
 def restore(places: Iterable[Place]) -> None:
@@ -157,3 +162,10 @@ def restore(places: Iterable[Place]) -> None:
             _replacements[module, name].count -= 1
             if _replacements[module, name].count == 0:
                 _replacements.pop((module, name)).undo(module, name)
+
+
+def _replace_one(module: Any, name: str) -> None:
+    with _lock:
+        if (module, name) not in _replacements:
+            _replacements[module, name] = _Replacement(module, name)
+        _replacements[module, name].count += 1
