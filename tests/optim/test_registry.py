@@ -1,0 +1,245 @@
+"""A name means what was registered under it, and nothing else is ever looked up."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfpeak.core.errors import ConfigTypeError, HalfpeakError, RegistryError
+from halfpeak.optim.builder import build_optim_wrapper
+from halfpeak.optim.members import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    TORCH_OPTIMIZERS,
+)
+from halfpeak.optim.registry import Registry
+from optim import original
+
+
+class Walk:
+    def __init__(self, params: Any, lr: float, momentum: float = 0.0) -> None:
+        self.values = (params, lr, momentum)
+
+
+def run(params: Any, **options: Any) -> Any:
+    return params, options
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry("optimizer")
+
+
+# Registering
+
+
+def test_decorator_without_a_name_takes_the_class_name(registry: Registry) -> None:
+    assert registry.register_module()(Walk) is Walk
+    assert registry.get("Walk") is registry["Walk"] is Walk
+
+
+def test_decorator_with_a_name_takes_that_name_only(registry: Registry) -> None:
+    assert registry.register_module("stroll")(Walk) is Walk
+    assert dict(registry.module_dict) == {"stroll": Walk}
+
+
+def test_several_names(registry: Registry) -> None:
+    registry.register_module(["stroll", "hike"], module=Walk)
+    assert list(registry) == ["stroll", "hike"]
+    assert len(registry) == 2
+    assert repr(registry) == "Registry('optimizer': hike, stroll)"
+
+
+@pytest.mark.parametrize("factory", [Walk, run])
+def test_direct_call_registers_classes_and_functions(registry: Registry, factory: Any) -> None:
+    assert registry.register_module(module=factory) is factory
+    assert factory.__name__ in registry
+
+
+def test_a_taken_name_is_refused_unless_forced(registry: Registry) -> None:
+    registry.register_module(module=Walk)
+    with pytest.raises(RegistryError, match=r"'Walk' is already registered as optimizer by .*test_registry"):
+        registry.register_module("Walk", module=run)
+    assert registry["Walk"] is Walk
+    registry.register_module("Walk", force=True, module=run)
+    assert registry["Walk"] is run
+
+
+def test_of_several_names_all_are_registered_or_none(registry: Registry) -> None:
+    registry.register_module(module=Walk)
+    with pytest.raises(RegistryError):
+        registry.register_module(["fresh", "Walk"], module=run)
+    assert list(registry) == ["Walk"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": Walk},  # @register_module without its brackets
+        {"name": 3, "module": Walk},
+        {"name": ["a", 3], "module": Walk},
+        {"name": "", "module": Walk},
+        {"name": "torch.optim.SGD", "module": Walk},
+        {"force": "yes", "module": Walk},
+        {"module": 3},
+        {"module": Walk([], 0.1)},
+    ],
+    ids=str,
+)
+def test_registering_nonsense_is_a_type_error(registry: Registry, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigTypeError):
+        registry.register_module(**arguments)
+    assert len(registry) == 0
+
+
+def test_the_table_can_be_looked_at_but_not_edited(registry: Registry) -> None:
+    with pytest.raises(TypeError):
+        registry.module_dict["Walk"] = Walk  # type: ignore[index]
+
+
+# Building
+
+
+@pytest.mark.parametrize("kind", ["Walk", Walk])
+def test_build_calls_with_the_rest_as_keywords(registry: Registry, kind: Any) -> None:
+    registry.register_module(module=Walk)
+    cfg = {"type": kind, "lr": 0.1}
+    built = registry.build(cfg, default_args={"params": "p", "lr": 9.0})
+    assert built.values == ("p", 0.1, 0.0)
+    assert cfg == {"type": kind, "lr": 0.1}
+
+
+def test_default_args_may_hold_the_type(registry: Registry) -> None:
+    assert registry.build({"params": 1}, default_args={"type": run, "lr": 2}) == (1, {"lr": 2})
+
+
+def test_an_error_of_the_factory_comes_out_as_it_is(registry: Registry) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'lr'") as caught:
+        registry.build({"type": Walk, "params": []})
+    assert not isinstance(caught.value, HalfpeakError)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "message"),
+    [
+        ({"params": []}, RegistryError, "no 'type' in ['params']"),
+        ({"type": "walk"}, RegistryError, "did you mean 'Walk'?"),
+        ({"type": "mmengine.Walk"}, RegistryError, "dotted names are never imported; did you mean 'Walk'?"),
+        ({"type": "Adam"}, RegistryError, "Registered are Walk; add one with"),
+        ({"type": None}, ConfigTypeError, "type=None must be the name of a registered optimizer"),
+        ({"type": 3}, ConfigTypeError, "type=3"),
+        ({"type": "Walk", "params": [], "lr": 1, "momentun": 0}, ConfigTypeError, "did you mean 'momentum'?"),
+        ({"type": "Walk", "params": [], "lr": 1, 3: 0}, ConfigTypeError, "It takes params, lr, momentum"),
+        (["Walk"], ConfigTypeError, "cfg must be a dict"),
+        ("Walk", ConfigTypeError, "cfg must be a dict"),
+    ],
+    ids=str,
+)
+def test_refusals(registry: Registry, cfg: Any, error: type[Exception], message: str) -> None:
+    registry.register_module(module=Walk)
+    with pytest.raises(error) as caught:
+        registry.build(cfg)
+    assert message in str(caught.value)
+
+
+def test_default_args_must_be_a_dict(registry: Registry) -> None:
+    with pytest.raises(ConfigTypeError, match="default_args must be a dict"):
+        registry.build({"type": Walk}, default_args=[1])  # type: ignore[arg-type]
+
+
+def test_the_error_is_a_key_error_that_reads_as_a_sentence() -> None:
+    with pytest.raises(KeyError) as caught:
+        OPTIMIZERS["Adma"]
+    message = str(caught.value)
+    assert message.startswith("'Adma' is not a registered optimizer; did you mean ")
+    assert "'Adam'" in message.partition("?")[0]
+
+
+@pytest.mark.parametrize("name", ["SGD.", ".SGD", " SGD", "sgd", "SGD\n", "", "torch.optim.SGD", "__class__"])
+def test_get_is_exact(name: str) -> None:
+    assert OPTIMIZERS.get(name) is None
+    assert name not in OPTIMIZERS
+
+
+# Nothing but the members
+
+
+def dotted_names(count: int) -> list[str]:
+    """Dotted paths of things that really can be imported and called here, and random ones."""
+    generator = random.Random(0)
+    real = [
+        f"{module}.{name}"
+        for module in (
+            "builtins",
+            "os",
+            "subprocess",
+            "shutil",
+            "sys",
+            "torch",
+            "torch.optim",
+            "pathlib",
+            "mmengine",
+        )
+        for name in sorted(vars(sys.modules[module]))
+        if callable(vars(sys.modules[module])[name])
+    ]
+    letters = "abcSGDAm_.0:/-$ \n"
+    noise = ["".join(generator.choices(letters, k=9)) + ".SGD" for _ in range(count // 4)]
+    return ["subprocess.check_output", *generator.sample(real, count - 1 - len(noise)), *noise]
+
+
+def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    model = nn.Linear(2, 1)
+    names = dotted_names(1000)
+    assert len(names) == 1000
+    monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: called.append(args))
+    refused = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", lambda *args: called.append(args))
+        patch.setattr(importlib, "import_module", lambda *args: called.append(args))
+        for name in names:
+            cfg = {"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}}
+            for bad in (
+                {**cfg, "type": name},
+                {**cfg, "optimizer": {"type": name, "args": ["id"]}},
+                {**cfg, "constructor": name},
+            ):
+                try:
+                    build_optim_wrapper(model, bad)
+                except RegistryError:
+                    refused += 1
+    assert refused == 3000
+    assert called == []
+
+
+# What is registered
+
+
+def test_torch_optimizers_are_those_of_mmengine() -> None:
+    theirs = set(original.TORCH_OPTIMIZERS) - {"Optimizer"}  # an abstract class, which builds nothing
+    assert set(TORCH_OPTIMIZERS) == theirs - {"TorchAdafactor"} | {"Adafactor"}
+    assert set(OPTIMIZERS) == {*TORCH_OPTIMIZERS, "TorchAdafactor"}
+    assert OPTIMIZERS["TorchAdafactor"] is OPTIMIZERS["Adafactor"] is torch.optim.Adafactor
+
+
+@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, "TorchAdafactor"])
+def test_each_optimizer_builds_by_name(name: str) -> None:
+    model = nn.Linear(2, 2, bias=False)  # Muon takes matrices only
+    wrapper = build_optim_wrapper(model, {"optimizer": {"type": name, "lr": 0.01}})
+    assert type(wrapper.optimizer) is getattr(torch.optim, name.removeprefix("Torch"))
+    assert wrapper.get_lr() == {"lr": [0.01]}
+
+
+def test_wrappers_and_constructors() -> None:
+    assert set(OPTIM_WRAPPERS) == {"OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper"}
+    assert set(OPTIM_WRAPPER_CONSTRUCTORS) == {"DefaultOptimWrapperConstructor"}
