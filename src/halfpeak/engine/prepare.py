@@ -7,7 +7,6 @@ from contextlib import ExitStack, nullcontext
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +23,7 @@ from halfpeak.engine.plan import Plan
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.statedict import hook_state_dict
-from halfpeak.parts.verdict import Verdict, is_multi_rank
+from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
 
 
 def prepare(
@@ -44,7 +43,7 @@ def prepare(
     accumulate: int | Accumulation = 1,
     clip: Clip | float | None = None,
     restore_buffers: bool = True,
-    group: dist.ProcessGroup | Literal["world"] | None = None,
+    group: Group = None,
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 

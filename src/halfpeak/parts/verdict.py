@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
+
+Group: TypeAlias = dist.ProcessGroup | Literal["world"] | None
+"""The ranks that agree: a process group, ``"world"`` for the default one, or None for this rank alone."""
 
 
 class Verdict:
@@ -21,7 +24,7 @@ class Verdict:
         group: a process group, ``"world"`` for the default one, or None for no collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Literal["world"] | None = None) -> None:
+    def __init__(self, group: Group = None) -> None:
         if group is not None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 f"group={group!r} needs torch.distributed; call torch.distributed.init_process_group first, or leave "
