@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
 
-Group: TypeAlias = dist.ProcessGroup | Literal["world"] | None
+Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 """The ranks that agree: a process group, ``"world"`` for the default one, or None for this rank alone."""
 
 
