@@ -1,0 +1,266 @@
+"""The doors, the native engine and loops written by hand in plain torch give the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import halfpeak
+from halfpeak import amp
+from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.snapshot import values
+
+STEPS = 25
+OVERFLOWS = (3, 4, 11, 24)
+"""Steps whose gradients get an inf; the first at O1 to O3 also overflow by themselves at a scale of 65536."""
+
+
+@dataclass
+class History:
+    """What a run leaves: everything that training has changed, the scale after each step, and which steps moved."""
+
+    values: list[Any] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+
+
+@contextmanager
+def overflowing(net: nn.Sequential, step: int) -> Iterator[None]:
+    """At some steps the gradient of one weight ends in an inf."""
+    if step not in OVERFLOWS:
+        yield
+        return
+
+    def spoil(grad: Tensor) -> Tensor:
+        spoilt = grad.clone()
+        spoilt.view(-1)[-1] = float("inf")
+        return spoilt
+
+    weight = (net[0].weight, net[1].weight)[step % 2]
+    handle = weight.register_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def clip_like_torch(optimizer: torch.optim.Optimizer, clip: float) -> None:
+    parameters = list(amp.master_params(optimizer))
+    if parameters[0].dtype is torch.float32:
+        torch.nn.utils.clip_grad_norm_(parameters, clip)
+    else:  # torch sums the squares of float16 gradients in float16, the engine in float32
+        halfpeak.ClipNorm(max_norm=clip)([p.grad for p in parameters if p.grad is not None])
+
+
+def through_amp(level: str, kind: str, clip: float | None, **options: Any) -> History:
+    history, net = History(), make_net()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    for step in range(STEPS):
+        x, y = make_batch(step)
+        with overflowing(net, step):
+            optimizer.zero_grad()
+            with amp.scale_loss(mse_loss(net(x), y), optimizer) as scaled:
+                scaled.backward()
+            if clip is not None:
+                clip_like_torch(optimizer, clip)
+            optimizer.step()
+        history.scales.append(amp._amp_state.loss_scalers[0].loss_scale())
+        history.stepped.append(amp.last_step(optimizer).stepped())
+    history.values = values(net, optimizer)
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
+    return history
+
+
+def through_engine(level: str, kind: str, clip: float | None, **options: Any) -> History:
+    history, net = History(), make_net()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    engine = halfpeak.prepare(net, optimizer, level, clip=clip, **options)
+    for step in range(STEPS):
+        x, y = make_batch(step)
+        with overflowing(net, step):
+            with engine.forward():
+                loss = mse_loss(net(x), y)
+            engine.backward(loss)
+            result = engine.step()
+        history.scales.append(float(result.scale))
+        history.stepped.append(result.stepped())
+    history.values = values(net, optimizer)
+    return history
+
+
+@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_apex_door_and_engine(level: str, kind: str, clip: float | None) -> None:
+    door, engine = through_amp(level, kind, clip), through_engine(level, kind, clip)
+    assert door.scales == engine.scales
+    assert door.stepped == engine.stepped
+    assert door.values == engine.values
+    assert 5 < sum(door.stepped) <= STEPS - len(OVERFLOWS)
+    if level in ("O1", "O2"):
+        assert door.scales[-1] < 65536.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0, "dynamic"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_apex_door_and_engine_at_other_scales(level: str, scale: float | str) -> None:
+    door = through_amp(level, "sgd", None, loss_scale=scale)
+    engine = through_engine(level, "sgd", None, loss_scale=scale)
+    assert door == engine
+
+
+@dataclass
+class Dynamic:
+    """The loss-scale rule in plain Python."""
+
+    scale: float
+    dynamic: bool
+    clean: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.clean = 0
+            if self.dynamic:
+                self.scale /= 2
+        else:
+            self.clean += 1
+
+
+def restore(net: nn.Module, kept: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in net.named_buffers():
+            buffer.copy_(kept[name])
+
+
+def by_hand_float32(kind: str) -> History:
+    history, net = History(), make_net()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    for step in range(STEPS):
+        x, y = make_batch(step)
+        kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        with overflowing(net, step):
+            optimizer.zero_grad()
+            mse_loss(net(x), y).backward()
+        finite = all(bool(p.grad.isfinite().all()) for p in net.parameters())
+        if finite:
+            optimizer.step()
+        else:
+            restore(net, kept)
+        history.scales.append(1.0)
+        history.stepped.append(finite)
+    history.values = values(net, optimizer)
+    return history
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_o0_is_plain_torch(kind: str) -> None:
+    assert through_engine("O0", kind, None) == by_hand_float32(kind)
+
+
+class LowNet(nn.Module):
+    """``make_net`` with low Linears and float32 norms, casts written out by hand."""
+
+    def __init__(self, net: nn.Sequential, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net, self.dtype = net, dtype
+        net[0].to(dtype)
+        net[4].to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, norm, relu, layer_norm, last = self.net
+        hidden = relu(norm(linear(x.to(self.dtype))))
+        return last(layer_norm(hidden.float()).to(self.dtype)).float()
+
+
+def by_hand_masters(level: str, kind: str) -> History:
+    history, net = History(), make_net()
+    dtype = torch.float16 if level == "O2" else torch.bfloat16
+    exact = copy.deepcopy(net)
+    low = LowNet(net, dtype)
+    pairs = [
+        (p, m.detach().clone().requires_grad_(True) if p.dtype is dtype else p)
+        for p, m in zip(net.parameters(), exact.parameters(), strict=True)
+    ]
+    optimizer = OPTIMIZERS[kind]([master for _, master in pairs])
+    rule = Dynamic(65536.0, True) if level == "O2" else Dynamic(1.0, False)
+    for step in range(STEPS):
+        x, y = make_batch(step)
+        kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        for parameter, master in pairs:
+            parameter.grad = master.grad = None
+        with overflowing(net, step):
+            (mse_loss(low(x), y) * rule.scale).backward()
+        for parameter, master in pairs:
+            master.grad = parameter.grad.float() * (1 / rule.scale)
+        finite = all(bool(master.grad.isfinite().all()) for _, master in pairs)
+        if finite:
+            optimizer.step()
+            with torch.no_grad():
+                for parameter, master in pairs:
+                    parameter.copy_(master)
+        else:
+            restore(net, kept)
+        rule.update(not finite)
+        history.scales.append(rule.scale)
+        history.stepped.append(finite)
+    history.values = values(net, optimizer)
+    return history
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_low_models_with_masters_are_what_one_writes_by_hand(level: str, kind: str) -> None:
+    assert through_engine(level, kind, None) == by_hand_masters(level, kind)
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(
+    net: nn.Sequential, loss_of: Callable[[Tensor, Tensor], Tensor], update: Callable[[Tensor], None]
+) -> list[bytes]:
+    for step in range(STEPS):
+        update(loss_of(*make_batch(step)))
+    return values(net)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_per_operation_casts_are_autocast_s_where_the_lists_agree(level: str, dtype: torch.dtype) -> None:
+    net = two_layers()
+    engine = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), level, loss_scale=256.0)
+
+    def through_casts(x: Tensor, y: Tensor) -> Tensor:
+        with engine.forward():
+            return mse_loss(net(x), y)
+
+    def engine_update(loss: Tensor) -> None:
+        engine.backward(loss)
+        assert engine.step().stepped()
+
+    other = two_layers()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def through_autocast(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return mse_loss(other(x).float(), y)
+
+    def autocast_update(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        (loss * 256.0).backward()
+        for parameter in other.parameters():
+            parameter.grad *= 1 / 256.0
+        optimizer.step()
+
+    assert train(net, through_casts, engine_update) == train(other, through_autocast, autocast_update)
