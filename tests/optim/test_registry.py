@@ -205,8 +205,8 @@ def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: called.append(args))
     refused = 0
     with monkeypatch.context() as patch:
-        patch.setattr(builtins, "__import__", lambda *args: called.append(args))
         patch.setattr(importlib, "import_module", lambda *args: called.append(args))
+        patch.setattr(builtins, "__import__", lambda *args: called.append(args))
         for name in names:
             cfg = {"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}}
             for bad in (
