@@ -83,8 +83,10 @@ class LossScaler:
 
     def count(self) -> None:
         """Move the scale by what was found since it last moved. Does not wait."""
-        self.part.update(self.found_inf)
+        found_inf = self.found_inf
+        # First, so that an exception between the two cannot count an overflow twice.
         self.clear_overflow_state()
+        self.part.update(found_inf)
 
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``."""

@@ -84,8 +84,9 @@ class Scope(Casting):
         self._settle()
 
     def _settle(self) -> None:
-        self.lookup = NO_RULES if self._holds else self._idle
-        self.key = self.table.key if self.lookup is self.table.rules else None
+        lookup = NO_RULES if self._holds else self._idle
+        # In one statement, so that an exception cannot come between the two.
+        self.lookup, self.key = lookup, self.table.key if lookup is self.table.rules else None
 
     @contextmanager
     def unseen(self) -> Generator[None]:

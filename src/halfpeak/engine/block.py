@@ -32,6 +32,7 @@ class Block:
         self._slots: list[Slot] = []
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._has_begun = False
+        self._has_taken = False
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
 
     def open(self) -> None:
@@ -67,21 +68,23 @@ class Block:
                 )
         return waiting[0][1] if waiting else scaler.state.scale
 
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether what was there before is intact: waiting gradients not written over, new ones not taken in."""
+        waited = any(lane.phase is Phase.SCALED for lane in self._lanes)
+        return not self._has_taken and not (self._has_begun and waited)
+
     def put_back(self) -> None:
-        """Undo :meth:`open`. Gradients that waited scaled have been written over, so their window is dropped."""
+        """Undo :meth:`open`."""
         for source, grad in self._held:
             source.grad = grad
         for lane in self._lanes:
-            if lane.phase is Phase.SCALED and self._has_begun:
-                lane.drop()
-
-    def drop(self) -> None:
-        """Drop the whole window of every lane."""
-        for lane in self._lanes:
-            lane.drop()
+            if lane.phase is Phase.SCALED:
+                lane.keep_marker()
 
     def delay(self, scaler: LossScaler, scale: Tensor) -> None:
         """Leave the new gradients scaled. What was set aside is true-sized and parked until they are taken in."""
+        self._has_taken = True
         for lane in self._lanes:
             lane.frozen = (scaler, scale)
             for source, grad in self._held:
@@ -92,6 +95,7 @@ class Block:
 
     def absorb(self, scale: Tensor) -> None:
         """Take the new gradients in, true-sized."""
+        self._has_taken = True
         inv_scale = scale.reciprocal()
         parked = {id(source): grad for source, grad in self._held if grad is not None}
         for lane in self._lanes:

@@ -46,6 +46,7 @@ class Guard:
             # A closure is host code that decides by its loss: it waits for the device anyway.
             if not bool(lane.found_inf):
                 self._owner.closure_passed(lane)
+                lane.masters.mark_stepped()
                 return loss
             self._owner.closure_failed(lane)
             lane.drop()

@@ -202,10 +202,7 @@ class Engine:
             delay: leave the gradients scaled for a later block.
             report: called with the scaler and the block's ``found_inf``; None notes them for the next step.
         """
-        if any(lane.verdict is not None for lane in lanes):
-            # The caller's optimizer.step() raised half way: what it was to bring about did not happen.
-            self.journal.cancel()
-        self.journal.settle()
+        self._recover(lanes)
         scaler = self.scaler(loss_id)
         block = Block(lanes)
         try:
@@ -213,18 +210,16 @@ class Engine:
             scale = block.scale_of(scaler)
             block.begin()
             yield scale_loss(loss, scale)
-        except BaseException:
-            block.put_back()
-            raise
-        try:
             if delay:
                 block.delay(scaler, scale)
             else:
                 block.absorb(scale)
                 (report or self.journal.note)(scaler, block.found_inf)
         except BaseException:
-            self.journal.cancel()
-            block.drop()
+            if block.can_be_undone:
+                block.put_back()
+            else:
+                self._drop_window(lanes)
             raise
 
     def step(
@@ -236,8 +231,8 @@ class Engine:
     ) -> StepResult:
         """End a backward pass; at the end of an accumulation window clip, step or skip, and move the loss scale.
 
-        Gradients are dropped afterwards, unless they are to be kept. Waits for the device once, or never with an optimizer that takes
-        ``found_inf``.
+        Gradients are dropped afterwards, unless they are to be kept. Waits for the device once, or never with an
+        optimizer that takes ``found_inf``.
 
         Args:
             closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss.
@@ -304,10 +299,14 @@ class Engine:
             raise collapse
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
-        """Drop the open window: its gradients and its verdict. Scale and counters stay."""
-        self.journal.cancel()
-        for lane in self.lanes_of(optimizers):
-            lane.drop()
+        """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
+
+        This is for after an exception, whatever raised it: the iteration counts if the optimizer had moved by then, and
+        otherwise it is as if it had never begun.
+        """
+        lanes = self.lanes_of(optimizers)
+        self._recover(lanes)
+        self._drop_window(lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
@@ -398,8 +397,25 @@ class Engine:
 
     def _leave(self, lanes: Sequence[Lane]) -> None:
         """After an exception in a step: if every optimizer had moved, the step counts; else the window is dropped."""
-        if not all(lane.has_stepped for lane in lanes):
-            self.journal.cancel()
+        if all(lane.has_stepped for lane in lanes):
+            for lane in lanes:
+                lane.drop()
+            self.journal.settle()
+        else:
+            self._drop_window(lanes)
+
+    def _recover(self, lanes: Sequence[Lane]) -> None:
+        """A step of the caller's that raised: it counts if the optimizer had moved by then; else it did not happen."""
+        for lane in lanes:
+            if lane.is_stepping:
+                lane.recover()
+                if not lane.has_stepped:
+                    self.journal.cancel()
+        self.journal.settle()
+
+    def _drop_window(self, lanes: Sequence[Lane]) -> None:
+        """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
+        self.journal.cancel()
+        self.journal.rewind(self.plan.accumulation.every)
         for lane in lanes:
             lane.drop()
-        self.journal.settle()

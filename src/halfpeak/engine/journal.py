@@ -96,6 +96,10 @@ class Journal:
         self._entry = None
         self._noted.clear()
 
+    def rewind(self, every: int) -> None:
+        """Begin the accumulation window of ``every`` backward passes anew."""
+        self.index -= self.index % every
+
     def settle(self) -> None:
         """Apply the consequences of a step that happened, if any are outstanding."""
         entry = self._entry

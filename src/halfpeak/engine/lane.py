@@ -76,6 +76,7 @@ class Lane:
         frozen: the loss scaler, and its scale then, of gradients that wait scaled.
         marker: the master whose gradient is a zero laid there by :meth:`keep_marker`, if there is one.
         verdict: what the step now running must do: skip, or a ``found_inf`` for the optimizer's own kernel.
+        is_stepping: whether a step has begun and not come to its end.
         has_stepped: whether the last step came to its end.
     """
 
@@ -88,7 +89,9 @@ class Lane:
         self.parked: dict[int, Tensor] = {}
         self.frozen: tuple[LossScaler, Tensor] | None = None
         self.verdict: Tensor | bool | None = None
+        self.is_stepping = False
         self.has_stepped = False
+        self._moving: list[tuple[Tensor, int]] | None = None
         self._trace: list[tuple[Tensor, Tensor, int]] = []
         self.marker: Tensor | None = None
         self._handles = [
@@ -178,13 +181,11 @@ class Lane:
             self.recover()
 
     def recover(self) -> None:
-        """Clear what a step that raised has left on the optimizer."""
-        self.verdict = None
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            # The protocol of torch's fused optimizers is two attributes on the optimizer.
-            for name in ("found_inf", "grad_scale"):
-                optimizer.__dict__.pop(name, None)
+        """Put right what a step that raised has left: bring it to its end if the optimizer had moved, else undo it."""
+        if self.is_stepping and self._has_moved():
+            self._finish()
+        self.masters.publish_late()
+        self._clear_step()
 
     def detach(self) -> None:
         """Take the hooks off and put the low parameters back into the groups."""
@@ -213,6 +214,9 @@ class Lane:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         verdict = self.verdict
+        self._moving = None
+        self.has_stepped = False
+        self.is_stepping = True
         if verdict is None:
             verdict = self._verdict_of_caller()
         closure, rebuild = take_closure(args, kwargs)
@@ -225,6 +229,7 @@ class Lane:
                 slot.target.grad = None
         elif isinstance(verdict, Tensor):
             optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
+        self._moving = [(s.target, s.target._version) for s in self.slots() if s.target.grad is not None]
         self.masters.mark_stepped()
         return None
 
@@ -241,15 +246,35 @@ class Lane:
         return False
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        """The optimizer has moved, or has been kept from it. Doing this twice does no harm."""
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
-        self.masters.publish()
+        self.masters.publish_late()
         for slot in self.slots():
             if slot.target is not slot.source:
                 slot.target.grad = None
-        self.recover()
         self.close()
+        self._clear_step()
         self._owner.finished(self, verdict)
+
+    def _has_moved(self) -> bool:
+        """Whether the step that is running got as far as the optimizer's own code and through it."""
+        moving = self._moving
+        return moving is not None and (
+            not moving or any(target._version != version for target, version in moving)
+        )
+
+    def _clear_step(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            # The protocol of torch's fused optimizers is two attributes on the optimizer.
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+        self.verdict = None
+        self.is_stepping = False
 
     def _is_untouched(self) -> bool:
         return all(target.grad is grad and grad._version == version for target, grad, version in self._trace)
