@@ -22,7 +22,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     (tensor([1., 2.]), tensor(0.))
     """
     for grad in grads:
-        grad.copy_(_wide(grad) * inv_scale.to(grad.device))
+        grad.copy_(_times(grad, inv_scale))
         check_([grad], found_inf)
 
 
@@ -30,10 +30,7 @@ def unscaled(
     grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
 ) -> list[Tensor]:
     """New tensors ``grad * inv_scale`` in the given dtypes; duplicates in a sparse gradient are summed."""
-    fresh = [
-        (_wide(_coalesced(grad)) * inv_scale.to(grad.device)).to(dtype)
-        for grad, dtype in zip(grads, dtypes, strict=True)
-    ]
+    fresh = [_times(_coalesced(grad), inv_scale).to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
     check_(fresh, found_inf)
     return fresh
 
@@ -73,7 +70,7 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """``grad = grad * factor`` in place."""
     for grad in grads:
-        grad.copy_(_wide(grad) * factor.to(grad.device))
+        grad.copy_(_times(grad, factor))
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
@@ -87,6 +84,15 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
             grad.copy_(torch.view_as_complex(torch.view_as_real(grad.resolve_conj()).clamp(-limit, limit)))
         else:
             grad.clamp_(-limit, limit)
+
+
+def _times(tensor: Tensor, factor: Tensor) -> Tensor:
+    """The product, in float32 or wider."""
+    factor = factor.to(tensor.device)
+    if tensor.is_complex() and not tensor.is_sparse:
+        # As a complex number, the factor would make an infinite part of one turn the other into nan.
+        return torch.view_as_complex(torch.view_as_real(tensor.resolve_conj()) * factor)
+    return _wide(tensor) * factor
 
 
 def _wide(tensor: Tensor) -> Tensor:
