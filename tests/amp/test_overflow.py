@@ -1,0 +1,430 @@
+"""Overflow: who skips, how the scale moves, where it ends."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+
+import halfpeak
+from halfpeak import amp
+from support.nets import LEVELS, make_batch, make_net
+from support.snapshot import snapshot, values
+
+DYNAMIC = {"loss_scale": "dynamic", "max_loss_scale": 256.0}
+"""A start that gradients of about 1 in float16 stand."""
+SKIPPING = [level for level in LEVELS if level in ("O1", "O2", "O5")]
+
+
+def setup(level: str, count: int = 1, **options: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    nets = [make_net(seed) for seed in range(count)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    options.setdefault("verbosity", 0)
+    amp.initialize(nets, optimizers, opt_level=level, **options)
+    return list(nets), list(optimizers)
+
+
+def backward(
+    net: nn.Module, optimizers: Any, *, overflow: bool = False, seed: int = 0, **options: Any
+) -> None:
+    x, y = make_batch(seed)
+    with amp.scale_loss(mse_loss(net(x), y), optimizers, **options) as scaled:
+        scaled.backward()
+        if overflow:
+            next(p for p in net.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
+
+
+def scales() -> list[float]:
+    return [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+
+
+class TestSkippedStep:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+    def test_moves_nothing(self, level: str, value: float) -> None:
+        """Also with a static scale, where apex stepped on the inf."""
+        for options in (DYNAMIC, {"loss_scale": 64.0}):
+            (net,), (optimizer,) = setup(level, **options)
+            backward(net, optimizer)
+            optimizer.step()
+            before = values(net, optimizer)
+            optimizer.zero_grad()
+            x, y = make_batch(0)
+            with amp.scale_loss(mse_loss(net(x), y), optimizer) as scaled:
+                scaled.backward()
+                net[4].bias.grad[1] = value
+            optimizer.step()
+            assert not amp.last_step(optimizer).stepped()
+            assert values(net, optimizer) == before
+            if amp._amp_state.handle is not None:
+                amp._amp_state.handle._deactivate()
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_only_one_step_is_skipped_however_many_blocks_overflowed(self, level: str) -> None:
+        (net,), (optimizer,) = setup(level, **DYNAMIC)
+        before = values(net, optimizer)
+        for _ in range(3):
+            backward(net, optimizer, overflow=True)
+        assert scales() == [32.0]
+        optimizer.step()
+        assert values(net, optimizer) == before
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).stepped()
+        assert values(net, optimizer) != before
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_one_overflow_in_a_window_discards_it(self, level: str, place: int) -> None:
+        """Bit for bit the run that never had the window, but for the scale."""
+
+        def run(window: bool) -> list[Any]:
+            (net,), (optimizer,) = setup(level, loss_scale="dynamic", max_loss_scale=64.0)
+            for step in range(4):
+                if step == 2 and not window:
+                    continue
+                optimizer.zero_grad()
+                for micro in range(3):
+                    backward(net, optimizer, overflow=step == 2 and micro == place, seed=10 * step + micro)
+                optimizer.step()
+            assert scales() == [32.0 if window else 64.0]
+            return values(net, optimizer)
+
+        assert run(window=True) == run(window=False)
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_later_blocks_do_not_count_it_again(self, level: str) -> None:
+        (net,), (optimizer,) = setup(level, **DYNAMIC)
+        backward(net, optimizer, overflow=True)
+        backward(net, optimizer)
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 1}
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_who_does_not_step_after_an_overflow_loses_no_later_step(
+        self, level: str, set_to_none: bool
+    ) -> None:
+        """In apex the next good step was skipped instead."""
+        (net,), (optimizer,) = setup(level, **DYNAMIC)
+        backward(net, optimizer, overflow=True)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(net, optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).stepped()
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_step_returns_what_the_optimizer_returns(self, level: str) -> None:
+        (net,), (optimizer,) = setup(level, **DYNAMIC)
+        backward(net, optimizer, overflow=True)
+        assert optimizer.step() is None
+
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_the_line_shows_the_first_loss_and_the_scale_as_it_is_by_then(
+        self, level: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (net,), (optimizer,) = setup(level, num_losses=2, verbosity=1, **DYNAMIC)
+        capsys.readouterr()
+        backward(net, optimizer, overflow=True, loss_id=1)
+        backward(net, optimizer, overflow=True, loss_id=1)
+        optimizer.step()
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith("Gradient overflow")
+        assert "skip" in lines[0].lower()
+        assert "loss scaler 1" in lines[0]
+        assert lines[0].endswith(" 64.0")
+
+
+class TestSeveralLossesAndOptimizers:
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_each_loss_has_its_own_scale(self, level: str) -> None:
+        (net,), (optimizer,) = setup(level, num_losses=3, **DYNAMIC)
+        for loss_id, overflows in enumerate((0, 1, 2)):
+            for _ in range(overflows):
+                backward(net, optimizer, overflow=True, loss_id=loss_id)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert scales() == [256.0, 128.0, 64.0]
+        assert amp.state_dict() == {
+            f"loss_scaler{i}": {"loss_scale": 256.0 / 2**i, "unskipped": 0} for i in range(3)
+        }
+
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("overflowing", [0, 1])
+    def test_only_the_optimizers_of_the_block_skip(self, level: str, overflowing: int) -> None:
+        nets, optimizers = setup(level, 2, num_losses=2, **DYNAMIC)
+        for number in (0, 1):
+            backward(nets[number], optimizers[number], overflow=number == overflowing, loss_id=number)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [amp.last_step(o).stepped() for o in optimizers] == [n != overflowing for n in (0, 1)]
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_optimizers_of_one_block_skip_together(self, level: str) -> None:
+        nets, optimizers = setup(level, 2, **DYNAMIC)
+        x, y = make_batch(0)
+        with amp.scale_loss(mse_loss(nets[0](x), y) + mse_loss(nets[1](x), y), optimizers) as scaled:
+            scaled.backward()
+            nets[1][4].weight.grad[0, 0] = float("nan")
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not amp.last_step(optimizer).stepped()
+        assert scales() == [128.0]
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_dcgan(self, level: str) -> None:
+        """Three losses, two models, two optimizers; the generator's backward also writes into the discriminator."""
+        torch.manual_seed(0)
+        nets = {"amp": (nn.Linear(4, 1), nn.Linear(2, 4)), "plain": (nn.Linear(4, 1), nn.Linear(2, 4))}
+        for ours, theirs in zip(*nets.values(), strict=True):
+            theirs.load_state_dict(ours.state_dict())
+
+        def make(name: str) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[name]]
+
+        mixed, plain = make("amp"), make("plain")
+        amp.initialize(list(nets["amp"]), mixed, opt_level=level, num_losses=3, verbosity=0, **DYNAMIC)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            real, noise = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+            one, zero = torch.ones(8, 1), torch.zeros(8, 1)
+
+            def losses(
+                net_d: nn.Module, net_g: nn.Module, *, real: Tensor = real, noise: Tensor = noise
+            ) -> tuple[Any, Any, Any]:
+                return (
+                    lambda: binary_cross_entropy_with_logits(net_d(real).float(), one),  # noqa: B023
+                    lambda: binary_cross_entropy_with_logits(net_d(net_g(noise).detach()).float(), zero),  # noqa: B023
+                    lambda: binary_cross_entropy_with_logits(net_d(net_g(noise)).float(), one),  # noqa: B023
+                )
+
+            for name, optimizers in (("amp", mixed), ("plain", plain)):
+                net_d, net_g = nets[name]
+                calls = losses(net_d, net_g)
+                net_d.zero_grad()
+                optimizers[0].zero_grad()
+                for loss_id, call in enumerate(calls):
+                    if loss_id == 2:
+                        optimizers[0].step()
+                        net_g.zero_grad()
+                        optimizers[1].zero_grad()
+                    if name == "plain":
+                        call().backward()
+                    else:
+                        with amp.scale_loss(call(), optimizers[loss_id == 2], loss_id=loss_id) as scaled:
+                            scaled.backward()
+                optimizers[1].step()
+        tolerance = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 4e-3, "O4": 2e-2, "O5": 2e-2}[level]
+        for ours, theirs in zip(*nets.values(), strict=True):
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert torch.allclose(a.float(), b, atol=tolerance)
+        assert [scaler._unskipped for scaler in amp._amp_state.loss_scalers] == [6, 6, 6]
+
+
+@dataclass
+class ApexRule:
+    """apex's ``LossScaler.update_scale`` from its specification, in plain Python."""
+
+    scale: float
+    window: int
+    low: float | None
+    high: float
+    unskipped: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale /= 2
+            if self.low:
+                self.scale = max(self.low, self.scale)
+            self.unskipped = 0
+        else:
+            self.unskipped += 1
+        if self.unskipped == self.window:
+            self.scale = min(self.high, self.scale * 2)
+            self.unskipped = 0
+
+
+class TestScaleHistory:
+    @pytest.mark.parametrize("seed", range(12))
+    def test_is_apex_s(self, seed: int) -> None:
+        draw = random.Random(seed)
+        low = draw.choice([None, 1.0, 2.0**10, 2.0**17])
+        high = draw.choice([2.0**24, 2.0**17, 2.0**20])
+        window = draw.choice([1, 2, 5])
+        (net,), (optimizer,) = setup("O1", min_loss_scale=low, max_loss_scale=high, patience=None)
+        scaler = amp._amp_state.loss_scalers[0]
+        scaler._scale_seq_len = window
+        rule = ApexRule(65536.0, window, low, high)
+        rate = draw.choice([0.1, 0.3, 0.6])
+        for _ in range(120):
+            overflow = draw.random() < rate
+            with amp.scale_loss(net[4].bias.sum(), optimizer) as scaled:
+                scaled.backward()
+                if overflow:
+                    net[4].bias.grad[0] = float("inf")
+            optimizer.zero_grad()
+            rule.update(overflow)
+            if rule.scale < 2.0**-14:
+                break
+            assert (scaler.loss_scale(), scaler._unskipped) == (rule.scale, rule.unskipped)
+
+    def test_grows_after_2000_clean_blocks(self) -> None:
+        (net,), (optimizer,) = setup("O1")
+        scaler = amp._amp_state.loss_scalers[0]
+        assert scaler._scale_seq_len == 2000
+        scaler._unskipped = 1998
+        for expected in ((65536.0, 1999), (131072.0, 0)):
+            with amp.scale_loss(net[4].bias.sum(), optimizer) as scaled:
+                scaled.backward()
+            assert (scaler.loss_scale(), scaler._unskipped) == expected
+
+    @pytest.mark.parametrize(
+        ("low", "high", "start"),
+        [
+            (None, 2.0**24, 65536.0),
+            (None, 1024.0, 1024.0),
+            (2.0**20, 2.0**24, 65536.0),
+            (1.0, 2.0**16, 65536.0),
+        ],
+    )
+    def test_start(self, low: float | None, high: float, start: float) -> None:
+        setup("O2", min_loss_scale=low, max_loss_scale=high)
+        assert scales() == [start]
+        assert amp._amp_state.min_loss_scale == low
+        assert amp._amp_state.max_loss_scale == high
+
+    def test_bounds_do_not_touch_a_static_scale(self) -> None:
+        setup("O2", loss_scale=2.0**20, min_loss_scale=2.0, max_loss_scale=4.0)
+        assert scales() == [2.0**20]
+
+    def test_a_static_scale_counts_and_stays(self) -> None:
+        (net,), (optimizer,) = setup("O2", loss_scale=128.0)
+        for _ in range(3):
+            backward(net, optimizer)
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 3}
+        backward(net, optimizer, overflow=True)
+        assert scales() == [128.0]
+
+
+class TestCollapse:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_names_the_parameters_after_patience(self, level: str) -> None:
+        (net,), (optimizer,) = setup(
+            level, loss_scale="dynamic", min_loss_scale=64.0, max_loss_scale=256.0, patience=3
+        )
+        before = values(net, optimizer)
+        for expected in (128.0, 64.0, 64.0, 64.0):
+            backward(net, optimizer, overflow=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert scales() == [expected]
+        backward(net, optimizer, overflow=True)
+        with pytest.raises(halfpeak.LossScaleCollapse, match=r"0\.weight") as caught:
+            optimizer.step()
+        assert caught.value.parameters == ("0.weight",)
+        assert isinstance(caught.value, (RuntimeError, ArithmeticError))
+        assert values(net, optimizer) == before
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).stepped()
+
+    def test_a_clean_step_begins_the_count_anew(self) -> None:
+        (net,), (optimizer,) = setup("O2", min_loss_scale=256.0, max_loss_scale=256.0, patience=3)
+        for overflow in (True, True, False, True, True, False):
+            backward(net, optimizer, overflow=overflow)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def test_a_static_scale_collapses_too(self) -> None:
+        (net,), (optimizer,) = setup("O3", patience=2)
+        backward(net, optimizer, overflow=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(net, optimizer, overflow=True)
+        with pytest.raises(halfpeak.LossScaleCollapse):
+            optimizer.step()
+
+    def test_without_patience_it_goes_on(self) -> None:
+        (net,), (optimizer,) = setup("O2", min_loss_scale=1.0, max_loss_scale=1.0, patience=None)
+        before = values(net, optimizer)
+        for _ in range(150):
+            with amp.scale_loss(net[4].bias.sum(), optimizer) as scaled:
+                scaled.backward()
+                net[4].bias.grad[0] = float("nan")
+            optimizer.step()
+        assert values(net, optimizer) == before
+
+    def test_the_default_floor_is_above_zero(self) -> None:
+        (net,), (optimizer,) = setup("O1", patience=None)
+        for _ in range(200):
+            with amp.scale_loss(net[4].bias.sum(), optimizer) as scaled:
+                scaled.backward()
+                net[4].bias.grad[0] = float("nan")
+            optimizer.zero_grad()
+        assert scales() == [2.0**-14]
+
+
+class TestSchedulers:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("made", ["before", "after"])
+    @pytest.mark.parametrize("first_overflows", [True, False])
+    def test_no_false_alarm(self, level: str, made: str, first_overflows: bool) -> None:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        if made == "before":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0, **DYNAMIC)
+        if made == "after":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(net, optimizer, overflow=first_overflows and step == 0)
+                optimizer.step()
+                scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+    def test_a_schedule_that_asks_counts_real_updates_only(self) -> None:
+        (net,), (optimizer,) = setup("O2", **DYNAMIC)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for overflow in (True, False, True, False):
+            optimizer.zero_grad()
+            backward(net, optimizer, overflow=overflow)
+            optimizer.step()
+            result = amp.last_step(optimizer)
+            assert result.stepped() is not overflow
+            assert float(result.scale) == scales()[0]
+            if result.stepped():
+                scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+    def test_last_step_before_any(self) -> None:
+        _, (optimizer,) = setup("O2")
+        with pytest.raises(RuntimeError, match="not stepped"):
+            amp.last_step(optimizer)
+        with pytest.raises(RuntimeError, match="not stepped"):
+            amp.last_step(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_overflow_does_not_reach_batch_norm_statistics(level: str) -> None:
+    (net,), (optimizer,) = setup(level, **DYNAMIC)
+    backward(net, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = snapshot(net)
+    with amp.scale_loss(net(torch.full((4, 6), float("inf"))).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not amp.last_step(optimizer).stepped()
+    assert snapshot(net) == before
