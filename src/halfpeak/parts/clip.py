@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -90,7 +91,7 @@ def parse_clip(clip: Clip | float | None) -> Clip:
     if clip is None:
         return NoClip()
     if isinstance(clip, (int, float)) and not isinstance(clip, bool):
-        return ClipNorm(max_norm=float(clip))
+        return ClipNorm(max_norm=clip)
     if not callable(clip) or isinstance(clip, type):
         raise ConfigTypeError(
             f"clip={clip!r} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
@@ -100,5 +101,6 @@ def parse_clip(clip: Clip | float | None) -> Clip:
 
 def _require_positive(name: str, value: object, *, allow_inf: bool) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value > 0 or (math.isinf(value) and not allow_inf):  # type: ignore[operator]
+    fits = number and (0 < value <= sys.float_info.max or (allow_inf and value == math.inf))  # type: ignore[operator]
+    if not fits:
         raise ConfigError(f"{name}={value!r} must be a {'' if allow_inf else 'finite '}number above zero")

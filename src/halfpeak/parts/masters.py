@@ -185,13 +185,13 @@ class _Bound:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise OrderError(
             "this optimizer steps float32 masters of a model, so a copy of it would train nothing; copy the model, build an "
-            "optimizer over the copy, prepare both and load engine.state_dict()"
+            "optimizer over the copy, prepare both and load engine.state_dict(). Of a master alone copy master.detach()"
         )
 
     def __reduce__(self) -> NoReturn:
         raise OrderError(
             "this optimizer steps float32 masters of a model and cannot be pickled alone; save engine.state_dict() or "
-            "optimizer.state_dict() instead"
+            "optimizer.state_dict() instead. Of a master alone save master.detach()"
         )
 
 
