@@ -1,4 +1,4 @@
-"""The engine: the phases of a mixed-precision step, in order, written once."""
+"""The engine: what a user holds. The order of a step is in :mod:`halfpeak.engine.phases`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.suspend import disable_casts
-from halfpeak.core.errors import ClosureError, LossIdError, OrderError
+from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
-from halfpeak.engine.block import Block
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
+from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.sync import synchronising
 from halfpeak.parts.buffers import BatchNormBuffers
-from halfpeak.parts.lagged import Lagged
-from halfpeak.parts.loss_scaler import LossScaler, scale_loss
+from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Verdict
 
@@ -36,12 +34,8 @@ class Engine:
     ::
 
         forward    casts on; gradient synchronisation as the accumulation says
-        backward   divide for accumulation, scale, backward, then per parameter
-                   master.grad (float32) += model.grad / scale, and found_inf
-        step       clip, one verdict for all ranks, then commit:
-                     found_inf 0: optimizer.step(), masters rounded into the model
-                     found_inf 1: nothing moves; batch-norm statistics are put back
-                   and the loss scale moves
+        backward   divide for accumulation, scale, backward, unscale into float32
+        step       clip, then step or skip, and move the loss scale
 
     Nothing waits for the device but ``step``, once, to learn whether to skip; and not even that with an optimizer that
     takes ``found_inf`` itself (``torch.optim.AdamW(fused=True)`` and its like).
@@ -76,15 +70,14 @@ class Engine:
         self.buffers = BatchNormBuffers(models if plan.restore_buffers else ())
         self.buffers.save()
         self.journal = Journal(self.buffers, device)
-        self._verdict = verdict
         self.names = ParameterNames(self.models)
-        self._steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
-        self.lanes = [Lane(optimizer, masters, self._steward, device) for optimizer in optimizers]
+        steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
+        self.lanes = [Lane(optimizer, masters, steward, device) for optimizer in optimizers]
+        self._phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()
         self._handles = list(handles)
         self._synchronised = True
-        self._trouble = Lagged(device)
 
     @property
     def model(self) -> nn.Module:
@@ -181,7 +174,6 @@ class Engine:
         ):
             scaled.backward(**kwargs)
 
-    @contextmanager
     def scaled(
         self,
         loss: Tensor,
@@ -190,7 +182,7 @@ class Engine:
         loss_id: int = 0,
         delay: bool = False,
         report: Callable[[LossScaler, Tensor], None] | None = None,
-    ) -> Generator[Tensor]:
+    ) -> AbstractContextManager[Tensor]:
         """The loss times its scale, for a backward pass in the body; afterwards its gradients are taken in.
 
         If the body raises, gradients and state are as they were before it.
@@ -202,25 +194,7 @@ class Engine:
             delay: leave the gradients scaled for a later block.
             report: called with the scaler and the block's ``found_inf``; None notes them for the next step.
         """
-        self._recover(lanes)
-        scaler = self.scaler(loss_id)
-        block = Block(lanes)
-        try:
-            block.open()
-            scale = block.scale_of(scaler)
-            block.begin()
-            yield scale_loss(loss, scale)
-            if delay:
-                block.delay(scaler, scale)
-            else:
-                block.absorb(scale)
-                (report or self.journal.note)(scaler, block.found_inf)
-        except BaseException:
-            if block.can_be_undone:
-                block.put_back()
-            else:
-                self._drop_window(lanes)
-            raise
+        return self._phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
 
     def step(
         self,
@@ -243,60 +217,7 @@ class Engine:
             OrderError: the last backward pass was not synchronised, so its gradients are still scaled.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
-        self.journal.settle()
-        lanes = self.lanes_of(optimizers)
-        for lane in lanes:
-            lane.has_stepped = False
-        if closure is not None:
-            return self._step_with_closure(closure, lanes)
-        if not self.plan.accumulation.is_boundary(self.index):
-            self.journal.index += 1
-            return StepResult(torch.zeros_like(lanes[0].found_inf), self.scale, None, boundary=False)
-        try:
-            verdicts = self.unscale(lanes)
-            norm = self.clip(lanes, verdicts)
-            self._verdict.agree_(verdicts)
-            self.commit(verdicts, lanes, keep_gradients=keep_gradients)
-        except BaseException:
-            self._leave(lanes)
-            raise
-        return StepResult(verdicts[0], self.scale, norm)
-
-    def unscale(self, lanes: Sequence[Lane]) -> Tensor:
-        """All gradients of the window are true-sized now; whether any was not finite, over all and per loss used.
-
-        Returns:
-            The verdict of the step, then of each loss.  # f32[1 + losses]
-        """
-        for lane in lanes:
-            if lane.phase is Phase.SCALED:
-                raise OrderError(
-                    "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; "
-                    "pass the wrapped module in every iteration: engine.forward(wrapped)"
-                )
-        return self.journal.verdicts([lane.found_inf for lane in lanes])
-
-    def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
-        """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""
-        norm = self.plan.clip([grad for lane in lanes for grad in lane.targets()])
-        if norm is not None:
-            verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
-        return norm
-
-    def commit(self, verdicts: Tensor, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
-        """Step or skip the optimizers, then move scales, counters and batch-norm statistics."""
-        verdict: Tensor | bool = verdicts[0]
-        if self._trouble.value > 0 or not all(lane.takes_found_inf() for lane in lanes):
-            # The one place where a step waits for the device.
-            verdict = bool(verdicts[0])
-        self.journal.begin(verdicts, verdict)
-        collapse = self._steward.collapse(lanes) if verdict is True and self.journal.read_collapse() else None
-        with disable_casts():
-            for lane in lanes:
-                lane.step(verdict)
-        self._close(lanes, keep_gradients=keep_gradients)
-        if collapse is not None:
-            raise collapse
+        return self._phases.step(self.lanes_of(optimizers), closure, keep_gradients=keep_gradients)
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
@@ -305,8 +226,8 @@ class Engine:
         otherwise it is as if it had never begun.
         """
         lanes = self.lanes_of(optimizers)
-        self._recover(lanes)
-        self._drop_window(lanes)
+        self._phases.recover(lanes)
+        self._phases.drop_window(lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
@@ -371,51 +292,3 @@ class Engine:
                     f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
                 )
         return [known[id(optimizer)] for optimizer in wanted]
-
-    def _step_with_closure(self, closure: Callable[[], Any], lanes: Sequence[Lane]) -> StepResult:
-        if self.plan.accumulation.every != 1 or len(lanes) != 1:
-            raise ClosureError(
-                f"a closure evaluates one whole step of one optimizer; accumulate={self.plan.accumulation.every} and "
-                f"{len(lanes)} optimizers cannot be combined with it"
-            )
-        lane = lanes[0]
-        try:
-            lane.step(False, closure)
-            self.journal.begin(self.unscale(lanes), False)
-        except BaseException:
-            self._leave(lanes)
-            raise
-        self._close(lanes)
-        return StepResult(torch.zeros_like(lane.found_inf), self.scale)
-
-    def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
-        if not keep_gradients:
-            for lane in lanes:
-                lane.drop()
-        self.journal.settle()
-        self._trouble.push(torch.stack([scaler.state.stuck for scaler in self.scalers]).max())
-
-    def _leave(self, lanes: Sequence[Lane]) -> None:
-        """After an exception in a step: if every optimizer had moved, the step counts; else the window is dropped."""
-        if all(lane.has_stepped for lane in lanes):
-            for lane in lanes:
-                lane.drop()
-            self.journal.settle()
-        else:
-            self._drop_window(lanes)
-
-    def _recover(self, lanes: Sequence[Lane]) -> None:
-        """A step of the caller's that raised: it counts if the optimizer had moved by then; else it did not happen."""
-        for lane in lanes:
-            if lane.is_stepping:
-                lane.recover()
-                if not lane.has_stepped:
-                    self.journal.cancel()
-        self.journal.settle()
-
-    def _drop_window(self, lanes: Sequence[Lane]) -> None:
-        """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
-        self.journal.cancel()
-        self.journal.rewind(self.plan.accumulation.every)
-        for lane in lanes:
-            lane.drop()

@@ -1,0 +1,197 @@
+"""The phases of a mixed-precision step, in order, written once. Every door enters here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.casting.suspend import disable_casts
+from halfpeak.core.errors import ClosureError, OrderError
+from halfpeak.core.outcome import StepResult
+from halfpeak.engine.block import Block
+from halfpeak.engine.journal import Journal
+from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.plan import Plan
+from halfpeak.engine.steward import Steward
+from halfpeak.parts.lagged import Lagged
+from halfpeak.parts.loss_scaler import LossScaler, scale_loss
+from halfpeak.parts.verdict import Verdict
+
+
+class Phases:
+    """The order of a step.
+
+    ::
+
+        block   set gradients aside; scale the loss; (backward); per parameter
+                master.grad (float32) += model.grad / scale, and found_inf
+        step    clip, one verdict for all ranks, then commit:
+                  found_inf 0: optimizer.step(), masters rounded into the model
+                  found_inf 1: nothing moves; batch-norm statistics are put back
+                and the loss scale moves
+
+    Both are transactions: an exception leaves a block not begun, and a step either taken or not begun.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        journal: Journal,
+        steward: Steward,
+        scalers: Sequence[LossScaler],
+        verdict: Verdict,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._steward = steward
+        self._scalers = scalers
+        self._verdict = verdict
+        self._trouble = Lagged(device)
+
+    @contextmanager
+    def block(
+        self,
+        loss: Tensor,
+        scaler: LossScaler,
+        lanes: Sequence[Lane],
+        *,
+        delay: bool,
+        report: Callable[[LossScaler, Tensor], None] | None,
+    ) -> Generator[Tensor]:
+        """One backward pass; see :meth:`halfpeak.Engine.scaled`."""
+        self.recover(lanes)
+        block = Block(lanes)
+        try:
+            block.open()
+            scale = block.scale_of(scaler)
+            block.begin()
+            yield scale_loss(loss, scale)
+            if delay:
+                block.delay(scaler, scale)
+            else:
+                block.absorb(scale)
+                (report or self._journal.note)(scaler, block.found_inf)
+        except BaseException:
+            if block.can_be_undone:
+                block.put_back()
+            else:
+                self.drop_window(lanes)
+            raise
+
+    def step(
+        self, lanes: Sequence[Lane], closure: Callable[[], Any] | None = None, *, keep_gradients: bool = False
+    ) -> StepResult:
+        """End a backward pass, and a window where it is due; see :meth:`halfpeak.Engine.step`."""
+        self._journal.settle()
+        for lane in lanes:
+            lane.has_stepped = False
+        if closure is not None:
+            return self._step_with_closure(closure, lanes)
+        if not self._plan.accumulation.is_boundary(self._journal.index):
+            self._journal.index += 1
+            return StepResult(torch.zeros_like(lanes[0].found_inf), self._scale, None, boundary=False)
+        try:
+            verdicts = self.unscale(lanes)
+            norm = self.clip(lanes, verdicts)
+            self._verdict.agree_(verdicts)
+            self.commit(verdicts, lanes, keep_gradients=keep_gradients)
+        except BaseException:
+            self._leave(lanes)
+            raise
+        return StepResult(verdicts[0], self._scale, norm)
+
+    def unscale(self, lanes: Sequence[Lane]) -> Tensor:
+        """All gradients of the window are true-sized now; whether any was not finite, over all and per loss used.
+
+        Returns:
+            The verdict of the step, then of each loss.  # f32[1 + losses]
+        """
+        for lane in lanes:
+            if lane.phase is Phase.SCALED:
+                raise OrderError(
+                    "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; "
+                    "pass the wrapped module in every iteration: engine.forward(wrapped)"
+                )
+        return self._journal.verdicts([lane.found_inf for lane in lanes])
+
+    def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
+        """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""
+        norm = self._plan.clip([grad for lane in lanes for grad in lane.targets()])
+        if norm is not None:
+            verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+        return norm
+
+    def commit(self, verdicts: Tensor, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
+        """Step or skip the optimizers, then move scales, counters and batch-norm statistics."""
+        verdict: Tensor | bool = verdicts[0]
+        if self._trouble.value > 0 or not all(lane.takes_found_inf() for lane in lanes):
+            # The one place where a step waits for the device.
+            verdict = bool(verdicts[0])
+        self._journal.begin(verdicts, verdict)
+        collapse = (
+            self._steward.collapse(lanes) if verdict is True and self._journal.read_collapse() else None
+        )
+        with disable_casts():
+            for lane in lanes:
+                lane.step(verdict)
+        self._close(lanes, keep_gradients=keep_gradients)
+        if collapse is not None:
+            raise collapse
+
+    def recover(self, lanes: Sequence[Lane]) -> None:
+        """A step of the caller's that raised: it counts if the optimizer had moved by then; else it did not happen."""
+        for lane in lanes:
+            if lane.is_stepping:
+                lane.recover()
+                if not lane.has_stepped:
+                    self._journal.cancel()
+        self._journal.settle()
+
+    def drop_window(self, lanes: Sequence[Lane]) -> None:
+        """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
+        self._journal.cancel()
+        self._journal.rewind(self._plan.accumulation.every)
+        for lane in lanes:
+            lane.drop()
+
+    def _step_with_closure(self, closure: Callable[[], Any], lanes: Sequence[Lane]) -> StepResult:
+        if self._plan.accumulation.every != 1 or len(lanes) != 1:
+            raise ClosureError(
+                f"a closure evaluates one whole step of one optimizer; accumulate={self._plan.accumulation.every} and "
+                f"{len(lanes)} optimizers cannot be combined with it"
+            )
+        lane = lanes[0]
+        try:
+            lane.step(False, closure)
+            self._journal.begin(self.unscale(lanes), False)
+        except BaseException:
+            self._leave(lanes)
+            raise
+        self._close(lanes)
+        return StepResult(torch.zeros_like(lane.found_inf), self._scale)
+
+    def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
+        if not keep_gradients:
+            for lane in lanes:
+                lane.drop()
+        self._journal.settle()
+        self._trouble.push(torch.stack([scaler.state.stuck for scaler in self._scalers]).max())
+
+    def _leave(self, lanes: Sequence[Lane]) -> None:
+        """After an exception in a step: if every optimizer had moved, the step counts; else the window is dropped."""
+        if all(lane.has_stepped for lane in lanes):
+            for lane in lanes:
+                lane.drop()
+            self._journal.settle()
+        else:
+            self.drop_window(lanes)
+
+    @property
+    def _scale(self) -> Tensor:
+        """The scale of loss 0.  # f32[]"""
+        return self._scalers[0].state.scale
