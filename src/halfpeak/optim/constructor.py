@@ -43,6 +43,10 @@ class DefaultOptimWrapperConstructor:
 
     A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own.
 
+    mmengine makes the same groups, and accepts silently what is refused here: an unknown key, ``flat_decay_mult`` without
+    weight decay, a custom option that the optimizer does not have. It also trains nothing but ``model.module`` wherever
+    there is one; here that must hold every parameter, as it does in a parallel wrapper.
+
     Attributes:
         optim_wrapper_cfg: the wrapper's part of the configuration.
         optimizer_cfg: the optimizer's.
