@@ -112,6 +112,7 @@ class DeformConv2d(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 2, 1, 1))
         self.bias = nn.Parameter(torch.zeros(2))
         self.conv_offset = nn.Conv2d(2, 2, 1)
+        self.gate = nn.Conv2d(2, 2, 1)  # inside, but not the offsets
         self.other = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
 
 
