@@ -188,7 +188,7 @@ def never(params: Any) -> None:
 
 
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
-    "wrapper type": ({"type": "AmpWrapper", "optimizer": {"type": never}}, None, RegistryError, "did you mean 'AmpOptimWrapper'"),
+    "wrapper type": ({"type": "AmpWraper", "optimizer": {"type": never}}, None, RegistryError, "did you mean 'AmpOpt"),
     "optimizer type": ({"optimizer": {**SGD, "type": "SDG"}}, None, RegistryError, "did you mean 'SGD'"),
     "no type": ({"optimizer": {"lr": 0.1}}, None, RegistryError, "no 'type' in ['lr']"),
     "optimizer key": ({"optimizer": {**SGD, "momentun": 0}}, None, TypeError, "did you mean 'momentum'"),
