@@ -23,27 +23,33 @@ class Handle:
     """Casts that are on for the thread: what ``amp.init`` returns and ``amp._amp_state.handle`` holds."""
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
-        self._casts = casts
-        self._is_on = casts is not None
+        self.casts = casts
+        self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
         if casts is not None:
-            casts.install()
+            self._activate()
 
     def is_active(self) -> bool:
         """Whether these casts are on."""
         return self._is_on
 
+    def _activate(self) -> None:
+        if self.casts is not None and not self._is_on:
+            self.casts.install()
+            self._is_on = True
+            _amp_state.handle = self
+
     def _deactivate(self) -> None:
-        if self._casts is not None and self._is_on:
-            self._casts.uninstall()
+        if self.casts is not None and self._is_on:
+            self.casts.uninstall()
         self._is_on = False
         if _amp_state.handle is self:
             _amp_state.handle = None
 
     def _clear_cache(self) -> None:
-        if self._casts is not None:
-            self._casts.clear_cache()
+        if self.casts is not None:
+            self.casts.clear_cache()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return disable_casts()
@@ -51,27 +57,32 @@ class Handle:
 
 def enter_ambient(run: Run) -> None:
     """Switch the thread to the casts of a new run, and keep older runs that live under their own."""
-    others = [other for other in _amp_state.runs() if other is not run]
+    handle = None
     if run.casts is not None:
         previous = _amp_state.handle
         if previous is not None:
             previous._deactivate()
         handle = Handle(run.casts, verbose=run.verbosity == 2)
-        _amp_state.handle = handle
+        models = [weakref.ref(model) for model in run.engine.models]
         for model in run.engine.models:
-            weakref.finalize(
-                model, _end_if_unused, weakref.ref(handle), [weakref.ref(m) for m in run.engine.models]
-            )
-    if others and (run.casts is not None or _amp_state.handle is not None):
-        for each in (*others, run):
-            for model in each.engine.models:
-                _keep_own_casts(model, each.casts)
+            weakref.finalize(model, _end_if_unused, weakref.ref(handle), models)
+    known = _amp_state.models
+    is_alone = not known
+    known.update(dict.fromkeys(run.engine.models, handle))
+    if not is_alone and _amp_state.handle is not None:
+        for model, own in known.items():
+            _keep_own_casts(model, None if own is None else own.casts)
 
 
 def _end_if_unused(handle: weakref.ref[Handle], models: list[weakref.ref[nn.Module]]) -> None:
-    alive = handle()
-    if alive is not None and all(model() is None for model in models):
-        alive._deactivate()
+    """The last model of a run is gone: its casts end, and those of the latest run that still has one come back."""
+    ended = handle()
+    if ended is None or not ended.is_active() or any(model() is not None for model in models):
+        return
+    ended._deactivate()
+    heirs = [own for _, own in _amp_state.models.items() if own is not None and own is not ended]
+    if heirs:
+        heirs[-1]._activate()
 
 
 def pause_in_step(run: Run) -> None:

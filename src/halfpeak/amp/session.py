@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.scaler import LossScaler
@@ -55,7 +55,8 @@ class AmpState:
         loss_scalers: of the last ``initialize`` that was enabled.
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
-        handle: of the last O1 or O4 ``initialize`` or ``init``; None without.
+        handle: of the last O1 or O4 ``initialize`` or ``init`` whose model lives; None without.
+        models: every initialised model that lives, with the handle of its casts or None.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
         self.handle: Any = None
+        self.models: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
         self._count = 0
 

@@ -1,0 +1,305 @@
+"""Several initialize calls in one process: each run is as it would be alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from halfpeak import amp
+from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.snapshot import values
+
+
+class Trainee:
+    """One run: its own model, optimizer, data and loss outside the model."""
+
+    def __init__(self, level: str, seed: int = 0, kind: str = "sgd", **options: Any) -> None:
+        self.net: nn.Module = make_net(seed)
+        self.optimizer = OPTIMIZERS[kind](self.net.parameters())
+        self.seed = seed
+        amp.initialize(
+            self.net, self.optimizer, opt_level=level, verbosity=0, max_loss_scale=256.0, **options
+        )
+        self.scalers = amp._amp_state.loss_scalers
+
+    def step(self, number: int, overflow: bool = False) -> None:
+        x, y = make_batch(100 * self.seed + number)
+        self.optimizer.zero_grad()
+        with amp.scale_loss(mse_loss(self.net(x), y), self.optimizer) as scaled:
+            scaled.backward()
+            if overflow:
+                next(self.net.parameters()).grad[0, 0] = float("inf")
+        self.optimizer.step()
+
+    def result(self) -> list[Any]:
+        return [values(self.net, self.optimizer), [(s.loss_scale(), s._unskipped) for s in self.scalers]]
+
+
+def count_tensors() -> int:
+    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+
+def stop_casts() -> None:
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
+
+
+def alone(level: str, seed: int) -> list[Any]:
+    trainee = Trainee(level, seed)
+    for number in range(6):
+        trainee.step(number, overflow=number == 3)
+    result = trainee.result()
+    stop_casts()
+    return result
+
+
+PAIRS = [(a, b) for a in LEVELS for b in LEVELS]
+
+
+class TestSideBySide:
+    @pytest.mark.parametrize(("first", "second"), PAIRS)
+    def test_neither_disturbs_the_other(self, first: str, second: str) -> None:
+        one = Trainee(first, 1)
+        for number in range(2):
+            one.step(number)
+        two = Trainee(second, 2)
+        for number in range(2, 6):
+            two.step(number - 2)
+            one.step(number, overflow=number == 3)
+        for number in range(4, 6):
+            two.step(number)
+        got = [one.result(), two.result()]
+        stop_casts()
+        assert got[0] == alone(first, 1)
+
+        expected = Trainee(second, 2)
+        for number in range(6):
+            expected.step(number)
+        assert got[1] == expected.result()
+
+    @pytest.mark.parametrize(("first", "second"), PAIRS)
+    def test_the_first_goes_on_when_the_second_is_gone(self, first: str, second: str) -> None:
+        one = Trainee(first, 1)
+        one.step(0)
+        two = Trainee(second, 2)
+        two.step(0)
+        del two
+        gc.collect()
+        for number in range(1, 6):
+            one.step(number, overflow=number == 3)
+        result = one.result()
+        stop_casts()
+        assert result == alone(first, 1)
+
+    @pytest.mark.parametrize(("first", "second"), PAIRS)
+    def test_one_after_the_other(self, first: str, second: str) -> None:
+        alone_first = alone(second, 2)
+        trainee = Trainee(first, 1)
+        trainee.step(0)
+        del trainee
+        gc.collect()
+        assert alone(second, 2) == alone_first
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    @pytest.mark.parametrize("other", ["O0", "O2", "O3", "O5"])
+    def test_a_model_without_optimizer_does_not_cast_for_others(self, level: str, other: str) -> None:
+        teacher = amp.initialize(make_net(5), opt_level=level, verbosity=0)
+        student = Trainee(other, 2)
+        for number in range(6):
+            student.step(number, overflow=number == 3)
+        result = student.result()
+        assert teacher(make_batch(0)[0]).dtype is (torch.float16 if level == "O1" else torch.bfloat16)
+        stop_casts()
+        assert result == alone(other, 2)
+
+    @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+    @pytest.mark.parametrize("other", ["O1", "O4"])
+    def test_a_model_without_optimizer_is_not_cast_by_others(self, level: str, other: str) -> None:
+        x = make_batch(0)[0]
+        teacher = amp.initialize(make_net(5), opt_level=level, verbosity=0).eval()
+        expected = teacher(x)
+        student = Trainee(other, 2)
+        student.step(0)
+        assert torch.equal(teacher(x), expected)
+
+    def test_the_casts_outside_models_are_those_of_the_latest_run_that_lives(self) -> None:
+        def product() -> torch.dtype:
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+        one = Trainee("O1", 1)
+        two = Trainee("O4", 2)
+        three = Trainee("O2", 3)
+        assert product() is torch.bfloat16
+        del two
+        gc.collect()
+        assert product() is torch.float16
+        assert amp._amp_state.handle.is_active()
+        del one
+        gc.collect()
+        assert product() is torch.float32
+        three.step(0)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_gan_in_two_calls(self, level: str) -> None:
+        """A block may name optimizers of several calls; scalers are those of the first one named."""
+        one, two = Trainee(level, 1, loss_scale=64.0), Trainee(level, 2, loss_scale=16.0)
+        x, y = make_batch(0)
+        with amp.scale_loss(
+            mse_loss(one.net(x), y) + mse_loss(two.net(x), y), [one.optimizer, two.optimizer]
+        ) as scaled:
+            scaled.backward()
+        reference = [make_net(1), make_net(2)]
+        (mse_loss(reference[0](x), y) + mse_loss(reference[1](x), y)).backward()
+        tolerance = 1e-6 if level == "O0" else 3e-2
+        for trainee, net in zip((one, two), reference, strict=True):
+            for ours, theirs in zip(amp.master_params(trainee.optimizer), net.parameters(), strict=True):
+                assert torch.allclose(ours.grad.float(), theirs.grad, atol=tolerance)
+            before = values(trainee.net)
+            trainee.optimizer.step()
+            assert values(trainee.net) != before
+
+    def test_a_disabled_call_does_not_switch_others_off(self) -> None:
+        one = Trainee("O2", 1)
+        net = make_net(2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, enabled=False)
+        loss = net(make_batch(0)[0]).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert scaled is loss
+        for number in range(6):
+            one.step(number, overflow=number == 3)
+        assert one.result() == alone("O2", 1)
+
+    def test_state_dict_covers_every_run(self) -> None:
+        one, two = Trainee("O2", 1, num_losses=2), Trainee("O1", 2)
+        one.step(0)
+        one.step(1, overflow=True)
+        two.step(0)
+        state = amp.state_dict()
+        assert state == {
+            "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0},
+            "loss_scaler1": {"loss_scale": 256.0, "unskipped": 0},
+            "loss_scaler2": {"loss_scale": 256.0, "unskipped": 1},
+        }
+        for trainee in (one, two):
+            trainee.step(2, overflow=True)
+        amp.load_state_dict(state)
+        assert amp.state_dict() == state
+
+
+class TestEnd:
+    @pytest.mark.parametrize("kind", ["sgd", "adamw-fused"])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_models_and_optimizers_are_freed(self, level: str, kind: str) -> None:
+        trainee = Trainee(level, kind=kind)
+        for number in range(3):
+            trainee.step(number, overflow=number == 1)
+        references = [weakref.ref(trainee.net), weakref.ref(trainee.optimizer)]
+        references += [weakref.ref(p) for p in amp.master_params(trainee.optimizer)]
+        gc.collect()
+        gc.disable()
+        try:
+            del trainee
+            alive = [reference() for reference in references if reference() is not None]
+        finally:
+            gc.enable()
+        assert not alive  # by reference counts alone
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_casts_end_with_the_model(self, level: str) -> None:
+        trainee = Trainee(level)
+        trainee.step(0)
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype is (torch.float16 if level == "O1" else torch.bfloat16)
+        del trainee
+        gc.collect()
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert torch._C._len_torch_function_stack() == 0
+        assert amp._amp_state.handle is None
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_casts_end_with_a_model_that_was_never_trained(self, level: str) -> None:
+        net = amp.initialize(make_net(), opt_level=level, verbosity=0)
+        net(make_batch(0)[0])
+        del net
+        gc.collect()
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_casts_stay_while_one_of_several_models_lives(self) -> None:
+        nets = [make_net(0), make_net(1)]
+        amp.initialize(nets, opt_level="O1", verbosity=0)
+        first = nets.pop()
+        del nets
+        gc.collect()
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+        del first
+        gc.collect()
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_many_runs_leave_no_modes_and_no_tensors(self, level: str) -> None:
+        def train() -> None:
+            trainee = Trainee(level)
+            trainee.step(0)
+
+        train()
+        gc.collect()
+        before = count_tensors()
+        for _ in range(30):
+            train()
+        gc.collect()
+        assert count_tensors() <= before
+        assert torch._C._len_torch_function_stack() == 0
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_a_new_run_in_the_place_of_the_old(self, level: str) -> None:
+        """The notebook: ``model, optimizer = ...`` again and again under the same names."""
+        for _ in range(3):
+            trainee = Trainee(level)
+            trainee.step(0)
+            assert torch._C._len_torch_function_stack() == 1
+        expected = trainee.result()
+        del trainee
+        gc.collect()
+        fresh = Trainee(level)
+        fresh.step(0)
+        assert fresh.result() == expected
+
+
+class TestOptimizerStepAtO1:
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_runs_without_casts(self, level: str) -> None:
+        seen: list[torch.dtype] = []
+
+        class Probe(torch.optim.SGD):
+            def step(self, closure: Callable[[], Any] | None = None) -> Any:
+                seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+                return super().step(closure)
+
+        net = make_net()
+        optimizer = Probe(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        optimizer.step()
+        assert seen == [torch.float32]
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is not torch.float32
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_an_exception_inside_leaves_casts_on(self, level: str) -> None:
+        class Failing(torch.optim.SGD):
+            def step(self, closure: Callable[[], Any] | None = None) -> Any:
+                raise ZeroDivisionError
+
+        net = make_net()
+        optimizer = Failing(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is not torch.float32
