@@ -1,0 +1,188 @@
+"""Closures under loss scaling: apex refused them at O2 and let an inf through elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import halfpeak
+from halfpeak import amp
+from support.nets import LEVELS, MASTERED, make_batch, make_net
+from support.snapshot import values
+
+PASS: dict[str, Callable[[torch.optim.Optimizer, Callable[[], Any]], Any]] = {
+    "by position": lambda optimizer, closure: optimizer.step(closure),
+    "by name": lambda optimizer, closure: optimizer.step(closure=closure),
+}
+
+
+def regression() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, 6, generator=generator)
+    return x, x @ torch.linspace(-1, 1, 18).reshape(6, 3)
+
+
+def setup(level: str, **options: Any) -> tuple[nn.Module, torch.optim.LBFGS]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=8)
+    options.setdefault("loss_scale", "dynamic")
+    options.setdefault("max_loss_scale", 64.0)
+    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def make_closure(
+    net: nn.Module, optimizer: torch.optim.Optimizer, overflow_at: tuple[int, ...] = ()
+) -> Callable[[], Tensor]:
+    x, y = regression()
+    calls = iter(range(10**6))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(net(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if next(calls) in overflow_at:
+                net.weight.grad[0, 0] = float("inf")
+        return loss.detach()
+
+    return closure
+
+
+@pytest.mark.parametrize("how", PASS)
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_lbfgs_converges(level: str, how: str) -> None:
+    net, optimizer = setup(level)
+    closure = make_closure(net, optimizer)
+    first = float(PASS[how](optimizer, closure))
+    for _ in range(4):
+        last = PASS[how](optimizer, closure)
+    limit = {"O0": 1e-8, "O1": 1e-4, "O2": 1e-4, "O4": 2e-3, "O5": 2e-3}[level]
+    assert float(last) < limit < first
+    for parameter in amp.master_params(optimizer):
+        assert parameter.dtype is torch.float32
+        assert bool(parameter.isfinite().all())
+
+
+def test_lbfgs_converges_in_pure_half_by_single_steps() -> None:
+    """Its inner products leave float16's range when it takes several steps per call."""
+    net, optimizer = setup("O3")
+    optimizer.param_groups[0]["max_iter"] = 1
+    closure = make_closure(net, optimizer)
+    losses = [float(optimizer.step(closure)) for _ in range(10)]
+    assert losses[-1] < 1e-3 < losses[0]
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+@pytest.mark.parametrize("at", [(0,), (3,), (0, 1, 9)])
+def test_an_overflow_inside_is_not_stepped_and_the_closure_runs_again(
+    level: str, at: tuple[int, ...]
+) -> None:
+    net, optimizer = setup(level)
+    closure = make_closure(net, optimizer, overflow_at=at)
+    for _ in range(5):
+        last = optimizer.step(closure)
+        assert all(bool(p.isfinite().all()) for p in amp.master_params(optimizer))
+    assert float(last) < 5e-3
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0 / 2 ** len(at)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", PASS)
+def test_sgd_with_a_closure_is_sgd_without_one(level: str, how: str) -> None:
+    def run(with_closure: bool) -> list[Any]:
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0, max_loss_scale=64.0)
+        for step in range(3):
+            x, y = make_batch(step)
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = mse_loss(net(x), y)
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                return loss.detach()
+
+            if with_closure:
+                PASS[how](optimizer, closure)
+            else:
+                closure()
+                optimizer.step()
+            assert amp.last_step(optimizer).stepped()
+        assert amp._amp_state.loss_scalers[0]._unskipped == 3
+        return values(net, optimizer)
+
+    assert run(with_closure=True) == run(with_closure=False)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_backward_past_scale_loss_is_refused(level: str) -> None:
+    net, optimizer = setup(level)
+    x, y = regression()
+    before = values(net, optimizer)[:2]
+
+    def closure() -> Tensor:
+        loss = mse_loss(net(x), y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="scale_loss"):
+        optimizer.step(closure)
+    assert values(net, optimizer)[:2] == before
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_a_static_scale_that_cannot_fall_gives_up(level: str) -> None:
+    net, optimizer = setup(level, loss_scale=1.0)
+    before = values(net, optimizer)[:2]
+    with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
+        optimizer.step(make_closure(net, optimizer, overflow_at=tuple(range(1000))))
+    assert values(net, optimizer)[:2] == before
+
+
+def test_a_dynamic_scale_gives_up_after_patience() -> None:
+    net, optimizer = setup("O2", min_loss_scale=32.0, patience=3)
+    before = values(net, optimizer)[:2]
+    with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
+        optimizer.step(make_closure(net, optimizer, overflow_at=tuple(range(1000))))
+    assert values(net, optimizer)[:2] == before
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_an_exception_in_the_closure_leaves_a_run_that_goes_on(level: str) -> None:
+    net, optimizer = setup(level)
+    before = values(net, optimizer)[:2]
+
+    def fail() -> Tensor:
+        raise Failure
+
+    with pytest.raises(Failure):
+        optimizer.step(fail)
+    assert values(net, optimizer)[:2] == before
+    closure = make_closure(net, optimizer)
+    first = float(optimizer.step(closure))
+    assert float(optimizer.step(closure)) < first
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_the_closure_computes_its_loss_under_the_casts(level: str) -> None:
+    net, optimizer = setup(level)
+    seen: list[torch.dtype] = []
+    inner = make_closure(net, optimizer)
+
+    def closure() -> Tensor:
+        seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return inner()
+
+    optimizer.step(closure)
+    assert set(seen) == {torch.float16 if level == "O1" else torch.bfloat16}
