@@ -93,6 +93,7 @@ class Lane:
         self.has_stepped = False
         self._moving: list[tuple[Tensor, int]] | None = None
         self._trace: list[tuple[Tensor, Tensor, int]] = []
+        self._slots: list[Slot] | None = None
         self.marker: Tensor | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -111,7 +112,11 @@ class Lane:
             raise OrderError("the optimizer of this engine does not exist any more; keep a reference to it")
         return optimizer
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> list[Slot]:
+        """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
+        return list(self._scan()) if self._slots is None else self._slots
+
+    def _scan(self) -> Iterator[Slot]:
         """The trainable parameters of the groups as they are now, each once."""
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
@@ -127,6 +132,7 @@ class Lane:
         self.recover()
         self.masters.adopt(self.optimizer)
         self.masters.refresh()
+        self._slots = list(self._scan())
         if self.phase is Phase.UNSCALED and not self._is_untouched():
             self._forget_if_zeroed()
         elif self.phase is Phase.SCALED:
@@ -169,6 +175,7 @@ class Lane:
         self.frozen = None
         self.marker = None
         self._trace.clear()
+        self._slots = None
         self.phase = Phase.CLEAN
 
     def step(self, verdict: Tensor | bool, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,7 +232,7 @@ class Lane:
             self.masters.mark_stepped()
             return rebuild(Guard(closure, self, self._owner))
         if verdict is True:
-            for slot in self.slots():
+            for slot in self._scan():
                 slot.target.grad = None
         elif isinstance(verdict, Tensor):
             optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
