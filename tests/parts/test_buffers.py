@@ -177,6 +177,17 @@ def test_what_does_not_fit_is_replaced_by_the_present(saved: list[Tensor]) -> No
     assert equal(stats(model), before)
 
 
+def test_a_lazy_layer_is_looked_after_once_it_has_a_shape() -> None:
+    model = nn.LazyBatchNorm1d()
+    buffers = BatchNormBuffers([model])
+    model(torch.randn(4, 3))
+    buffers.settle(False)
+    before = stats(model)
+    spoil(model, torch.nan)
+    buffers.settle(torch.ones(()))
+    assert equal(stats(model), before)
+
+
 def test_nothing_to_look_after() -> None:
     for models in ([], [nn.Linear(2, 2)]):
         buffers = BatchNormBuffers(models)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 
 class BatchNormBuffers:
@@ -66,7 +67,8 @@ class BatchNormBuffers:
         live: dict[_Key, list[Tensor]] = {}
         for norm in self._norms:
             for buffer in norm.buffers(recurse=False):
-                live.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+                if not is_lazy(buffer):
+                    live.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         return live
 
 
