@@ -49,6 +49,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         print(f"Skipping loss_scaler[{index}]: num_losses={len(scalers)}")
     parsed = [(scaler, scaler.parse(entry)) for scaler, entry in zip(scalers, entries, strict=False)]
     for scaler, entry in parsed:
-        if scaler.dynamic:
-            scaler.part.load_state_dict(entry)
-            scaler.clear_overflow_state()
+        if not scaler.dynamic:
+            entry["scale"] = scaler.loss_scale()
+        scaler.part.load_state_dict(entry)
+        scaler.clear_overflow_state()
