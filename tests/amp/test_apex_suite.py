@@ -1,0 +1,252 @@
+"""What apex's own tests asserted about several models, losses and optimizers, and about the weight cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak import amp
+from halfpeak.engine.checks import lane_of
+
+
+class Mixed(nn.Module):
+    """A float32 and a float16 weight whose gradients are whole numbers times powers of two."""
+
+    def __init__(self, unique: int) -> None:
+        super().__init__()
+        self.high = nn.Parameter(unique + torch.arange(2, dtype=torch.float32))
+        self.low = nn.Parameter(1.0 + unique + torch.arange(2, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.high).sum() + (x.half() * self.low).float().sum()
+
+
+class Case(NamedTuple):
+    """Which models each loss uses, and which models each optimizer trains."""
+
+    models: int
+    losses: tuple[tuple[int, ...], ...]
+    optimizers: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+CASES = {
+    "2models2losses1optimizer": Case(2, ((0,), (1,)), ((0, 1),), ((0,), (0,))),
+    "3models2losses1optimizer": Case(3, ((0, 2), (1, 2)), ((0, 1, 2),), ((0,), (0,))),
+    "2models2losses2optimizers": Case(2, ((0,), (1,)), ((0,), (1,)), ((0,), (1,))),
+    "3models2losses2optimizers": Case(3, ((0, 2), (1, 2)), ((0, 2), (1,)), ((0,), (0, 1))),
+}
+
+
+class Injection(NamedTuple):
+    """Where an inf is put, inside the context after backward: iteration, backward pass, model, weight."""
+
+    iteration: int
+    backward: int
+    model: int
+    weight: str
+
+
+def injections(case: Case) -> Iterator[Injection | None]:
+    yield None
+    for iteration, backward in itertools.product((0, 1), (0, 1)):
+        for model in case.losses[backward]:
+            for weight in ("low", "high"):
+                yield Injection(iteration, backward, model, weight)
+
+
+def make_all(case: Case) -> tuple[list[Mixed], list[torch.optim.Optimizer]]:
+    models = [Mixed(number + 1) for number in range(case.models)]
+    optimizers: list[torch.optim.Optimizer] = []
+    for number, trained in enumerate(case.optimizers):
+        groups = [{"params": models[m].parameters(), "lr": 0.25 * (m + 1)} for m in trained]
+        optimizers.append(torch.optim.SGD(groups, lr=0.25, momentum=0.125 * (number + 1)))
+    return models, optimizers
+
+
+ZEROING: dict[str, Callable[[list[Any], list[Any]], None]] = {
+    "none": lambda models, optimizers: [setattr(p, "grad", None) for m in models for p in m.parameters()],  # type: ignore[func-returns-value]
+    "model": lambda models, optimizers: [m.zero_grad() for m in models],  # type: ignore[func-returns-value]
+    "optimizer": lambda models, optimizers: [o.zero_grad() for o in optimizers],  # type: ignore[func-returns-value]
+}
+
+
+def skipped(case: Case, injection: Injection | None, iteration: int) -> set[int]:
+    """The optimizers that must skip: those of the block with the inf."""
+    hit = injection is not None and injection.iteration == iteration
+    return set(case.blocks[injection.backward]) if injection is not None and hit else set()
+
+
+def run_plain(case: Case, zeroing: str, injection: Injection | None) -> Iterator[list[list[float]]]:
+    """Gradients of each iteration, then the final weights, with the skipped steps left out."""
+    models, optimizers = make_all(case)
+    x = torch.tensor([1.0, 2.0])
+    for iteration in range(3):
+        ZEROING[zeroing](models, optimizers)
+        for used in case.losses:
+            sum(models[m](x) for m in used).backward()  # type: ignore[union-attr]
+        yield [p.grad.tolist() for model in models for p in model.parameters() if p.grad is not None]
+        for number, optimizer in enumerate(optimizers):
+            if number in skipped(case, injection, iteration):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            optimizer.step()
+    yield [p.tolist() for model in models for p in model.parameters()]
+
+
+def masters_by_model(models: list[Mixed], optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
+    """What is stepped in the place of each parameter, in the order of the models."""
+    found: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        lane = lane_of(optimizer)
+        assert lane is not None
+        found.update({id(slot.source): slot.target for slot in lane.slots()})
+    return [found[id(p)] for model in models for p in model.parameters()]
+
+
+def run_amp(
+    case: Case, level: str, zeroing: str, injection: Injection | None, scalers: int
+) -> Iterator[list[list[float]]]:
+    models, optimizers = make_all(case)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(
+        models, optimizers, opt_level=level, verbosity=0, cast_model_type=False, num_losses=scalers
+    )
+    for number, scaler in enumerate(amp._amp_state.loss_scalers):
+        scaler._loss_scale = 4.0 ** (number + 1)
+    x = torch.tensor([1.0, 2.0])
+    for iteration in range(3):
+        ZEROING[zeroing](models, optimizers)
+        for backward, used in enumerate(case.losses):
+            passed = [optimizers[o] for o in case.blocks[backward]]
+            loss = sum(models[m](x) for m in used)
+            with amp.scale_loss(loss, passed, loss_id=backward % scalers) as scaled:  # type: ignore[arg-type]
+                scaled.backward()
+                if injection is not None and injection[:2] == (iteration, backward):
+                    getattr(models[injection.model], injection.weight).grad[0] = float("inf")
+        stepped = masters_by_model(models, optimizers)
+        yield [p.grad.tolist() for p in stepped if p.grad is not None]
+        for number, optimizer in enumerate(optimizers):
+            optimizer.step()
+            skips = number in skipped(case, injection, iteration)
+            assert amp.last_step(optimizer).stepped() is not skips
+    for parameter, master in zip((p for model in models for p in model.parameters()), stepped, strict=True):
+        assert torch.equal(parameter, master.to(parameter.dtype))
+    yield [p.tolist() for model in models for p in model.parameters()]
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.parametrize("zeroing", ZEROING)
+@pytest.mark.parametrize("name", CASES)
+def test_several_models_losses_and_optimizers(name: str, zeroing: str, scalers: int, level: str) -> None:
+    """Gradients in clean iterations, who skips, and the final weights, exactly as plain SGD on the same models.
+
+    All numbers are sums of powers of two that float16 holds; with masters nothing is rounded before the end, so the
+    reference keeps its float16 weights in float32 there.
+    """
+    case = CASES[name]
+    for injection in injections(case) if level in ("O1", "O2") else [None]:
+        plain = list(run_plain(case, zeroing, injection))
+        mixed = list(run_amp(case, level, zeroing, injection, scalers))
+        for iteration, (ours, theirs) in enumerate(zip(mixed[:-1], plain[:-1], strict=True)):
+            if injection is None or injection.iteration != iteration:
+                assert ours == theirs, (injection, iteration)
+        assert torch.allclose(torch.tensor(mixed[-1]), torch.tensor(plain[-1]), rtol=2e-3), injection
+
+
+class TwoUses(nn.Module):
+    """One weight, used twice, in an operation of each list."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(
+            torch.arange(64 * 16, dtype=torch.float32).reshape(64, 16).div(512).to(dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.once(self.once(x, self.weight), self.weight.t())
+
+    def once(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.kind == "low":
+            return x.mm(weight)
+        if self.kind == "float32":
+            return (x + torch.pow(weight, 2.0).sum(0)[: x.shape[1]].mean())[:, : weight.shape[1]]
+        return ((weight + weight) * x.mean()).sum(0, keepdim=True).expand(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["low", "float32", "promote"])
+def test_no_cast_outlives_its_weight(kind: str, dtype: torch.dtype) -> None:
+    """Train, evaluate without gradients, train; the weight changes in place in between."""
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    net = TwoUses(kind, dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    x = torch.linspace(-1, 1, 8 * 64).reshape(8, 64)
+
+    def reference() -> tuple[Tensor, Tensor]:
+        fresh = net.weight.detach().clone().requires_grad_(True)
+        out = net.once(net.once(x, fresh), fresh.t())
+        (out.float().sum() * 4.0).backward()
+        assert fresh.grad is not None
+        return out.detach(), fresh.grad * 0.25
+
+    for training in (True, False, True, False, False, True):
+        expected, expected_grad = reference()
+        if training:
+            net.zero_grad()
+            out = net(x)
+            with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+                scaled.backward()
+            assert net.weight.grad is not None
+            assert net.weight.grad.dtype is dtype
+            assert torch.allclose(net.weight.grad, expected_grad, rtol=2e-3, atol=1e-2)
+        else:
+            with torch.no_grad():
+                out = net(x)
+        assert torch.equal(out, expected)
+        with torch.no_grad():
+            net.weight -= 1
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "load_state_dict", "optimizer", "swap"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_no_output_of_an_old_weight(how: str, gradients: bool) -> None:
+    """Evaluate, change the weight, evaluate: apex gave the old output until the next ``scale_loss``."""
+    torch.manual_seed(0)
+    net, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(gradients):
+        first = net(x)
+        if how == "in place":
+            with torch.no_grad():
+                net.weight.copy_(other.weight)
+                net.bias.copy_(other.bias)
+        elif how == "data":
+            net.weight.data = other.weight.data
+            net.bias.data = other.bias.data
+        elif how == "load_state_dict":
+            net.load_state_dict(other.state_dict())
+        elif how == "optimizer":
+            for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+                ours.grad = (ours - theirs).detach()
+            optimizer.step()
+        else:
+            net.weight, net.bias = other.weight, other.bias
+        second = net(x)
+    expected = (x.half() @ net.weight.detach().half().t() + net.bias.detach().half()).float()
+    assert torch.allclose(second.detach().float(), expected, atol=2e-3)
+    assert not torch.allclose(first.detach(), second.detach(), atol=1e-2)
