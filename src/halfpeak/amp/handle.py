@@ -115,9 +115,9 @@ def init(
         raise ConfigError(f"loss_scale={loss_scale!r} must be 'dynamic' or a number")
     if not enabled:
         return Handle(None)
+    casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
-    casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
     _amp_state.handle = Handle(casts, cache=enable_caching, verbose=verbose)
     return _amp_state.handle
 

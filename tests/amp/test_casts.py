@@ -1,0 +1,410 @@
+"""Casts per operation through the door: what initialize at O1 and O4, init, registrations and decorators do."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfpeak import amp
+from halfpeak.amp import registration
+
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LOW = {"O1": HALF, "O4": BF16}
+
+
+def product() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.fixture(params=["O1", "O4"])
+def low(request: pytest.FixtureRequest) -> torch.dtype:
+    """A process in which a model trains at O1 or O4; the low dtype."""
+    request.node.model = amp.initialize(nn.Linear(2, 2), opt_level=request.param, verbosity=0)
+    return LOW[request.param]
+
+
+class TestBasicCasts:
+    @pytest.mark.parametrize("given", [None, FP32], ids=["low input", "float32 input"])
+    @pytest.mark.parametrize(
+        ("expected", "run", "shape"),
+        [
+            ("low", nn.Linear(8, 8), (4, 8)),
+            ("low", nn.Conv2d(2, 2, 3), (1, 2, 8, 8)),
+            ("low", lambda x: functional.linear(x, weight=torch.ones(3, 8), bias=torch.ones(3)), (4, 8)),
+            ("low", lambda x: functional.conv2d(x, weight=torch.ones(2, 2, 3, 3)), (1, 2, 8, 8)),
+            ("low", lambda x: x.matmul(torch.ones(8, 3)), (4, 8)),
+            ("low", lambda x: torch.ones(3, 4).matmul(x), (4, 8)),
+            ("low", lambda x: x @ torch.ones(8, 3), (4, 8)),
+            ("low", lambda x: torch.ones(3, 4) @ x, (4, 8)),
+            ("float32", nn.Softmax(dim=1), (4, 8)),
+            ("float32", nn.GroupNorm(2, 4), (2, 4, 3)),
+            ("float32", lambda x: functional.mse_loss(x, torch.ones(4, 8)), (4, 8)),
+            ("float32", lambda x: x.pow(2.0), (4, 8)),
+            ("float32", lambda x: x**2.0, (4, 8)),
+            ("float32", lambda x: 2.0**x, (4, 8)),
+            ("float32", lambda x: x.sum(), (4, 8)),
+            ("float32", lambda x: torch.exp(x), (4, 8)),
+            ("match", nn.ReLU(), (4, 8)),
+            ("match", nn.BatchNorm1d(8), (4, 8)),
+            ("match", nn.BatchNorm1d(8).eval(), (4, 8)),
+            ("match", lambda x: torch.sigmoid(x), (4, 8)),
+        ],
+    )
+    def test_output_and_gradient(
+        self,
+        low: torch.dtype,
+        expected: str,
+        run: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...],
+        given: torch.dtype | None,
+    ) -> None:
+        x = torch.rand(shape, dtype=given or low, requires_grad=True)
+        out = run(x)
+        assert out.dtype is {"low": low, "float32": FP32, "match": x.dtype}[expected]
+        out.float().sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype is x.dtype
+
+    @pytest.mark.parametrize("pair", ["low low", "low float32", "float32 low", "float32 float32"])
+    @pytest.mark.parametrize(
+        "run", [torch.atan2, Tensor.atan2, torch.mul, Tensor.mul, Tensor.__mul__, torch.add, Tensor.__rsub__]
+    )
+    def test_the_widest_wins(self, low: torch.dtype, run: Callable[..., Tensor], pair: str) -> None:
+        first, second = ({"low": low, "float32": FP32}[name] for name in pair.split())
+        out = run(torch.rand(3, dtype=first), torch.rand(3, dtype=second))
+        assert out.dtype is (low if pair == "low low" else FP32)
+
+    def test_sequences(self, low: torch.dtype) -> None:
+        lows, mixed = [torch.ones(2, dtype=low)] * 2, [torch.ones(2, dtype=low), torch.ones(2)]
+        for join in (torch.cat, torch.stack):
+            assert join(lows).dtype is low
+            assert join(mixed).dtype is FP32
+            assert join(tensors=mixed).dtype is FP32  # TypeError in apex
+
+    def test_doubles_are_promoted_as_torch_does(self, low: torch.dtype) -> None:
+        """apex raised ``NotImplementedError``."""
+        double = torch.ones(2, dtype=torch.float64)
+        assert (torch.ones(2) * double).dtype is torch.float64
+        assert torch.cat([torch.ones(2, dtype=low), double]).dtype is torch.float64
+
+    def test_in_place(self, low: torch.dtype) -> None:
+        x = torch.ones(3)
+        assert x.exp_().dtype is FP32
+        with pytest.raises(NotImplementedError, match="exp_"):
+            torch.ones(3, dtype=low).exp_()
+        for own in (low, FP32):
+            for other in (low, FP32):
+                x = torch.ones(3, dtype=own)
+                address = x.data_ptr()
+                assert x.add_(torch.ones(3, dtype=other)).dtype is own
+                x += torch.ones(3, dtype=other)
+                assert (x.dtype, x.data_ptr()) == (own, address)  # apex made another tensor
+                assert x.tolist() == [3.0] * 3
+
+    def test_banned(self, low: torch.dtype) -> None:
+        loss = nn.BCELoss()
+        with pytest.raises(NotImplementedError, match="logits"):
+            loss(torch.full((2,), 0.5, dtype=low), torch.ones(2, dtype=low))
+        assert loss(torch.full((2,), 0.5), torch.ones(2)).dtype is FP32
+        with amp.disable_casts():
+            loss(torch.full((2,), 0.5, dtype=low).float(), torch.ones(2))
+
+    @pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+    @pytest.mark.parametrize("given", [None, FP32], ids=["low input", "float32 input"])
+    def test_cells(self, low: torch.dtype, cell: Any, given: torch.dtype | None) -> None:
+        module = cell(4, 5)
+        inputs = [torch.randn(2, 4, dtype=given or low, requires_grad=True) for _ in range(3)]
+        state: Any = None
+        outputs: list[Tensor] = []
+        for x in inputs:
+            state = module(x, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        assert {out.dtype for out in outputs} == {low}
+        outputs[-1].float().sum().backward()
+        assert all(x.grad is not None and x.grad.dtype is x.dtype for x in inputs)
+        assert {p.grad.dtype for p in module.parameters()} == {FP32}
+
+    @pytest.mark.parametrize("rnn", [nn.RNN, nn.LSTM, nn.GRU])
+    @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, False), (2, True)])
+    def test_recurrent_layers(self, low: torch.dtype, rnn: Any, layers: int, bidirectional: bool) -> None:
+        module = rnn(4, 5, num_layers=layers, bidirectional=bidirectional)
+        x = torch.randn(3, 2, 4, requires_grad=True)
+        out, _ = module(x)
+        assert out.dtype is low
+        out.float().sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype is FP32
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), [3, 2])
+        assert module(packed)[0].data.dtype is low
+
+
+class TestInit:
+    def test_switches_casts_on_and_off(self) -> None:
+        handle = amp.init()
+        assert amp._amp_state.handle is handle
+        assert handle.is_active()
+        assert handle.has_cache
+        assert not handle.verbose
+        assert product() is HALF
+        handle._clear_cache()
+        with handle._disable_casts():
+            assert product() is FP32
+        assert product() is HALF
+        handle._deactivate()
+        assert not handle.is_active()
+        assert amp._amp_state.handle is None
+        assert product() is FP32
+        handle._deactivate()
+
+    def test_disabled(self) -> None:
+        handle = amp.init(enabled=False)
+        assert not handle.is_active()
+        assert amp._amp_state.handle is None
+        assert product() is FP32
+        with handle._disable_casts():
+            assert product() is FP32
+        handle._deactivate()
+
+    def test_again_replaces(self) -> None:
+        first, second = amp.init(), amp.init(patch_type=BF16)
+        assert not first.is_active()
+        assert product() is BF16
+        second._deactivate()
+        assert product() is FP32
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_allow_banned(self) -> None:
+        handle = amp.init(allow_banned=True)
+        x = torch.full((2,), 0.5).half().requires_grad_(True)
+        loss = functional.binary_cross_entropy(x, torch.ones(2).half())
+        assert loss.dtype is FP32
+        loss.backward()
+        assert x.grad is not None
+        assert x.grad.dtype is HALF
+        handle._deactivate()
+
+    def test_verbose(self, capsys: pytest.CaptureFixture[str]) -> None:
+        handle = amp.init(verbose=True)
+        assert handle.verbose
+        product()
+        assert "Float->Half" in capsys.readouterr().out
+        handle._deactivate()
+
+    def test_without_cache(self) -> None:
+        handle = amp.init(enable_caching=False)
+        assert not handle.has_cache
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is HALF
+        handle._deactivate()
+
+    @pytest.mark.parametrize(
+        "options", [{"loss_scale": "Dynamic"}, {"loss_scale": None}, {"patch_type": FP32}]
+    )
+    def test_refusals_change_nothing(self, options: dict[str, Any]) -> None:
+        handle = amp.init()
+        with pytest.raises(ValueError):
+            amp.init(**options)
+        assert amp._amp_state.handle is handle
+        assert handle.is_active()
+        assert product() is HALF
+        handle._deactivate()
+
+
+class TestDisableCasts:
+    def test_nests_and_survives_exceptions(self, low: torch.dtype) -> None:
+        def body() -> None:
+            with amp.disable_casts():
+                with amp.disable_casts():
+                    assert product() is FP32
+                assert product() is FP32
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            body()
+        assert product() is low
+
+    def test_does_nothing_without_casts(self) -> None:
+        with amp.disable_casts():
+            assert product() is FP32
+        amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+        with amp.disable_casts():
+            assert product() is FP32
+
+    def test_belongs_to_its_thread(self, low: torch.dtype) -> None:
+        seen: list[torch.dtype] = []
+        entered, leave = threading.Event(), threading.Event()
+
+        def other() -> None:
+            with amp.disable_casts():
+                entered.set()
+                leave.wait(10)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(10)
+        seen.append(product())
+        leave.set()
+        thread.join()
+        assert seen == [low]
+
+
+def kind_of(x: Tensor, y: Tensor | None = None) -> tuple[torch.dtype, ...]:
+    return (x.dtype,) if y is None else (x.dtype, y.dtype)
+
+
+class TestDecorators:
+    def test_do_nothing_without_casts(self) -> None:
+        for decorate in (amp.half_function, amp.bfloat16_function, amp.float_function, amp.promote_function):
+            decorated = decorate(kind_of)
+            assert decorated.__name__ == "kind_of"
+            assert decorated(torch.ones(1), torch.ones(1).half()) == (FP32, HALF)
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_decide_when_they_are_called(self, when: str) -> None:
+        def make() -> list[Callable[..., Any]]:
+            return [d(kind_of) for d in (amp.half_function, amp.float_function, amp.promote_function)]
+
+        decorated = make() if when == "before" else []
+        model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        half, float_, promote = decorated or make()
+        f, h = torch.ones(1), torch.ones(1).half()
+        assert half(f, y=h) == (HALF, HALF)
+        assert float_(f, y=h) == (FP32, FP32)
+        assert promote(f, h) == (FP32, FP32)
+        assert promote(h, h) == (HALF, HALF)
+        assert half(model.weight) == (HALF,)
+        with amp.disable_casts():
+            assert half(f, h) == (FP32, HALF)
+        amp._amp_state.handle._deactivate()
+        assert half(f, h) == (FP32, HALF)
+
+    def test_gradients_reach_the_weight(self, low: torch.dtype) -> None:
+        weight = nn.Parameter(torch.ones(2, 2))
+
+        @amp.half_function
+        def square(w: Tensor) -> Tensor:
+            assert w.dtype is low
+            return (w * w).sum()
+
+        (square(weight) + square(weight)).backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype is FP32
+        assert weight.grad.tolist() == [[4.0, 4.0]] * 2
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of the user's, and a process in which nothing is registered yet."""
+    monkeypatch.setattr(registration, "_book", registration._Book())
+    made = types.ModuleType("user_module")
+    vars(made).update(one=lambda x: x.dtype, two=lambda x, y: (x.dtype, y.dtype), three=3)
+    return made
+
+
+class TestRegistrations:
+    @pytest.mark.parametrize(
+        "register",
+        [
+            amp.register_half_function,
+            amp.register_bfloat16_function,
+            amp.register_float_function,
+            amp.register_promote_function,
+        ],
+    )
+    @pytest.mark.parametrize("name", ["no_such_function", "three"])
+    def test_what_is_no_function_is_refused_at_once(
+        self, register: Callable[[Any, str], None], name: str, module: types.ModuleType
+    ) -> None:
+        with pytest.raises(ValueError, match=f"{name}.*user_module"):
+            register(module, name)
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+
+    def test_take_effect_at_the_next_initialize(self, module: types.ModuleType) -> None:
+        before = dict(vars(module))
+        first = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        amp.register_half_function(module, "one")
+        amp.register_promote_function(module, "two")
+        f, h = torch.ones(1), torch.ones(1).half()
+        assert module.one(f) is FP32
+        second = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+        assert module.one(f) is BF16
+        assert module.two(f, h) == (FP32, FP32)
+        del first, second
+        amp._amp_state.handle and amp._amp_state.handle._deactivate()  # type: ignore[func-returns-value]
+        assert module.one(f) is FP32
+        assert vars(module) == before
+
+    def test_a_user_s_rule_replaces_the_built_in_one(self, module: types.ModuleType) -> None:
+        """In apex the input was rounded to half first: 1.0001 became 1."""
+        amp.register_float_function(functional, "linear")
+        model = amp.initialize(nn.Linear(1, 1, bias=False), opt_level="O1", verbosity=0)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        out = model(torch.full((1, 1), 1.0001))
+        assert out.dtype is FP32
+        assert out.item() == pytest.approx(1.0001, abs=1e-7)
+
+    def test_the_last_registration_of_a_name_wins(self, module: types.ModuleType) -> None:
+        amp.register_half_function(module, "one")
+        amp.register_float_function(module, "one")
+        model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        assert module.one(torch.ones(1).half()) is FP32
+        del model
+
+
+class TestSession:
+    def test_before_anything(self) -> None:
+        state = amp._amp_state
+        assert state.hard_override is False
+        assert state.allow_incoming_model_not_fp32 is False
+        assert state.verbosity == 1
+        assert state.opt_properties is None
+        assert state.loss_scalers == []
+        assert state.handle is None
+
+    def test_after_initialize(self) -> None:
+        net = nn.Linear(2, 2)
+        amp.initialize(
+            net, opt_level="O1", num_losses=3, verbosity=0, min_loss_scale=2.0, max_loss_scale=512.0
+        )
+        state = amp._amp_state
+        assert state.verbosity == 0
+        assert state.opt_properties.opt_level == "O1"
+        assert state.opt_properties.loss_scale == "dynamic"
+        assert (state.min_loss_scale, state.max_loss_scale) == (2.0, 512.0)
+        assert len(state.loss_scalers) == 3
+        assert state.handle.is_active()
+
+    def test_a_disabled_call_leaves_the_scalers(self) -> None:
+        amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+        scalers = amp._amp_state.loss_scalers
+        amp.initialize(nn.Linear(2, 2), enabled=False, verbosity=0)
+        assert amp._amp_state.loss_scalers is scalers
+        assert amp._amp_state.opt_properties.enabled is False
+
+    def test_loss_scaler_surface(self) -> None:
+        amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0, max_loss_scale=512.0)
+        (scaler,) = amp._amp_state.loss_scalers
+        assert scaler.loss_scale() == scaler._loss_scale == 512.0
+        assert type(scaler.loss_scale()) is float
+        assert scaler.dynamic is True
+        assert scaler._scale_seq_len == 2000
+        assert scaler._unskipped == 0
+        assert scaler._max_loss_scale == 512.0
+        assert scaler._min_loss_scale == 2.0**-14
+        assert scaler._has_overflow is False
+        scaler._loss_scale = 4.0
+        assert scaler.loss_scale() == 4.0
+        scaler.clear_overflow_state()
+        assert scaler.update_scale() is False
+        assert scaler._unskipped == 1
+        for bad in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError):
+                scaler._loss_scale = bad
+        assert scaler.loss_scale() == 4.0
