@@ -72,7 +72,7 @@ def put_window(engine: Engine, window: Mapping[str, Any]) -> None:
     Raises:
         StateError: it does not fit. Nothing was loaded.
     """
-    _check_window(engine, window)
+    check_window(engine, window)
     for lane, saved in zip(engine.lanes, window["lanes"], strict=True):
         _open_window(lane, saved, engine.scalers)
     engine.journal.cancel()
@@ -140,13 +140,13 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     for model, saved in zip(engine.models, state["models"], strict=True):
         _check_model(model, saved)
     for optimizer, saved in zip(engine.optimizers, state["optimizers"], strict=True):
-        _check_optimizer(optimizer, saved)
+        check_optimizer(optimizer, saved)
     counters = state["counters"]
     if not isinstance(counters, Mapping) or set(counters) != {"taken", "skipped", "index"}:
         raise StateError("the state's counters must be 'taken', 'skipped' and 'index'")
     if not all(isinstance(value, int) and value >= 0 for value in counters.values()):
         raise StateError(f"the state's counters must be integers of 0 or more, not {dict(counters)}")
-    _check_window(engine, state["window"])
+    check_window(engine, state["window"])
 
 
 def _check_model(model: nn.Module, saved: object) -> None:
@@ -165,7 +165,12 @@ def _check_model(model: nn.Module, saved: object) -> None:
                 raise StateError(f"{key} is {shape} in the state and {tuple(value.shape)} in the model")
 
 
-def _check_optimizer(optimizer: Optimizer, saved: object) -> None:
+def check_optimizer(optimizer: Optimizer, saved: object) -> None:
+    """Check an optimizer's state before it is loaded.
+
+    Raises:
+        StateError: its groups or its tensors have other sizes.
+    """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise StateError("an optimizer's state must be a dict with 'state' and 'param_groups'")
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -189,7 +194,12 @@ def _check_optimizer(optimizer: Optimizer, saved: object) -> None:
                     )
 
 
-def _check_window(engine: Engine, window: object) -> None:
+def check_window(engine: Engine, window: object) -> None:
+    """Check what :func:`put_window` would restore.
+
+    Raises:
+        StateError: it does not fit.
+    """
     if not isinstance(window, Mapping) or set(window) != {"lanes", "losses"}:
         raise StateError("the state's window must be a dict with 'lanes' and 'losses'")
     if len(window["lanes"]) != len(engine.lanes):

@@ -95,7 +95,9 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     if not norms:
         return torch.zeros((), device=grads[0].device if grads else None)
     home = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), norm_type)
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), norm_type)
+    # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
