@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -15,12 +15,9 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint.foreign import ScalerState, from_grad_scaler, to_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.levels import Properties
-from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.plan import Plan
-from halfpeak.engine.prepare import build
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.verdict import Verdict
@@ -37,8 +34,8 @@ _GRAD_SCALER_KEYS: Final = {
 class AmpOptimWrapper(OptimWrapper):
     """Per-operation casts by ``torch.autocast`` and, for float16, a loss scale.
 
-    The device is that of the model in :meth:`optim_context`. bfloat16 has the range of float32 and gets no dynamic
-    scale.
+    The device is that of the model in :meth:`optim_context`. bfloat16 has the range of float32 and gets no scale, unless
+    ``loss_scale`` is a number or a dict.
 
     Args:
         loss_scale: ``"dynamic"``, a number (a static scale), or a dict: ``GradScaler``'s keys ``init_scale``,
@@ -46,7 +43,7 @@ class AmpOptimWrapper(OptimWrapper):
             :class:`~halfpeak.ScaleConfig`.
         dtype: the low dtype, by name or as a dtype; None means torch's own for the device (float16 on CUDA, bfloat16 on
             a CPU).
-        use_fsdp: gradients are shards, so every rank must agree on skipping a step.
+        use_fsdp: gradients are shards, so all ranks agree on skipping a step. Found by itself under FSDP2.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
     Raises:
@@ -72,35 +69,35 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         self.cast_dtype = _parse_cast_dtype(dtype)
         self._scale_config = parse_scale(loss_scale)
-        self._is_off = self._scale_config is None
-        self._is_dynamic = loss_scale == "dynamic"
-        self._use_fsdp = use_fsdp
+        self._is_default = isinstance(loss_scale, str)
+        if not isinstance(use_fsdp, bool):
+            raise ConfigTypeError(f"use_fsdp={use_fsdp!r} must be True or False")
+        self._agreement = Verdict("world" if use_fsdp else None)
         self._device_type: str | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and ``"loss_scaler"`` in ``GradScaler``'s format; ``{}`` where there is no scaler."""
-        state = super().state_dict()
-        scaler = self._ready().scalers[0]
-        state["loss_scaler"] = {}
-        if scaler.config.dynamic or not self._is_off:
-            state["loss_scaler"] = to_grad_scaler(numbers_of(scaler), scaler.config)
-        return state
+    @property
+    def loss_scaler(self) -> ScalerView:
+        """The loss scale, as code written for ``GradScaler`` reads it."""
+        return ScalerView(self._ready().scalers[0], enabled=self._has_scaler())
 
     def _plan(self) -> Plan:
-        scale = self._scale_config or ScaleConfig.static()
-        if self._is_dynamic and self._low_dtype() is not torch.float16:
-            scale = ScaleConfig.static()
-        return Plan(properties=Properties(), policy=Policy(), scale=scale, clip=self._clip)
+        scale = self._scale_config if self._has_scaler() else None
+        return replace(super()._plan(), scale=scale or ScaleConfig.static())
 
-    def _build(self) -> Engine:
-        return build(self._plan(), [], [self.optimizer], verdict=Verdict("world" if self._use_fsdp else None))
+    def _has_scaler(self) -> bool:
+        """bfloat16 and wider dtypes have the range of float32: they get a scale only where one was given."""
+        return self._scale_config is not None and not (
+            self._is_default and self._low_dtype() is not torch.float16
+        )
+
+    def _verdict(self) -> Verdict:
+        return super()._verdict() if self._agreement.local else self._agreement
 
     def _casting(self) -> AbstractContextManager[Any]:
-        # A scope lives as long as one forward or one backward pass, so no cast outlives its weight.
-        return (
-            torch.autocast(self._device(), self._low_dtype()) if self._low_dtype() in LOW else nullcontext()
-        )
+        # A scope lives as long as one forward pass, so no cast outlives its weight. Backward runs outside, as torch asks.
+        dtype = self._low_dtype()
+        return torch.autocast(self._device(), dtype) if dtype in LOW else nullcontext()
 
     def _prepare(self, model: nn.Module) -> None:
         parameter = next(iter(model.parameters()), None)
@@ -108,18 +105,50 @@ class AmpOptimWrapper(OptimWrapper):
             self._device_type = parameter.device.type
         super()._prepare(model)
 
-    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        saved = state.get("loss_scaler")
-        if saved and not self._is_off:
-            engine.scalers[0].load_state_dict(from_grad_scaler(saved))
-        super()._restore(engine, state)
-
     def _device(self) -> str:
         first: Tensor = self.optimizer.param_groups[0]["params"][0]
         return self._device_type or first.device.type
 
     def _low_dtype(self) -> torch.dtype:
         return self.cast_dtype or torch.get_autocast_dtype(self._device())
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state()
+        if self._scale_config is None:
+            state["loss_scaler"] = {}
+        elif self._has_scaler() and "loss_scaler" not in state:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if state.get("loss_scaler"):
+            from_grad_scaler(state["loss_scaler"])
+        super()._check_state(state)
+
+    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        scaler = engine.scalers[0]
+        if state.get("loss_scaler") and scaler.config.dynamic:
+            numbers = from_grad_scaler(state["loss_scaler"])
+            scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+
+
+class ScalerView:
+    """A loss scaler under the names of ``torch.amp.GradScaler``. Every method waits for the device."""
+
+    def __init__(self, scaler: LossScaler, *, enabled: bool) -> None:
+        self._scaler, self._enabled = scaler, enabled
+
+    def get_scale(self) -> float:
+        """The scale; 1.0 where there is none."""
+        return self._scaler.read_scale()
+
+    def is_enabled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """``GradScaler``'s own format; ``{}`` where there is no scale."""
+        return to_grad_scaler(numbers_of(self._scaler), self._scaler.config) if self._enabled else {}
 
 
 def parse_scale(loss_scale: object) -> ScaleConfig | None:
@@ -157,6 +186,8 @@ def _parse_scale_dict(given: Mapping[str, Any]) -> ScaleConfig | None:
             raise ConfigError(f"unknown key {key!r} in loss_scale; allowed: {', '.join(allowed)}{hint}")
         values[name] = value
     config = ScaleConfig(**values)
+    if not isinstance(given.get("enabled", True), bool):
+        raise ConfigTypeError(f"enabled={given['enabled']!r} in loss_scale must be True or False")
     return config if given.get("enabled", True) else None
 
 

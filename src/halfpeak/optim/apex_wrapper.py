@@ -17,7 +17,9 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
+from halfpeak.optim import exact
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
+from halfpeak.optim.wrapped import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 
 
@@ -88,9 +90,9 @@ class ApexOptimWrapper(OptimWrapper):
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self._norms: NormRule = norms
-        self._model: nn.Module | None = None
+        self._wrapped: nn.Module | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
-        self._checked_plan = self._make_plan()
+        self._plan_made = self._make_plan()
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
         """Run backward under the scale of a loss. Counts one.
@@ -100,22 +102,8 @@ class ApexOptimWrapper(OptimWrapper):
         """
         self._run_backward(loss, loss_id, kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and ``"apex_amp"``, in apex's format.
-
-        The masters are in the model's ``state_dict()``, which gives their values.
-        """
-        state = super().state_dict()
-        if self._engine is not None:
-            state["apex_amp"] = to_apex([numbers_of(scaler) for scaler in self._engine.scalers])
-        elif self._pending_state is not None and "apex_amp" in self._pending_state:
-            state["apex_amp"] = self._pending_state["apex_amp"]
-        else:
-            state["apex_amp"] = {}
-        return state
-
     def _plan(self) -> Plan:
-        return self._checked_plan
+        return self._plan_made
 
     def _make_plan(self) -> Plan:
         properties = resolve(
@@ -140,21 +128,54 @@ class ApexOptimWrapper(OptimWrapper):
         return self._ready().casting
 
     def _prepare(self, model: nn.Module) -> None:
-        if self._model is None:
-            self._model = getattr(model, "module", model)
-        self._ready()
+        if self._engine is None:
+            self._wrapped = model
+        self._put_buffers(self._ready())
 
     def _build(self) -> Engine:
-        if self._model is None:
+        if self._wrapped is None:
             raise OrderError(
                 "the model is not known yet; run the forward pass inside `with wrapper.optim_context(model):`"
             )
-        return build(self._checked_plan, [self._model], [self.optimizer])
+        wrapped, model = self._wrapped, unwrap(self._wrapped)
+        if self._is_converting():
+            check_can_convert(wrapped)
+        # DistributedDataParallel has made the weights of all ranks equal, so the masters may start from exact ones.
+        values = [(p, p.data) for p in model.parameters()] if wrapped is not model else []
+        engine = build(self._plan_made, [model], [self.optimizer], verdict=self._verdict())
+        for parameter, value in values:
+            engine.masters.take(parameter, value)
+        if self._is_converting():
+            reconnect(wrapped)
+        return engine
+
+    def _is_converting(self) -> bool:
+        return self._plan_made.policy.param is not None
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state()
+        if self._engine is not None:
+            state["apex_amp"] = to_apex([numbers_of(scaler) for scaler in self._engine.scalers])
+        return {"apex_amp": {}, **state}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if state.get("apex_amp"):
+            from_apex(state["apex_amp"])
+        if self._engine is not None:
+            super()._check_state(state)
+        elif exact.KEY in state:
+            exact.check_form(state[exact.KEY])
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        if state.get("apex_amp"):
-            saved = from_apex(state["apex_amp"])
-            for scaler, numbers in zip(engine.scalers, saved, strict=False):
-                if scaler.config.dynamic:
-                    scaler.load_state_dict(numbers)
-        super()._restore(engine, state)
+        saved = from_apex(state.get("apex_amp") or {})
+        for scaler, numbers in zip(engine.scalers, saved, strict=False):
+            if scaler.config.dynamic:
+                scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None and self._is_converting():
+            raise OrderError(
+                "this wrapper has converted a model, which a copy of the wrapper would not know; copy the model, make a new "
+                "wrapper over the copy, and give it wrapper.state_dict()"
+            )
+        return {**super().__getstate__(), "_wrapped": None}

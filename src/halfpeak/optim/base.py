@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.engine.state import check_optimizer
 
 
 class BaseOptimWrapper(Optimizer):
@@ -38,7 +40,9 @@ class BaseOptimWrapper(Optimizer):
         self.optimizer = optimizer
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
-            self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
+            # A learning rate may be a tensor, which schedulers fill in place.
+            defaults = copy.deepcopy(optimizer.defaults)
+            self.base_param_settings = {"params": torch.tensor([0.0]), **defaults}
 
     @abstractmethod
     def update_params(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,12 +92,16 @@ class BaseOptimWrapper(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, or a plain optimizer's. The argument is not changed."""
+        """Restore what :meth:`state_dict` gave, or a plain optimizer's. The argument is not changed.
+
+        Raises:
+            StateError: it does not fit the optimizer. Nothing was loaded.
+        """
+        check_optimizer(self.optimizer, state_dict)
+        self.optimizer.load_state_dict(_owned({key: state_dict[key] for key in ("state", "param_groups")}))
         settings = state_dict.get("base_param_settings")
         if settings is not None:
-            self.base_param_settings = dict(settings)
-        wanted = {key: state_dict[key] for key in ("state", "param_groups") if key in state_dict}
-        self.optimizer.load_state_dict(_owned(wanted))
+            self.base_param_settings = _owned(settings)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register on the optimizer in it."""
@@ -104,7 +112,8 @@ class BaseOptimWrapper(Optimizer):
         return self.optimizer.register_step_post_hook(hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        # Learning-rate schedulers put a counting `step` on their optimizer; it would step the original, not the copy.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

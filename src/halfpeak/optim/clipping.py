@@ -30,7 +30,10 @@ class StrictClipNorm:
         """
         norm = self.clip(grads)
         if not bool(norm.isfinite()):
-            raise OrderError(f"the gradient norm is {float(norm)} and clip_grad has error_if_nonfinite=True")
+            raise OrderError(
+                f"the gradient norm is {float(norm)} and clip_grad has error_if_nonfinite=True; leave that out, and such "
+                "steps are skipped"
+            )
         return norm
 
 
@@ -40,7 +43,7 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
     ``foreach`` is accepted and changes nothing: lists are always clipped together.
 
     Raises:
-        ConfigTypeError: not a dict.
+        ConfigTypeError: not a dict, or a flag that is not one.
         ConfigError: empty, an unknown type or key, or a value out of range.
 
     >>> parse_clip_grad({"type": "value", "clip_value": 0.5})
@@ -49,25 +52,44 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
     if clip_grad is None:
         return NoClip()
     if not isinstance(clip_grad, Mapping):
-        raise ConfigTypeError(f"clip_grad={clip_grad!r} must be None or a dict; write dict(max_norm=1.0)")
+        raise ConfigTypeError(
+            f"If `clip_grad` is not None, it must be a dict, not {clip_grad!r}; write dict(max_norm=1.0)"
+        )
     given = dict(clip_grad)
     kind = given.pop("type", "norm")
     if kind not in ("norm", "value"):
-        raise ConfigError(f"type of clip_grad should be 'norm' or 'value', not {kind!r}")
-    allowed = _NORM_KEYS if kind == "norm" else _VALUE_KEYS
-    for key in given:
-        if key not in allowed:
-            near = get_close_matches(str(key), (*_NORM_KEYS, *_VALUE_KEYS), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"unknown key {key!r} in clip_grad of type {kind!r}; allowed: {', '.join(allowed)}{hint}"
-            )
-    required = allowed[0]
-    if required not in given:
-        raise ConfigError(
-            f"clip_grad={dict(clip_grad)!r} lacks {required!r}; write dict(type={kind!r}, {required}=1.0)"
-        )
+        raise ConfigError(f'type of clip_grad should be "norm" or "value", not {kind!r}')
+    _check_keys(clip_grad, given, kind)
+    for flag in ("error_if_nonfinite", "foreach"):
+        if given.get(flag) not in (None, True, False) or isinstance(
+            given.get(flag), (int, float)
+        ) != isinstance(given.get(flag), bool):
+            raise ConfigTypeError(f"{flag}={given[flag]!r} in clip_grad must be True or False")
     if kind == "value":
         return ClipValue(value=given["clip_value"])
-    clip = ClipNorm(max_norm=given["max_norm"], norm_type=given.get("norm_type", 2.0))
-    return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite", False) else clip
+    norm_type = given.get("norm_type", 2.0)
+    # Configuration files have no other spelling for it.
+    clip = ClipNorm(max_norm=given["max_norm"], norm_type=float("inf") if norm_type == "inf" else norm_type)
+    return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite") else clip
+
+
+def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> None:
+    allowed = _NORM_KEYS if kind == "norm" else _VALUE_KEYS
+    required = allowed[0]
+    for key in given:
+        if key in allowed:
+            continue
+        if key in _VALUE_KEYS:
+            raise ConfigError(
+                f"{key!r} in clip_grad clips by value; write dict(type='value', {key}={given[key]!r})"
+            )
+        near = get_close_matches(str(key), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"unknown key {key!r} in clip_grad of type {kind!r}; allowed: {', '.join(allowed)}{hint}"
+        )
+    if required not in given:
+        raise ConfigError(
+            f"If `clip_grad` is not None, it must say how much: {dict(clip_grad)!r} lacks {required!r}; write "
+            f"dict(type={kind!r}, {required}=1.0)"
+        )

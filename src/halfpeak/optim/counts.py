@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from halfpeak.core.errors import ConfigError, OrderError
+import operator
+
+from halfpeak.core.errors import ConfigError
 
 
 class Counts:
     """How many backward passes there were, and what follows from it.
 
-    Windows are absolute: ``[0, every) [every, 2*every) ...`` over the whole run; they ignore epochs and resumes. With a
-    known total, the last, shorter window is divided by its own length and stepped at its end.
+    A window ends after every ``every``-th backward pass of the run, and at ``total`` where that is known; it begins
+    where the one before it ended. The losses in a window are divided by its length. Windows are absolute: they ignore
+    epochs and resumes.
+
+    Raises:
+        ConfigError: ``every`` is not a positive integer.
 
     >>> counts = Counts(3)
     >>> counts.start(0, 7)
@@ -23,38 +29,34 @@ class Counts:
     """
 
     def __init__(self, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"accumulative_counts={every!r} must be an integer of 1 or more")
-        self.every = every
+        self.every = _require_int("accumulative_counts", every, least=1)
         self.done = 0
         self.total = -1
-        self.remainder = -1
 
     def start(self, done: int, total: int) -> None:
-        """Say how many backward passes there were before, and how many there will be; a total of -1 is unknown."""
-        for name, value, least in (("init_counts", done, 0), ("max_counts", total, -1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r} must be an integer of {least} or more")
-        self.done, self.total = done, total
-        self.remainder = total % self.every
-
-    def divisor(self) -> int:
-        """By what the coming loss is divided.
+        """Say how many backward passes there were before, and how many there will be; a total of -1 is unknown.
 
         Raises:
-            OrderError: there were as many backward passes as announced, and they filled their windows.
+            ConfigError: a number that is not an integer, or too small. Nothing was changed.
         """
-        if self.every == 1:
-            return 1
-        if self.total == -1 or self.done < self.total - self.remainder:
-            return self.every
-        if self.remainder == 0:
-            raise OrderError(
-                f"the loss would be divided by 0: {self.done} backward passes are done and max_counts={self.total} were "
-                "announced; call initialize_count_status(model, init_counts, max_counts) with the real total, or "
-                "max_counts=-1 where it is not known"
-            )
-        return self.remainder
+        done = _require_int("init_counts", done, least=0)
+        self.total = _require_int("max_counts", total, least=-1)
+        self.done = done
+
+    @property
+    def remainder(self) -> int:
+        """Length of the last window, 0 if it is a whole one; -1 while the total is unknown."""
+        return -1 if self.total == -1 else self.total % self.every
+
+    def divisor(self) -> int:
+        """By what the coming loss is divided: the length of the window it falls into."""
+        begin = self.done - self.done % self.every
+        end = begin + self.every
+        if self.done < self.total:
+            end = min(end, self.total)
+        else:
+            begin = max(begin, self.total)
+        return end - begin
 
     def is_update(self) -> bool:
         """After a backward pass: whether a step is due."""
@@ -64,5 +66,21 @@ class Counts:
         """Before a backward pass: whether its gradients must be reduced over the ranks."""
         return self._ends_window(self.done + 1)
 
+    def is_inside(self) -> bool:
+        """Whether a window has begun and not ended."""
+        return not self._ends_window(self.done)
+
     def _ends_window(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total
+
+
+def _require_int(name: str, value: object, *, least: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(
+            f"{name}={value!r} must be an integer of {least} or more; write {name}={max(least, 1)}"
+        )
+    return number

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 
 
 class Sink(Protocol):
@@ -20,33 +23,49 @@ class Sink(Protocol):
 class ScalarHistory:
     """Keeps scalars as they come, on their device; reading them is what waits.
 
+    Args:
+        limit: how many values of each name are kept.
+
+    Raises:
+        ConfigError: ``limit`` is not a positive integer.
+
     >>> import torch
     >>> history = ScalarHistory()
     >>> history.update_scalar("train/grad_norm", torch.tensor(2.0))
     >>> history.read("train/grad_norm")
     [2.0]
-
-    Args:
-        limit: how many values of each name are kept.
     """
 
     def __init__(self, limit: int = 10_000) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"limit={limit!r} must be an integer of 1 or more")
         self._limit = limit
-        self._values: dict[str, list[Tensor]] = {}
+        self._values: dict[str, deque[Tensor]] = {}
 
     def update_scalar(self, key: str, value: Tensor) -> None:
         """Keep a value. Does not wait for the device."""
-        values = self._values.setdefault(key, [])
-        values.append(value.detach())
-        del values[: -self._limit]
+        self._values.setdefault(key, deque(maxlen=self._limit)).append(value.detach())
 
     def read(self, key: str) -> list[float]:
         """Every value of a name, oldest first. Waits for the device."""
-        return [float(value) for value in self._values.get(key, [])]
+        return [float(value) for value in self._values.get(key, ())]
 
     def current(self) -> Mapping[str, Tensor]:
         """The latest value of every name, still on its device."""
         return {key: values[-1] for key, values in self._values.items()}
+
+
+def check_sink(sink: object) -> None:
+    """Check that scalars can be given to it.
+
+    Raises:
+        ConfigTypeError: it has no ``update_scalar``.
+    """
+    if sink is not None and (isinstance(sink, type) or not callable(getattr(sink, "update_scalar", None))):
+        raise ConfigTypeError(
+            f"sink={sink!r} has no update_scalar(key, value); pass a ScalarHistory(), a MessageHub, or an object with that "
+            "method"
+        )
 
 
 def message_hub() -> Sink | None:
@@ -54,5 +73,5 @@ def message_hub() -> Sink | None:
 
     Asked when a value is there rather than when a wrapper is made: a hub is often made after the wrapper.
     """
-    logging: Any = sys.modules.get("mmengine.logging")
-    return None if logging is None else logging.MessageHub.get_current_instance()
+    hub: Any = getattr(sys.modules.get("mmengine.logging"), "MessageHub", None)
+    return None if hub is None else hub.get_current_instance()

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import copy
-import logging
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
+from halfpeak.engine.lane import Phase
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.engine.state import put_window, take_window
+from halfpeak.engine.state import check_optimizer
 from halfpeak.engine.sync import synchronising
+from halfpeak.optim import exact
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
+from halfpeak.optim.counting import Counting
 from halfpeak.optim.counts import Counts
-from halfpeak.optim.sink import ScalarHistory, Sink, message_hub
+from halfpeak.optim.sink import ScalarHistory, Sink, check_sink, message_hub
+from halfpeak.optim.wrapped import has_shards, unwrap
+from halfpeak.parts.verdict import Verdict
 
-_logger = logging.getLogger("halfpeak.optim")
 
-
-class OptimWrapper(BaseOptimWrapper):
+class OptimWrapper(Counting, BaseOptimWrapper):
     """A float32 step: accumulate, clip, step, zero.
 
     ::
@@ -50,7 +51,8 @@ class OptimWrapper(BaseOptimWrapper):
 
     Attributes:
         history: the scalars that went to no other sink.
-        last_result: what the last :meth:`step` did, or None.
+        last_result: what the step of the last iteration did; None where none was due.
+        clip_grad_kwargs: ``clip_grad`` without its ``type``, or None.
 
     Raises:
         ConfigError: a value out of range, or an unknown key in ``clip_grad``.
@@ -59,12 +61,15 @@ class OptimWrapper(BaseOptimWrapper):
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
         >>> wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
-        >>> for _ in range(2):
+        >>> wrapper.initialize_count_status(model, 0, 4)
+        >>> moved = []
+        >>> for _ in range(4):
         ...     with wrapper.optim_context(model):
         ...         loss = model(torch.ones(4, 2)).mean()
         ...     wrapper.update_params(loss)
-        >>> wrapper.last_result.stepped()
-        True
+        ...     moved.append(wrapper.stepped())
+        >>> moved
+        [False, True, False, True]
     """
 
     def __init__(
@@ -77,12 +82,18 @@ class OptimWrapper(BaseOptimWrapper):
     ) -> None:
         self._counts = Counts(accumulative_counts)
         self._clip = parse_clip_grad(clip_grad)
-        self._engine: Engine | None = None
-        self._synchronised = True
-        self._pending_state: Mapping[str, Any] | None = None
+        self.clip_grad_kwargs: dict[str, Any] | None = None
+        if clip_grad is not None:
+            self.clip_grad_kwargs = {key: value for key, value in clip_grad.items() if key != "type"}
+            self.grad_name = f"grad_{clip_grad.get('type', 'norm')}"
+        check_sink(sink)
         self._sink = sink
         self.history = ScalarHistory()
         self.last_result: StepResult | None = None
+        self._synchronised = True
+        self._engine: Engine | None = None
+        self._remove: weakref.finalize[Any, Any] | None = None
+        self._pending: Mapping[str, Any] = {}
         super().__init__(optimizer)
 
     def update_params(
@@ -97,6 +108,9 @@ class OptimWrapper(BaseOptimWrapper):
             loss: a scalar; divided by the length of its window here.
             step_kwargs: for :meth:`step`.
             zero_kwargs: for :meth:`zero_grad`.
+
+        Raises:
+            ConfigTypeError: ``loss`` is not a tensor.
         """
         if not isinstance(loss, Tensor):
             raise ConfigTypeError(
@@ -106,6 +120,9 @@ class OptimWrapper(BaseOptimWrapper):
         if self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
+        else:
+            # torch's schedulers ask this to warn of a step that was forgotten; inside a window none is due.
+            self._opt_called = True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and take the gradients in. Counts one.
@@ -116,125 +133,104 @@ class OptimWrapper(BaseOptimWrapper):
         """
         self._run_backward(loss, 0, kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Clip, then step or skip. Gradients stay until :meth:`zero_grad`.
 
         Args:
             closure: for optimizers such as LBFGS; it calls :meth:`zero_grad` and :meth:`backward` and returns the loss.
+
+        Raises:
+            OrderError: the gradients of the last backward pass were kept from being reduced.
+            ClosureError: a closure with ``accumulative_counts`` above 1.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
-        result = self._ready().step(closure, keep_gradients=True)
-        self.last_result = result
-        if result.grad_norm is not None:
-            self._log("train/grad_norm", result.grad_norm)
+        engine = self._ready()
+        lane = engine.lanes[0]
+        if closure is not None and self._counts.every > 1:
+            raise ClosureError(
+                f"a closure evaluates one whole step, so it cannot be combined with accumulative_counts={self._counts.every}"
+            )
+        if closure is None and lane.phase is Phase.SCALED:
+            raise OrderError(
+                "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
+                "inside a window; enter it once for each backward pass"
+            )
+        has_gradients = bool(lane.targets())
+        self.last_result = result = engine.step(closure, keep_gradients=True)
+        if result.grad_norm is not None and has_gradients:
+            self.message_hub.update_scalar("train/grad_norm", result.grad_norm)
+
+    def stepped(self) -> bool:
+        """Whether the last iteration moved the optimizer: a step was due and not skipped. Waits for the device.
+
+        Write ``if wrapper.stepped(): scheduler.step()`` for a schedule, or an average of the weights, over real steps.
+        """
+        return self.last_result is not None and self.last_result.stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and with them the window if one is open."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        kept = [] if set_to_none else [(p, p.grad) for p in parameters if p.grad is not None]
         if self._engine is not None:
             self._engine.abort()
+        for parameter, grad in kept:
+            parameter.grad = grad
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
         """The forward pass of ``model``: casts on; no gradient reduction (``no_sync``) inside an accumulation window."""
         self._prepare(model)
+        can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
+        self._synchronised = self.should_sync() or not can_wait
         with ExitStack() as stack:
+            stack.enter_context(synchronising(model, self._synchronised))
             stack.enter_context(self._casting())
-            can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
-            self._synchronised = self.should_sync() or not can_wait
-            if can_wait:
-                stack.enter_context(synchronising(model, self._synchronised))
             yield
 
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Say how many backward passes there were and how many there will be (-1: unknown).
-
-        May be called again, as GAN training does at the start of each phase.
-        """
-        self._counts.start(init_counts, max_counts)
-        every = self._counts.every
-        has_window = self._pending_state is not None or (
-            self._engine is not None and self._engine.has_open_window
-        )
-        if init_counts % every != 0 and not has_window:
-            _logger.warning(
-                "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
-                "open window were not saved: its step will be too small",
-                init_counts,
-                every,
-            )
-        if every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-            _logger.warning(
-                "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
-            )
-
-    def should_update(self) -> bool:
-        """After a backward pass: whether a step is due."""
-        return self._counts.is_update()
-
-    def should_sync(self) -> bool:
-        """Before a backward pass: whether its gradients must be reduced over the ranks."""
-        return self._counts.is_sync()
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss divided by the length of its window."""
-        return loss / self._counts.divisor()
-
     @property
-    def inner_count(self) -> int:
-        """Backward passes so far."""
-        return self._counts.done
-
-    @property
-    def _inner_count(self) -> int:
-        return self._counts.done
-
-    @_inner_count.setter
-    def _inner_count(self, value: int) -> None:
-        self._counts.done = value
-
-    @property
-    def _accumulative_counts(self) -> int:
-        return self._counts.every
-
-    @property
-    def _max_counts(self) -> int:
-        return self._counts.total
-
-    @property
-    def _remainder_counts(self) -> int:
-        return self._counts.remainder
+    def message_hub(self) -> Sink:
+        """Where scalars go."""
+        return self._sink or message_hub() or self.history
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
-        state = super().state_dict()
-        if self._engine is not None and self._engine.has_open_window:
-            state["halfpeak"] = take_window(self._engine)
-        return state
+        """The optimizer's state. Inside an accumulation window also what is open, under ``"halfpeak"``."""
+        return {**super().state_dict(), **self._extra_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, or the state of another wrapper or of a plain optimizer."""
+        """Restore what :meth:`state_dict` gave, or the state of another wrapper or of a plain optimizer.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        self.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
-        self._pending_state = dict(state_dict)
+        self._pending = {
+            key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+        }
         if self._engine is not None:
             self._apply_pending(self._engine)
 
-    def __repr__(self) -> str:
-        return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: {self.optimizer!r}\n"
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that :meth:`load_state_dict` would take it.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapper:
-        # The engine first: it knows how to copy its optimizer together with the masters in it.
-        engine = copy.deepcopy(self._engine, memo)
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            twin.__dict__[name] = engine if name == "_engine" else copy.deepcopy(value, memo)
-        return twin
+        Raises:
+            StateError: it would not.
+        """
+        check_optimizer(self.optimizer, state_dict)
+        self._check_state(state_dict)
+
+    def __repr__(self) -> str:
+        return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None, "_remove": None, "_pending": self._extra_state()}
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         engine = self._ready()
+        self.last_result = None
         block = engine.scaled(loss, lanes=engine.lanes, loss_id=loss_id, delay=not self._synchronised)
-        # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
-        with self._casting(), block as scaled:
+        with engine.casting, block as scaled:
             scaled.backward(**kwargs)
         self._counts.done += 1
 
@@ -243,35 +239,69 @@ class OptimWrapper(BaseOptimWrapper):
         return Plan(properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip)
 
     def _casting(self) -> AbstractContextManager[Any]:
-        """The casts of forward and backward."""
+        """The casts of the forward pass."""
         return nullcontext()
+
+    def _has_window(self) -> bool:
+        is_open = self._engine is not None and self._engine.has_open_window
+        return is_open or exact.has_window(self._pending)
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model of the coming forward pass."""
-        self._ready().watch(getattr(model, "module", model))
+        engine = self._ready()
+        engine.watch(unwrap(model))
+        self._put_buffers(engine)
+
+    def _verdict(self) -> Verdict:
+        return Verdict("world" if has_shards(self.optimizer) else None)
 
     def _build(self) -> Engine:
-        return build(self._plan(), [], [self.optimizer])
+        return build(self._plan(), [], [self.optimizer], verdict=self._verdict())
 
     def _ready(self) -> Engine:
         """The engine of the optimizer as it is now."""
-        if self._engine is not None and self._engine.lanes[0].optimizer is not self.optimizer:
-            self._engine.remove()
-            self._engine = None
+        before = self._engine
+        if before is not None and before.optimizers[0] is self.optimizer:
+            return before
+        if self._remove is not None:
+            self._remove()
+        self._engine = engine = self._build()
+        # When this wrapper is gone, another may take the optimizer.
+        self._remove = weakref.finalize(self, engine.remove)
+        self._remove.atexit = False
+        if before is not None:
+            for scaler, known in zip(engine.scalers, before.scalers, strict=True):
+                scaler.state = known.state
+            for model in before.models:
+                engine.watch(model)
+        self._apply_pending(engine)
+        return engine
+
+    def _extra_state(self) -> dict[str, Any]:
+        """What the state holds beside the optimizer's."""
         if self._engine is None:
-            self._engine = self._build()
-            self._apply_pending(self._engine)
-        return self._engine
+            return dict(self._pending)
+        found = exact.take_exact(self._engine)
+        return {} if found is None else {exact.KEY: found}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if exact.KEY in state:
+            exact.check_exact(self._ready(), state[exact.KEY])
 
     def _apply_pending(self, engine: Engine) -> None:
         """Give the engine what a state dict held for it."""
-        pending, self._pending_state = self._pending_state, None
-        if pending is not None:
-            self._restore(engine, pending)
+        if self._pending:
+            self._restore(engine, self._pending)
+            if exact.KEY in self._pending:
+                exact.put_exact(engine, self._pending[exact.KEY])
+            self._put_buffers(engine)
+
+    def _put_buffers(self, engine: Engine) -> None:
+        """Statistics can be put only where the model is known; that may be later than the rest."""
+        if engine.models:
+            if exact.KEY in self._pending:
+                engine.buffers.put_saved(self._pending[exact.KEY]["buffers"])
+            self._pending = {}
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        if "halfpeak" in state:
-            put_window(engine, state["halfpeak"])
-
-    def _log(self, key: str, value: Tensor) -> None:
-        (self._sink or message_hub() or self.history).update_scalar(key, value)
+        """Read the formats of others."""

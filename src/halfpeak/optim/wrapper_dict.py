@@ -110,7 +110,17 @@ class OptimWrapperDict(OptimWrapper):
         """Restore the wrappers named in ``state_dict``; others keep their state.
 
         Raises:
-            StateError: a name that no wrapper has. Nothing was loaded.
+            StateError: a name that no wrapper has, or a state that does not fit. Nothing was loaded.
+        """
+        self.check_state_dict(state_dict)
+        for name, state in state_dict.items():
+            self.optim_wrappers[name].load_state_dict(state)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that :meth:`load_state_dict` would take it.
+
+        Raises:
+            StateError: it would not.
         """
         unknown = [name for name in state_dict if name not in self.optim_wrappers]
         if unknown:
@@ -118,7 +128,7 @@ class OptimWrapperDict(OptimWrapper):
                 f"Mismatched names: the state has {unknown}, the wrappers are {list(self.optim_wrappers)}"
             )
         for name, state in state_dict.items():
-            self.optim_wrappers[name].load_state_dict(state)
+            self.optim_wrappers[name].check_state_dict(state)
 
     def items(self) -> Iterator[tuple[str, OptimWrapper]]:
         """Names and wrappers."""
@@ -148,6 +158,15 @@ class OptimWrapperDict(OptimWrapper):
 
     def __repr__(self) -> str:
         return "".join(f"name: {name}\n{wrapper!r}\n" for name, wrapper in self.optim_wrappers.items())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or name == "optim_wrappers":
+            raise AttributeError(name)
+        known = next(iter(self.optim_wrappers), "name")
+        raise AttributeError(f"OptimWrapperDict has no {name!r} of its own; write wrappers[{known!r}].{name}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
 
     def _refuse(self, method: str) -> NoReturn:
         names = ", ".join(map(repr, self.optim_wrappers))
