@@ -331,6 +331,8 @@ class TestCollapse:
         assert caught.value.parameters == ("0.weight",)
         assert isinstance(caught.value, (RuntimeError, ArithmeticError))
         assert values(net, optimizer) == before
+        casts = {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is casts
         optimizer.zero_grad()
         backward(net, optimizer)
         optimizer.step()

@@ -165,6 +165,23 @@ class TestSideBySide:
             trainee.optimizer.step()
             assert values(trainee.net) != before
 
+    def test_an_overflow_in_a_block_of_two_calls_skips_both(self) -> None:
+        one, two = Trainee("O2", 1, num_losses=3), Trainee("O5", 2)
+        x, y = make_batch(0)
+        before = values(one.net, one.optimizer, two.net, two.optimizer)
+        with amp.scale_loss(
+            mse_loss(one.net(x), y) + mse_loss(two.net(x), y), [one.optimizer, two.optimizer], loss_id=2
+        ) as scaled:
+            scaled.backward()
+            next(two.net.parameters()).grad[0, 0] = float("inf")
+        for trainee in (one, two):
+            trainee.optimizer.step()
+            result = amp.last_step(trainee.optimizer)
+            assert not result.stepped()
+            assert float(result.scale) == 128.0
+        assert values(one.net, one.optimizer, two.net, two.optimizer) == before
+        assert [scaler.loss_scale() for scaler in one.scalers] == [256.0, 256.0, 128.0]
+
     def test_a_disabled_call_does_not_switch_others_off(self) -> None:
         one = Trainee("O2", 1)
         net = make_net(2)

@@ -153,14 +153,12 @@ class TestAccumulation:
         assert grad(optimizer) == [3.0] * 3
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_several_losses_in_one_block(self, level: str) -> None:
+    def test_several_backward_passes_in_one_block(self, level: str) -> None:
         net, optimizer = setup(level, loss_scale=16.0)
-        with amp.scale_loss(net(torch.ones(3)), optimizer) as one, amp.scale_loss(net(torch.ones(3)), []):
-            one.backward()
         with amp.scale_loss(net(torch.ones(3)), optimizer) as scaled:
             scaled.backward(retain_graph=True)
             scaled.backward()
-        assert grad(optimizer) == [3.0] * 3
+        assert grad(optimizer) == [2.0] * 3
 
     @pytest.mark.parametrize("level", ["O2", "O5"])
     @pytest.mark.parametrize("static", [1.0, 128.0])

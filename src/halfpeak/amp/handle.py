@@ -67,7 +67,8 @@ def scale_loss(
         number = loss_id % len(run.scalers)
         for optimizer, owner in active:
             found = owner.overflows.setdefault(id(optimizer), {})
-            found[number] = torch.maximum(found[number], found_inf) if number in found else found_inf
+            _, so_far = found.get(scaler, (number, found_inf))
+            found[scaler] = number, torch.maximum(so_far, found_inf)
         if not delay_overflow_check:
             scaler.count()
 

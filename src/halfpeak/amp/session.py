@@ -20,6 +20,8 @@ from halfpeak.core.levels import Properties
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.engine import Engine
 
+Overflows = dict[LossScaler, tuple[int, Tensor]]
+
 
 @dataclass(eq=False, kw_only=True)
 class Run:
@@ -31,7 +33,8 @@ class Run:
         verbosity: how much it prints.
         scalers: its loss scalers under apex's names.
         casts: its casting scope (O1, O4), or None.
-        overflows: per optimizer, the losses of this window with their ``found_inf``.
+        overflows: per optimizer, the scalers used in this window (a block may name optimizers of several runs, and uses
+            those of the first), each with its number and its ``found_inf``.
         results: per optimizer, what its last step did.
     """
 
@@ -40,7 +43,7 @@ class Run:
     verbosity: int
     scalers: list[LossScaler]
     casts: OpCasts | None
-    overflows: dict[int, dict[int, Tensor]] = field(default_factory=dict[int, dict[int, Tensor]])
+    overflows: dict[int, Overflows] = field(default_factory=dict[int, "Overflows"])
     results: dict[int, StepResult] = field(default_factory=dict[int, StepResult])
 
 

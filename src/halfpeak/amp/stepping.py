@@ -65,9 +65,13 @@ class _Watch:
         if run is None:
             return
         found = run.overflows.pop(id(optimizer), {})
-        overflowed = [loss_id for loss_id, found_inf in found.items() if self._skipped and bool(found_inf)]
-        loss_id = overflowed[0] if overflowed else 0
-        scale = run.engine.scalers[loss_id].state.scale
+        overflowed = [
+            (number, scaler)
+            for scaler, (number, found_inf) in found.items()
+            if self._skipped and bool(found_inf)
+        ]
+        loss_id, scaler = overflowed[0] if overflowed else (0, run.scalers[0])
+        scale = scaler.part.state.scale
         run.results[id(optimizer)] = StepResult(torch.full_like(scale, float(self._skipped)), scale)
         if self._skipped:
             maybe_print(overflow_line(loss_id, float(scale)), verbosity=run.verbosity)
