@@ -63,14 +63,13 @@ def scale_loss(
 
     def report(part: Part, found_inf: Tensor) -> None:
         scaler = run.scalers[run.engine.scalers.index(part)]
-        scaler.found_inf = torch.maximum(scaler.found_inf, found_inf)
         number = loss_id % len(run.scalers)
         for optimizer, owner in active:
             found = owner.overflows.setdefault(id(optimizer), {})
             _, so_far = found.get(scaler, (number, found_inf))
             found[scaler] = number, torch.maximum(so_far, found_inf)
-        if not delay_overflow_check:
-            scaler.count()
+        # Last: until here an exception drops the block, and nothing of it may be left to be counted.
+        scaler.take(found_inf, delay=delay_overflow_check)
 
     try:
         with run.engine.scaled(

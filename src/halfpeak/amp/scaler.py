@@ -78,12 +78,15 @@ class LossScaler:
         Needed only after blocks with ``delay_overflow_check=True``.
         """
         skip = self._has_overflow
-        self.count()
+        self.take(self.found_inf, delay=False)
         return skip
 
-    def count(self) -> None:
-        """Move the scale by what was found since it last moved. Does not wait."""
-        found_inf = self.found_inf
+    def take(self, found_inf: Tensor, *, delay: bool) -> None:
+        """Move the scale by what one more backward pass found, or keep it to be counted later. Does not wait."""
+        found_inf = torch.maximum(self.found_inf, found_inf)
+        if delay:
+            self.found_inf = found_inf
+            return
         # First, so that an exception between the two cannot count an overflow twice.
         self.clear_overflow_state()
         self.part.update(found_inf)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
+from halfpeak.engine.catchup import CatchUp
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
@@ -76,7 +77,10 @@ class Engine:
         self._phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()
-        self._handles = list(handles)
+        self._handles = [
+            *handles,
+            *(model.register_forward_pre_hook(CatchUp(self), prepend=True) for model in models),
+        ]
         self._synchronised = True
 
     @property
@@ -246,6 +250,10 @@ class Engine:
         """
         self.journal.settle()
         put_state(self, state)
+
+    def catch_up(self) -> None:
+        """What models do before they compute, should a step have been left by an exception."""
+        self._phases.catch_up(self.lanes)
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.

@@ -194,6 +194,12 @@ class Lane:
         self.masters.publish_late()
         self._clear_step()
 
+    def catch_up(self) -> None:
+        """:meth:`recover` as far as a forward pass needs it, which may also come from a step hook of somebody's."""
+        if self.is_stepping and self._has_moved():
+            self._finish()
+        self.masters.publish_late()
+
     def detach(self) -> None:
         """Take the hooks off and put the low parameters back into the groups."""
         for handle in self._handles:
@@ -259,7 +265,7 @@ class Lane:
         """The optimizer has moved, or has been kept from it. Doing this twice does no harm."""
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
-        self.masters.publish_late()
+        self.masters.publish()
         for slot in self.slots():
             if slot.target is not slot.source:
                 slot.target.grad = None

@@ -152,6 +152,13 @@ class Phases:
                     self._journal.cancel()
         self._journal.settle()
 
+    def catch_up(self, lanes: Sequence[Lane]) -> None:
+        """Before a forward pass: what a step decided and an exception kept from happening happens now."""
+        for lane in lanes:
+            lane.catch_up()
+        if not any(lane.is_stepping for lane in lanes):
+            self._journal.settle()
+
     def drop_window(self, lanes: Sequence[Lane]) -> None:
         """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
         self._journal.cancel()

@@ -1,4 +1,4 @@
-"""Hooks by which a low model and its masters keep in step: what ``state_dict`` says, what a load does, what runs."""
+"""What a low model's ``state_dict`` says and what loading one does: float32 values, exact through the masters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
             handles.append(module.register_state_dict_post_hook(out))
         # On every module, so that a refusal comes before anything below it was loaded.
         handles.append(module.register_load_state_dict_pre_hook(into))
-    handles.append(model.register_forward_pre_hook(ValuesUsed(masters)))
     return handles
 
 
@@ -85,14 +84,6 @@ class ValuesIn(_Hook):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 self._masters.take(tensor, value)
-
-
-class ValuesUsed(_Hook):
-    """Before a forward pass: if a step raised after it had moved the masters, they are rounded into the model now."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Publish what is late."""
-        self._masters.publish_late()
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
