@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from halfpeak import amp
 from halfpeak.amp import registration
@@ -143,6 +144,48 @@ class TestBasicCasts:
         assert x.grad.dtype is FP32
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), [3, 2])
         assert module(packed)[0].data.dtype is low
+
+
+class TestBackward:
+    """Section 6.11 of the specification: casts are live in backward too."""
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_recomputed_activations_are_cast_as_the_first_ones(
+        self, low: torch.dtype, use_reentrant: bool
+    ) -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        x = torch.randn(3, 4, requires_grad=True)
+
+        def gradients(out: Tensor) -> list[Tensor]:
+            net.zero_grad()
+            out.float().sum().backward()
+            return [p.grad for p in net.parameters() if p.grad is not None]
+
+        plain = gradients(net(x))
+        recomputed = gradients(checkpoint(net, x, use_reentrant=use_reentrant))
+        assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+        assert len(plain) == len(recomputed) == 4
+
+    def test_functions_of_the_user(self, low: torch.dtype) -> None:
+        seen: list[torch.dtype] = []
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x)
+                return x * x
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                (x,) = ctx.saved_tensors
+                seen.append((x @ x.t()).dtype)
+                return 2 * x * grad
+
+        x = torch.ones(2, 2, requires_grad=True)
+        Square.apply(x).sum().backward()
+        assert seen == [low]
+        assert x.grad is not None
+        assert x.grad.dtype is FP32
 
 
 class TestInit:

@@ -150,6 +150,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("O2", {"cast_model_outputs": "half a float"}, ValueError),
     ("O2", {"norms": "layer"}, ValueError),
     ("O2", {"patience": 0}, ValueError),
+    ("O2", {"verbosity": None}, TypeError),
+    ("O2", {"verbosity": "1"}, TypeError),
 ]
 
 

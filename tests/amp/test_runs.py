@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def stop_casts() -> None:
         amp._amp_state.handle._deactivate()
 
 
+@functools.cache
 def alone(level: str, seed: int) -> list[Any]:
     trainee = Trainee(level, seed)
     for number in range(6):
@@ -91,7 +93,6 @@ class TestSideBySide:
         two = Trainee(second, 2)
         two.step(0)
         del two
-        gc.collect()
         for number in range(1, 6):
             one.step(number, overflow=number == 3)
         result = one.result()
@@ -104,7 +105,6 @@ class TestSideBySide:
         trainee = Trainee(first, 1)
         trainee.step(0)
         del trainee
-        gc.collect()
         assert alone(second, 2) == alone_first
 
     @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -138,11 +138,9 @@ class TestSideBySide:
         three = Trainee("O2", 3)
         assert product() is torch.bfloat16
         del two
-        gc.collect()
         assert product() is torch.float16
         assert amp._amp_state.handle.is_active()
         del one
-        gc.collect()
         assert product() is torch.float32
         three.step(0)
 
@@ -181,6 +179,26 @@ class TestSideBySide:
             assert float(result.scale) == 128.0
         assert values(one.net, one.optimizer, two.net, two.optimizer) == before
         assert [scaler.loss_scale() for scaler in one.scalers] == [256.0, 256.0, 128.0]
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_the_same_model_again_with_another_optimizer(self, level: str) -> None:
+        """The second stage of a fine-tuning; apex took it at O1."""
+        trainee = Trainee(level, 1)
+        for number in range(3):
+            trainee.step(number)
+        weights = {name: value.clone() for name, value in trainee.net.state_dict().items()}
+
+        def second_stage(net: nn.Module) -> list[Any]:
+            trainee.net, trainee.optimizer = net, OPTIMIZERS["adamw"](net.parameters())
+            amp.initialize(net, trainee.optimizer, opt_level=level, verbosity=0, max_loss_scale=256.0)
+            for number in range(3, 6):
+                trainee.step(number, overflow=number == 4)
+            return values(net, trainee.optimizer)
+
+        again = second_stage(trainee.net)
+        fresh = make_net(1)
+        fresh.load_state_dict(weights)
+        assert again == second_stage(fresh)
 
     def test_a_disabled_call_does_not_switch_others_off(self) -> None:
         one = Trainee("O2", 1)
