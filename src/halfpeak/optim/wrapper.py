@@ -92,7 +92,6 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         self.last_result: StepResult | None = None
         self._synchronised = True
         self._engine: Engine | None = None
-        self._remove: weakref.finalize[Any, Any] | None = None
         self._pending: Mapping[str, Any] = {}
         super().__init__(optimizer)
 
@@ -224,7 +223,7 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_remove": None, "_pending": self._extra_state()}
+        return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         engine = self._ready()
@@ -263,12 +262,13 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         before = self._engine
         if before is not None and before.optimizers[0] is self.optimizer:
             return before
-        if self._remove is not None:
-            self._remove()
+        if before is not None:
+            before.remove()
+            self._engine = None
         self._engine = engine = self._build()
-        # When this wrapper is gone, another may take the optimizer.
-        self._remove = weakref.finalize(self, engine.remove)
-        self._remove.atexit = False
+        if engine.policy.param is None:
+            # When this wrapper is gone, another may take the optimizer. A converted model needs its masters on.
+            weakref.finalize(self, engine.remove).atexit = False
         if before is not None:
             for scaler, known in zip(engine.scalers, before.scalers, strict=True):
                 scaler.state = known.state
