@@ -94,7 +94,9 @@ def initialize(
         _amp_state.add_disabled([] if optimizers is None else _listed(optimizers))
         return models if optimizers is None else (models, optimizers)
     if not isinstance(verbosity, int):
-        raise ConfigTypeError(f"verbosity={verbosity!r} must be an integer; write verbosity=0 to print nothing")
+        raise ConfigTypeError(
+            f"verbosity={verbosity!r} must be an integer; write verbosity=0 to print nothing"
+        )
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
