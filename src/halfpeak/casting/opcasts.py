@@ -80,7 +80,12 @@ class OpCasts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close(self._local.entered.pop())
+        entered = self._local.entered
+        # Those that :func:`contained` had to leave are still listed.
+        while entered[-1] not in scopes() and len(entered) > 1:
+            entered.pop()
+        self._close(entered[-1])
+        entered.pop()
 
     def install(self) -> None:
         """Open a scope on this thread that stays until :meth:`uninstall`; if it is open, do nothing.

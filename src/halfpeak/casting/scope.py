@@ -54,7 +54,7 @@ class Scope(Casting):
         self.key: str | None = table.key
         self.installed = False
         self._idle: Lookup = table.rules
-        self._holds = 0
+        self._holders: set[object] = set()
         self._holding: list[Scope] = []
 
     def __torch_function__(
@@ -66,14 +66,14 @@ class Scope(Casting):
             return rule(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def hold(self) -> None:
-        """Stop casting until the matching :meth:`release`; these nest."""
-        self._holds += 1
+    def hold(self, holder: object) -> None:
+        """Stop casting until :meth:`release` by the same holder; several may hold. Twice is as good as once."""
+        self._holders.add(holder)
         self._settle()
 
-    def release(self) -> None:
-        """Undo one :meth:`hold`. Copies of weights go, because nothing watched the weights meanwhile."""
-        self._holds -= 1
+    def release(self, holder: object) -> None:
+        """Undo :meth:`hold`. Copies of weights go, because nothing watched the weights meanwhile."""
+        self._holders.discard(holder)
         self._settle()
         if self.cache is not None:
             self.cache.clear()
@@ -84,7 +84,7 @@ class Scope(Casting):
         self._settle()
 
     def _settle(self) -> None:
-        lookup = NO_RULES if self._holds else self._idle
+        lookup = NO_RULES if self._holders else self._idle
         # In one statement, so that an exception cannot come between the two.
         self.lookup, self.key = lookup, self.table.key if lookup is self.table.rules else None
 
@@ -114,9 +114,13 @@ def find_rule(key: Any) -> tuple[Scope, Rule] | None:
 
 def enter(scope: Scope) -> None:
     """Put ``scope`` on top; it alone decides until it is left."""
-    _suppress_others(scope)
-    _push_mode(scope)
-    _allow_mixed_rnn_inputs.enter()
+    try:
+        _suppress_others(scope)
+        _push_mode(scope)
+        _allow_mixed_rnn_inputs.enter(scope)
+    except BaseException:
+        leave(scope)
+        raise
 
 
 def install(scope: Scope) -> None:
@@ -140,31 +144,54 @@ def install(scope: Scope) -> None:
         _push_mode(mode)
         if isinstance(mode, Scope):
             mode._holding.append(scope)
-            scope.hold()
-    _allow_mixed_rnn_inputs.enter()
+            scope.hold(mode)
+    _allow_mixed_rnn_inputs.enter(scope)
 
 
 def leave(scope: Scope) -> None:
-    """Take ``scope`` off the stack, wherever it is by now, and release what it held."""
-    above: list[Any] = []
-    depth = len(_get_current_function_mode_stack())
-    while depth > len(above):
-        mode = _pop_mode()
-        if mode is scope:
-            break
-        above.append(mode)
-    for mode in reversed(above):
-        _push_mode(mode)
+    """Take ``scope`` off the stack, wherever it is by now, and release what it held. Twice is as good as once."""
+    others = [mode for mode in _get_current_function_mode_stack() if mode is not scope]
+    try:
+        _leave(scope, others)
+    except BaseException:
+        # Ctrl-C comes at any line. Half way out, casts would stay on for good.
+        _leave(scope, others)
+        raise
+
+
+@contextmanager
+def contained() -> Generator[None]:
+    """Leave every scope that the body has entered and not left, because an exception came in its very ``__exit__``."""
+    before = scopes()
+    try:
+        yield
+    finally:
+        for scope in scopes():
+            if scope not in before:
+                leave(scope)
+
+
+def _leave(scope: Scope, others: list[Any]) -> None:
+    _set_stack(others)
     for held in scope._holding:
-        held.release()
+        held.release(scope)
     scope._holding.clear()
-    _allow_mixed_rnn_inputs.leave()
+    _allow_mixed_rnn_inputs.leave(scope)
+
+
+def _set_stack(modes: list[Any]) -> None:
+    now = _get_current_function_mode_stack()
+    while len(now) > len(modes) or any(a is not b for a, b in zip(now, modes, strict=False)):
+        _pop_mode()
+        now = _get_current_function_mode_stack()
+    for mode in modes[len(now) :]:
+        _push_mode(mode)
 
 
 def _suppress_others(scope: Scope) -> None:
     for other in scopes():
-        other.hold()
         scope._holding.append(other)
+        other.hold(scope)
 
 
 class _AllowMixedRnnInputs(threading.local):
@@ -177,18 +204,18 @@ class _AllowMixedRnnInputs(threading.local):
     DEVICE = "ipu"
 
     def __init__(self) -> None:
-        self._scopes = 0
+        self._scopes: set[Scope] = set()
         self._before = False
 
-    def enter(self) -> None:
-        if self._scopes == 0:
+    def enter(self, scope: Scope) -> None:
+        if not self._scopes:
             self._before = torch.is_autocast_enabled(self.DEVICE)
-            torch.set_autocast_enabled(self.DEVICE, True)
-        self._scopes += 1
+        self._scopes.add(scope)
+        torch.set_autocast_enabled(self.DEVICE, True)
 
-    def leave(self) -> None:
-        self._scopes -= 1
-        if self._scopes == 0:
+    def leave(self, scope: Scope) -> None:
+        self._scopes.discard(scope)
+        if not self._scopes:
             torch.set_autocast_enabled(self.DEVICE, self._before)
 
 

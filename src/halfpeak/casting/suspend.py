@@ -29,14 +29,14 @@ def disable_casts() -> Generator[None]:
     >>> exact.dtype, low.dtype
     (torch.float32, torch.bfloat16)
     """
-    held = scopes()
-    for scope in held:
-        scope.hold()
+    held, holder = scopes(), object()
     try:
+        for scope in held:
+            scope.hold(holder)
         yield
     finally:
         for scope in held:
-            scope.release()
+            scope.release(holder)
 
 
 def pause_until_return(frame: FrameType) -> None:

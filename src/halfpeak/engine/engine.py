@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.scope import contained
 from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
@@ -145,7 +146,7 @@ class Engine:
                 window its gradients stay local and scaled until the last backward pass.
         """
         with ExitStack() as stack:
-            stack.enter_context(self.casting)
+            stack.enter_context(self._casts_on())
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
@@ -173,10 +174,15 @@ class Engine:
         lanes = self.lanes_of(optimizers)
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
-            self.casting,
+            self._casts_on(),
             self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=not self._synchronised) as scaled,
         ):
             scaled.backward(**kwargs)
+
+    @contextmanager
+    def _casts_on(self) -> Generator[None]:
+        with contained(), self.casting:
+            yield
 
     def scaled(
         self,
