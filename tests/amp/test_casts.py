@@ -279,6 +279,16 @@ class TestDisableCasts:
         with amp.disable_casts():
             assert product() is FP32
 
+    def test_reaches_models_that_run_under_casts_of_their_own(self) -> None:
+        one = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        two = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+        x = torch.ones(1, 2)
+        with amp.disable_casts():
+            assert one(x).dtype is two(x).dtype is FP32
+        with amp._amp_state.handle._disable_casts():
+            assert one(x).dtype is FP32
+        assert (one(x).dtype, two(x).dtype) == (HALF, BF16)
+
     def test_belongs_to_its_thread(self, low: torch.dtype) -> None:
         seen: list[torch.dtype] = []
         entered, leave = threading.Event(), threading.Event()

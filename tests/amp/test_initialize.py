@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import pickle
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -486,3 +487,20 @@ class TestOptimizers:
             assert torch.equal(got, moment.to(parameter.dtype))
             assert optimizer.state[parameter]["step"] == 1
         assert len(optimizer.state) == len(exact)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_copy_of_an_optimizer_is_plain_or_refused(self, level: str) -> None:
+        """apex dropped its state without a word; a copy of one that steps masters would train nothing."""
+        net = make_net()
+        net, optimizer = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
+        before = snapshot(net, optimizer)
+        if level in MASTERED:
+            for duplicate in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(RuntimeError, match="master"):
+                    duplicate(optimizer)
+        else:
+            copied = copy.deepcopy(optimizer)
+            with pytest.raises(RuntimeError, match=r"not passed to amp\.initialize"):
+                with amp.scale_loss(torch.ones(()), copied):
+                    pass
+        assert snapshot(net, optimizer) == before

@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 """Files whose context managers change no state of training, and where they are tested."""
 
-HERE = {"amp/handle.py", "engine/engine.py", "casting/opcasts.py", "casting/suspend.py", "casting/scope.py"}
+HERE = {"amp/ambient.py", "amp/handle.py", "engine/engine.py", "casting/opcasts.py", "casting/suspend.py", "casting/scope.py"}
 
 
 class Failure(Exception):
@@ -85,6 +85,7 @@ CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager
     "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
     "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
     "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
+    "amp.disable_casts O1": (AmpRun, "O1", lambda run: amp.disable_casts()),
     "OpCasts": (Run, "O1", lambda run: OpCasts(torch.float16)),
     "disable_casts": (Run, "O1", lambda run: disable_casts()),
 }

@@ -9,14 +9,29 @@ from __future__ import annotations
 
 import sys
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
 from halfpeak.amp.session import Run, _amp_state
+from halfpeak.casting import suspend
 from halfpeak.casting.opcasts import OpCasts
-from halfpeak.casting.suspend import disable_casts, pause_until_return, resume
+
+
+@contextmanager
+def disable_casts() -> Generator[None]:
+    """Run the block without casts on this thread, also in models that have casts of their own.
+
+    Nests, survives exceptions, and does nothing where no casts are on.
+    """
+    _amp_state.suspended.depth += 1
+    try:
+        with suspend.disable_casts():
+            yield
+    finally:
+        _amp_state.suspended.depth -= 1
 
 
 class Handle:
@@ -100,12 +115,12 @@ def pause_in_step(run: Run) -> None:
 def _pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _has_closure(args, kwargs):
         # If the step raises, its post-hook never runs; casts come back as soon as this frame is left.
-        pause_until_return(sys._getframe(1))
+        suspend.pause_until_return(sys._getframe(1))
 
 
 def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _has_closure(args, kwargs):
-        resume()
+        suspend.resume()
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -127,7 +142,8 @@ class _OwnCasts:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before forward."""
-        scope = disable_casts() if self._casts is None else self._casts
+        own = None if _amp_state.suspended.depth else self._casts
+        scope = suspend.disable_casts() if own is None else own
         scope.__enter__()
         self._open.append(scope)
 

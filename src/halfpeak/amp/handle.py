@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.amp.ambient import Handle
+from halfpeak.amp.ambient import Handle, disable_casts
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.session import Run, _amp_state
-from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.engine.checks import lane_of
 from halfpeak.engine.lane import Lane

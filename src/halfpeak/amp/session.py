@@ -6,6 +6,7 @@ is a :class:`Run` of its own, found through its optimizers, which the session ho
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -47,6 +48,12 @@ class Run:
     results: dict[int, StepResult] = field(default_factory=dict[int, StepResult])
 
 
+class _Suspended(threading.local):
+    """How many ``amp.disable_casts()`` are open on a thread."""
+
+    depth = 0
+
+
 class AmpState:
     """The session, under the names that code written for ``apex.amp._amp_state`` reads and writes.
 
@@ -59,6 +66,7 @@ class AmpState:
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
         handle: of the last O1 or O4 ``initialize`` or ``init`` whose model lives; None without.
+        suspended: the ``disable_casts()`` that are open.
         models: every initialised model that lives, with the handle of its casts or None.
     """
 
@@ -72,6 +80,7 @@ class AmpState:
         self.max_loss_scale: float | None = 2.0**24
         self.handle: Any = None
         self.models: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.suspended = _Suspended()
         self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
         self._count = 0
 
