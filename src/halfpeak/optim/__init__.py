@@ -6,15 +6,25 @@ Answers to mmengine 0.10.7 and does not need it; ``docs/compat/mmengine.md`` lis
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
 from halfpeak.optim.apex_wrapper import ApexOptimWrapper
 from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.builder import build_optim_wrapper
+from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
+from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from halfpeak.optim.registry import Registry
 from halfpeak.optim.sink import ScalarHistory
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
 
 __all__ = [
+    "OPTIMIZERS",
+    "OPTIM_WRAPPERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
     "AmpOptimWrapper",
     "ApexOptimWrapper",
     "BaseOptimWrapper",
+    "DefaultOptimWrapperConstructor",
     "OptimWrapper",
     "OptimWrapperDict",
+    "Registry",
     "ScalarHistory",
+    "build_optim_wrapper",
 ]

@@ -18,6 +18,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.plan import Plan
+from halfpeak.optim import exact
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.verdict import Verdict
@@ -59,6 +60,8 @@ class AmpOptimWrapper(OptimWrapper):
         torch.bfloat16
         >>> wrapper.update_params(output.float().mean())
     """
+
+    _KEYS = ("loss_scaler", exact.KEY)
 
     def __init__(
         self,

@@ -59,6 +59,8 @@ class ApexOptimWrapper(OptimWrapper):
         torch.bfloat16
     """
 
+    _KEYS = ("apex_amp", exact.KEY)
+
     def __init__(
         self,
         opt_level: str = "O1",

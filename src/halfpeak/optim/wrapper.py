@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -71,6 +71,9 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         >>> moved
         [False, True, False, True]
     """
+
+    _KEYS: ClassVar[tuple[str, ...]] = (exact.KEY,)
+    """What this class reads in a state, beside what every wrapper reads."""
 
     def __init__(
         self,
@@ -204,9 +207,7 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         """
         self.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
-        self._pending = {
-            key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-        }
+        self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
         if self._engine is not None:
             self._apply_pending(self._engine)
 
