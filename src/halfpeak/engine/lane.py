@@ -91,7 +91,7 @@ class Lane:
         self.verdict: Tensor | bool | None = None
         self.is_stepping = False
         self.has_stepped = False
-        self._moving: list[tuple[Tensor, int]] | None = None
+        self._moving: list[tuple[Tensor, _Mark]] | None = None
         self._trace: list[tuple[Tensor, Tensor, int]] = []
         self._slots: list[Slot] | None = None
         self.marker: Tensor | None = None
@@ -242,7 +242,8 @@ class Lane:
                 slot.target.grad = None
         elif isinstance(verdict, Tensor):
             optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
-        self._moving = [(s.target, s.target._version) for s in self.slots() if s.target.grad is not None]
+        targets = [slot.target for slot in self.slots() if slot.target.grad is not None]
+        self._moving = [(target, _mark(optimizer, target)) for target in targets]
         self.masters.mark_stepped()
         return None
 
@@ -259,6 +260,7 @@ class Lane:
         return False
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.has_stepped = True
         self._finish()
 
     def _finish(self) -> None:
@@ -276,9 +278,10 @@ class Lane:
     def _has_moved(self) -> bool:
         """Whether the step that is running got as far as the optimizer's own code and through it."""
         moving = self._moving
-        return moving is not None and (
-            not moving or any(target._version != version for target, version in moving)
-        )
+        if moving is None or self.has_stepped:
+            return self.has_stepped
+        optimizer = self.optimizer
+        return not moving or any(_mark(optimizer, target) != mark for target, mark in moving)
 
     def _clear_step(self) -> None:
         optimizer = self._optimizer()
@@ -308,3 +311,12 @@ class Lane:
         still = torch.zeros_like(self.found_inf)
         foreach.check_(grads, still)
         self.found_inf = torch.minimum(self.found_inf, still)
+
+
+_Mark = tuple[int, int | None]
+
+
+def _mark(optimizer: Optimizer, target: Tensor) -> _Mark:
+    """What changes when an optimizer moves a parameter: its version, or with torch's fused kernels that of its step."""
+    step = optimizer.state.get(target, {}).get("step")
+    return target._version, step._version if isinstance(step, Tensor) else step

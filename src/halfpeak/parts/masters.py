@@ -94,6 +94,8 @@ class Masters:
 
     def publish(self) -> None:
         """Round every master into its low parameter."""
+        if not self._low:
+            return
         with torch.no_grad():
             foreach.copy_cast_(self._low, self._high)
         self._marks = [(parameter._version, parameter.data_ptr()) for parameter in self._low]
