@@ -186,3 +186,24 @@ def test_the_closure_computes_its_loss_under_the_casts(level: str) -> None:
 
     optimizer.step(closure)
     assert set(seen) == {torch.float16 if level == "O1" else torch.bfloat16}
+
+
+def test_a_try_that_overflows_leaves_no_trace_in_the_batch_norms() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    clean = torch.randn(16, 4)
+    inputs = [torch.full((16, 4), float("inf")), clean]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs.pop(0)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+    assert not inputs
+    assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
+    assert int(model[1].num_batches_tracked) == 1

@@ -41,9 +41,10 @@ def print_properties(opt_level: str, defaults: Properties, effective: Properties
     maybe_print("\n".join(lines), verbosity=verbosity, rank0=True)
 
 
-def overflow_line(loss_id: int, scale: float) -> str:
+def overflow_line(loss_id: int, scale: float, *, dynamic: bool) -> str:
     """The line about a skipped step."""
-    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}"
+    what = "reducing loss scale to" if dynamic else "keeps its static loss scale of"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what} {scale}"
 
 
 def _table(properties: Properties) -> list[str]:

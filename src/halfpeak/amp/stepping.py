@@ -74,4 +74,5 @@ class _Watch:
         scale = scaler.part.state.scale
         run.results[id(optimizer)] = StepResult(torch.full_like(scale, float(self._skipped)), scale)
         if self._skipped:
-            maybe_print(overflow_line(loss_id, float(scale)), verbosity=run.verbosity)
+            line = overflow_line(loss_id, float(scale), dynamic=scaler.dynamic)
+            maybe_print(line, verbosity=run.verbosity)

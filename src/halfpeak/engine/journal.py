@@ -96,6 +96,11 @@ class Journal:
         self._entry = None
         self._noted.clear()
 
+    def cancel_try(self) -> None:
+        """The evaluation of a closure is thrown away, and with it what it told the batch norms."""
+        self.cancel()
+        self._buffers.settle(True)
+
     def rewind(self, every: int) -> None:
         """Begin the accumulation window of ``every`` backward passes anew."""
         self.index -= self.index % every

@@ -69,7 +69,7 @@ class Steward:
         noted = self._journal.noted
         for scaler, found_inf in noted:
             scaler.update(found_inf)
-        self._journal.cancel()
+        self._journal.cancel_try()
         used = [scaler for scaler, _ in noted] or self._scalers
         if not any(scaler.config.dynamic for scaler in used) or any(
             scaler.read_exhausted() for scaler in used
