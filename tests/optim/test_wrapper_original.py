@@ -67,7 +67,7 @@ def trained(family: ModuleType, grouping: str, steps: int = 2, **options: Any) -
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_groups_rates_and_state(grouping: str) -> None:
-    (model, mine), (_, other) = (trained(family, grouping) for family in FAMILIES.values())
+    (_, mine), (_, other) = (trained(family, grouping) for family in FAMILIES.values())
     assert (mine.get_lr(), mine.get_momentum()) == (other.get_lr(), other.get_momentum())
     assert mine.defaults == other.defaults
     assert [group.keys() for group in mine.param_groups] == [group.keys() for group in other.param_groups]
@@ -104,7 +104,7 @@ def test_logged_values(clip: dict[str, Any]) -> None:
         with new_hub() as hub:
             _, wrapper = trained(family, "sgd", 7, clip_grad=dict(clip), accumulative_counts=3)
             found.append(([*hub.log_scalars], logged(hub)))
-        found[-1] += ({key: value for key, value in wrapper.clip_grad_kwargs.items()}, wrapper.grad_name)
+        found[-1] += (dict(wrapper.clip_grad_kwargs), wrapper.grad_name)
     assert found[0] == found[1]
     assert len(found[0][1]) == (2 if "max_norm" in clip else 0)
 

@@ -228,7 +228,7 @@ class OptimWrapper(Counting, BaseOptimWrapper):
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         engine = self._ready()
-        self.last_result = None
+        self.last_result, self._pending = None, {}
         block = engine.scaled(loss, lanes=engine.lanes, loss_id=loss_id, delay=not self._synchronised)
         with engine.casting, block as scaled:
             scaled.backward(**kwargs)
@@ -280,7 +280,7 @@ class OptimWrapper(Counting, BaseOptimWrapper):
 
     def _extra_state(self) -> dict[str, Any]:
         """What the state holds beside the optimizer's."""
-        if self._engine is None:
+        if self._engine is None or self._pending:
             return dict(self._pending)
         found = exact.take_exact(self._engine)
         return {} if found is None else {exact.KEY: found}

@@ -1,0 +1,226 @@
+"""Checkpoints, resumes and copies of wrappers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from halfpeak import checkpoint
+from halfpeak.core.errors import HalfpeakError, OrderError, StateError
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.snapshot import snapshot, values
+
+Make = Callable[..., OptimWrapper]
+
+KINDS: dict[str, Make] = {
+    "plain": OptimWrapper,
+    "amp": lambda optimizer, **o: AmpOptimWrapper(dtype="float16", optimizer=optimizer, **o),
+    "amp-hysteresis": lambda optimizer, **o: AmpOptimWrapper(
+        {"hysteresis": 3, "interval": 2}, "float16", optimizer=optimizer, **o
+    ),
+    "amp-bf16": lambda optimizer, **o: AmpOptimWrapper(dtype="bfloat16", optimizer=optimizer, **o),
+    **{
+        level: lambda optimizer, level=level, **o: ApexOptimWrapper(level, optimizer=optimizer, **o)
+        for level in LEVELS
+    },
+}
+
+
+def batch(i: int) -> tuple[Tensor, Tensor]:
+    """Number 4 and 10 overflow, in the first pass of a window and in the middle of one.
+
+    The rest is small enough that no float16 gradient overflows under a scale of 2**16.
+    """
+    x, y = make_batch(i)
+    y = y / 64
+    return (x * 1e38, y) if i in (4, 10) else (x, y)
+
+
+def train(wrapper: OptimWrapper, model: nn.Module, numbers: range) -> None:
+    for i in numbers:
+        x, y = batch(i)
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(x).float(), y)
+        wrapper.update_params(loss)
+
+
+def make(kind: str, every: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, OptimWrapper]:
+    model = make_net(seed)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    return model, optimizer, KINDS[kind](optimizer, accumulative_counts=every, clip_grad={"max_norm": 0.05})
+
+
+def seen(model: nn.Module, optimizer: torch.optim.Optimizer, wrapper: OptimWrapper) -> list[Any]:
+    return [values(model, optimizer), extra(wrapper.state_dict())]
+
+
+def extra(state: dict[str, Any]) -> str:
+    """What a state holds beside the optimizer's."""
+    return repr({key: state[key] for key in sorted(state) if key not in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6, 8, 11, 13])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_bitwise_at_every_pass(
+    kind: str, every: int, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through a file, into a new process's objects, before the first forward pass; 14 passes, so the last window is short."""
+    straight = make(kind, every)
+    straight[2].initialize_count_status(straight[0], 0, 14)
+    train(straight[2], straight[0], range(14))
+
+    model, _, wrapper = make(kind, every)
+    wrapper.initialize_count_status(model, 0, 14)
+    train(wrapper, model, range(stop))
+    checkpoint.save(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": wrapper.state_dict()})
+
+    saved = checkpoint.load(tmp_path / "c.pt")
+    model, optimizer, wrapper = make(kind, every, seed=1)
+    model.load_state_dict(saved["model"])
+    wrapper.load_state_dict(saved["optimizer"])
+    assert extra(wrapper.state_dict()) == extra(saved["optimizer"])
+    caplog.clear()
+    wrapper.initialize_count_status(model, stop, 14)
+    assert not [r for r in caplog.records if "Resumed" in r.getMessage()]
+    train(wrapper, model, range(stop, 14))
+    assert seen(model, optimizer, wrapper) == seen(*straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rolling_back_in_the_same_objects_is_bitwise(kind: str) -> None:
+    model, optimizer, wrapper = make(kind, 4)
+    train(wrapper, model, range(6))
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": wrapper.state_dict()})
+    before = repr(saved)
+    train(wrapper, model, range(6, 14))
+    after = seen(model, optimizer, wrapper)
+    model.load_state_dict(saved["model"])
+    wrapper.load_state_dict(saved["optimizer"])
+    wrapper.initialize_count_status(model, 6, -1)
+    train(wrapper, model, range(6, 14))
+    assert seen(model, optimizer, wrapper) == after
+    assert repr(saved) == before
+
+
+def test_the_keys_of_the_original() -> None:
+    found = {kind: make(kind, 1)[2].state_dict().keys() - {"state", "param_groups"} for kind in KINDS}
+    assert {kind: keys for kind, keys in found.items() if not kind.startswith("O")} == {
+        "plain": set(),
+        "amp": {"loss_scaler"},
+        "amp-hysteresis": {"loss_scaler"},
+        "amp-bf16": set(),
+    }
+    assert all(found[level] == {"apex_amp"} for level in LEVELS)
+    model, _, wrapper = make("O2", 1)
+    assert wrapper.state_dict()["apex_amp"] == {}
+    train(wrapper, model, range(2))
+    assert wrapper.state_dict()["apex_amp"] == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 2}}
+
+
+BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "not a dict": lambda state: [],  # type: ignore[dict-item,return-value]
+    "no groups": lambda state: {"state": {}},
+    "other groups": lambda state: {**state, "param_groups": []},
+    "scaler keys": lambda state: {**state, "loss_scaler": {"scale": 1.0}, "apex_amp": {"loss_scaler0": {}}},
+    "scale of zero": lambda state: {
+        **state,
+        "loss_scaler": {**state.get("loss_scaler", {}), "scale": 0.0},
+        "apex_amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}},
+    },
+    "window": lambda state: {**state, "halfpeak": {**state["halfpeak"], "window": {}}},
+    "version": lambda state: {**state, "halfpeak": {**state["halfpeak"], "version": 99}},
+    "scalers": lambda state: {**state, "halfpeak": {**state["halfpeak"], "scalers": []}},
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["plain", "amp", "O2"])
+def test_a_refused_state_changes_nothing(kind: str, bad: str) -> None:
+    if kind == "plain" and "scale" in bad and bad != "scalers":
+        return  # it has no scale and does not look
+    model, optimizer, wrapper = make(kind, 4)
+    train(wrapper, model, range(6))
+    other_model, _, other = make(kind, 4, seed=1)
+    train(other, other_model, range(7))
+    state = BAD[bad](other.state_dict())
+    before = [snapshot(model, optimizer), repr(wrapper.state_dict()), wrapper.base_param_settings]
+    with pytest.raises(StateError):
+        wrapper.load_state_dict(state)
+    assert [snapshot(model, optimizer), repr(wrapper.state_dict()), wrapper.base_param_settings] == before
+
+
+def test_loading_a_dict_of_states_is_all_or_nothing() -> None:
+    first, second = make("plain", 1), make("amp", 1)
+    wrappers = OptimWrapperDict(first=first[2], second=second[2])
+    train(first[2], first[0], range(2))
+    before = repr(wrappers.state_dict())
+    good = make("plain", 1, seed=1)[2].state_dict()
+    for bad in ({"first": good, "second": {}}, {"first": good, "third": good}):
+        with pytest.raises(StateError):
+            wrappers.load_state_dict(bad)
+        assert repr(wrappers.state_dict()) == before
+    wrappers.load_state_dict({"first": good})
+    assert repr(first[2].state_dict()) == repr(good)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("stop", [0, 6, 8])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("O0", "O2", "O3", "O5")])
+def test_a_copy_goes_on_by_itself(kind: str, stop: int, way: str) -> None:
+    """Also inside a window, and with a scheduler, which torch hangs on the wrapper it was made for."""
+    model, optimizer, wrapper = make(kind, 4)
+    torch.optim.lr_scheduler.StepLR(wrapper, 5)
+    train(wrapper, model, range(stop))
+    twin_model, twin = COPIES[way]((model, wrapper))
+    before = values(model, optimizer)
+    train(twin, twin_model, range(stop, 12))
+    assert values(model, optimizer) == before
+    train(wrapper, model, range(stop, 12))
+    assert values(twin_model, twin.optimizer) == values(model, optimizer)
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["O0", "O2", "O3", "O5"])
+def test_a_wrapper_that_converted_a_model_says_why_it_is_not_copied(kind: str, way: str) -> None:
+    model, _, wrapper = make(kind, 4)
+    COPIES[way]((model, wrapper))
+    train(wrapper, model, range(3))
+    with pytest.raises(OrderError, match="make a new wrapper over the copy"):
+        COPIES[way]((model, wrapper))
+    assert COPIES[way](model).state_dict().keys() == model.state_dict().keys()
+
+
+def test_an_optimizer_is_free_when_its_wrapper_is_gone() -> None:
+    model, optimizer, wrapper = make("plain", 1)
+    train(wrapper, model, range(2))
+    second = OptimWrapper(optimizer)
+    with pytest.raises(HalfpeakError, match="prepared before"):
+        train(second, model, range(2, 3))
+    del wrapper
+    train(second, model, range(2, 3))
+    assert second.stepped()
+
+
+def test_a_converted_model_outlives_its_wrapper() -> None:
+    model, _, wrapper = make("O2", 1)
+    train(wrapper, model, range(2))
+    state = repr(model.state_dict())
+    del wrapper
+    assert repr(model.state_dict()) == state
+    assert model(make_batch(0)[0]).dtype is torch.float32
