@@ -1,0 +1,77 @@
+"""What a configuration may name here, and build_runner: the call from a configuration to a runner.
+
+Answers to mmcv 1.7.2. The registries are filled in :mod:`halfpeak.runner.members`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.optim.registry import Registry
+
+HOOKS: Final = Registry("hook")
+"""What ``type`` of a hook's configuration may name."""
+
+RUNNERS: Final = Registry("runner")
+"""What ``type`` of a runner's configuration may name."""
+
+RUNNER_BUILDERS: Final = Registry("runner constructor")
+"""What its ``constructor`` may name."""
+
+
+class DefaultRunnerConstructor:
+    """Builds the runner that ``runner_cfg["type"]`` names.
+
+    Args:
+        runner_cfg: ``type`` and arguments of the runner.
+        default_args: arguments for what ``runner_cfg`` leaves out: the model, the optimizer, the logger.
+    """
+
+    def __init__(self, runner_cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(runner_cfg, Mapping):
+            raise ConfigTypeError(
+                f"runner_cfg must be a dict, not {type(runner_cfg).__name__}; write dict(type='EpochBasedRunner', ...)"
+            )
+        self.runner_cfg = runner_cfg
+        self.default_args = default_args
+
+    def __call__(self) -> Any:
+        """The runner."""
+        return RUNNERS.build(self.runner_cfg, default_args=self.default_args)
+
+
+def build_runner_constructor(cfg: Mapping[str, Any]) -> Any:
+    """Build what a configuration with a registered constructor's name as ``type`` describes."""
+    return RUNNER_BUILDERS.build(cfg)
+
+
+def build_runner(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
+    """Build the runner that a configuration describes.
+
+    Args:
+        cfg: left as it is. ``type`` names the runner; ``constructor`` names who reads this.
+        default_args: arguments for what ``cfg`` leaves out: the model, the optimizer, the logger.
+
+    Raises:
+        RegistryError: a name that is not registered.
+        ConfigTypeError: not a dict, or an argument that the runner does not take.
+
+    Example:
+        >>> import torch
+        >>> class Model(torch.nn.Linear):
+        ...     def train_step(self, data, optimizer):
+        ...         return dict(loss=self(data).mean())
+        >>> build_runner(dict(type="EpochBasedRunner", max_epochs=2), dict(model=Model(2, 1))).max_epochs
+        2
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigTypeError(
+            f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='EpochBasedRunner', max_epochs=12)"
+        )
+    runner_cfg = dict(cfg)
+    constructor = runner_cfg.pop("constructor", "DefaultRunnerConstructor")
+    return build_runner_constructor(
+        {"type": constructor, "runner_cfg": runner_cfg, "default_args": default_args}
+    )()

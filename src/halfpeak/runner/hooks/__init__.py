@@ -1,0 +1,1 @@
+"""The hooks, one file each."""

@@ -1,0 +1,106 @@
+"""LogBuffer: the numbers of past iterations, and their averages for the log. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+
+Number = float | Tensor
+
+
+class LogBuffer:
+    """Collects named numbers with weights and averages the last of them.
+
+    Tensors are kept as they come, on their device; averaging is what waits.
+
+    Attributes:
+        val_history: every value since :meth:`clear`, by name.
+        n_history: its weight, usually a batch size.
+        output: the averages, and whatever hooks put beside them.
+        ready: whether ``output`` waits to be logged.
+
+    >>> buffer = LogBuffer()
+    >>> buffer.update({"loss": 1.0}, count=3)
+    >>> buffer.update({"loss": 2.0}, count=1)
+    >>> buffer.average()
+    >>> buffer.output
+    {'loss': 1.25}
+    """
+
+    def __init__(self) -> None:
+        self.val_history: dict[str, list[Number]] = {}
+        self.n_history: dict[str, list[float]] = {}
+        self.output: dict[str, Any] = {}
+        self.ready = False
+
+    def update(self, vars: Mapping[str, Number], count: float = 1) -> None:
+        """Add one value per name.
+
+        Raises:
+            ConfigTypeError: not a dict of numbers. Nothing was added.
+        """
+        if not isinstance(vars, Mapping):
+            raise ConfigTypeError(
+                f"the log takes a dict of numbers, not {type(vars).__name__}; write dict(loss=loss.item())"
+            )
+        taken = {name: _number(name, value) for name, value in vars.items()}
+        for name, value in taken.items():
+            self.val_history.setdefault(name, []).append(value)
+            self.n_history.setdefault(name, []).append(count)
+
+    def average(self, n: int = 0) -> None:
+        """Put the weighted mean of the last ``n`` values of each name (0: of all) into ``output``. Waits for the device.
+
+        A name that was not updated lately keeps its last values.
+
+        Raises:
+            ConfigError: ``n`` is negative.
+        """
+        if n < 0:
+            raise ConfigError(f"n={n} must be 0 (all values) or the number of last values to average")
+        for name, history in self.val_history.items():
+            values, counts = [float(value) for value in history[-n:]], self.n_history[name][-n:]
+            total = math.fsum(counts)
+            weighted = math.fsum(value * count for value, count in zip(values, counts, strict=True))
+            self.output[name] = weighted / total if total else math.nan
+        self.ready = True
+
+    def clear_output(self) -> None:
+        """Drop the averages; the values stay."""
+        self.output.clear()
+        self.ready = False
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.val_history.clear()
+        self.n_history.clear()
+        self.clear_output()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values and their weights, as numbers. Waits for the device."""
+        return {
+            "values": {name: [float(value) for value in values] for name, values in self.val_history.items()},
+            "counts": {name: list(counts) for name, counts in self.n_history.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.clear()
+        self.val_history.update({name: list(values) for name, values in state["values"].items()})
+        self.n_history.update({name: list(counts) for name, counts in state["counts"].items()})
+
+
+def _number(name: str, value: Any) -> Number:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()  # the caller may go on to change it in place
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigTypeError(
+            f"{name}={value!r} is not a number; the log averages, so write {name}=value.mean()"
+        ) from None
