@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from halfpeak.casting.scope import contained
 from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
-from halfpeak.engine.catchup import CatchUp
+from halfpeak.engine.copying import copy_engine
+from halfpeak.engine.hooks import CatchUp
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
@@ -49,6 +50,8 @@ class Engine:
         casting: the re-entrant scope in which operations are cast (O1, O4); elsewhere a null context.
         scalers: one loss scaler per loss.
         lanes: one per optimizer.
+        phases: the order of a step.
+        handles: of the hooks on the models.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class Engine:
         self.names = ParameterNames(self.models)
         steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
         self.lanes = [Lane(optimizer, masters, steward, device) for optimizer in optimizers]
-        self._phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
+        self.phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()
-        self._handles = [
+        self.handles = [
             *handles,
             *(model.register_forward_pre_hook(CatchUp(self), prepend=True) for model in models),
         ]
@@ -204,7 +207,7 @@ class Engine:
             delay: leave the gradients scaled for a later block.
             report: called with the scaler and the block's ``found_inf``; None notes them for the next step.
         """
-        return self._phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
+        return self.phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
 
     def step(
         self,
@@ -227,7 +230,7 @@ class Engine:
             OrderError: the last backward pass was not synchronised, so its gradients are still scaled.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
-        return self._phases.step(self.lanes_of(optimizers), closure, keep_gradients=keep_gradients)
+        return self.phases.step(self.lanes_of(optimizers), closure, keep_gradients=keep_gradients)
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
@@ -236,8 +239,8 @@ class Engine:
         otherwise it is as if it had never begun.
         """
         lanes = self.lanes_of(optimizers)
-        self._phases.recover(lanes)
-        self._phases.drop_window(lanes)
+        self.phases.recover(lanes)
+        self.phases.drop_window(lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
@@ -259,18 +262,29 @@ class Engine:
 
     def catch_up(self) -> None:
         """What models do before they compute, should a step have been left by an exception."""
-        self._phases.catch_up(self.lanes)
+        self.phases.catch_up(self.lanes)
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.
 
         Models keep the dtypes they were converted to.
         """
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for lane in self.lanes:
             lane.detach()
-        self._handles.clear()
+        self.handles.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """An engine of its own over copies of models and optimizers, in the same state down to the open window."""
+        self.journal.settle()
+        return copy_engine(self, memo)
+
+    def __reduce__(self) -> NoReturn:
+        raise OrderError(
+            "an engine is joined to its models and optimizers by hooks and cannot be pickled; save engine.state_dict(), or "
+            "write copy.deepcopy(engine)"
+        )
 
     @property
     def scale(self) -> Tensor:

@@ -50,7 +50,7 @@ class Phases:
         self._journal = journal
         self._steward = steward
         self._scalers = scalers
-        self._verdict = verdict
+        self.verdict = verdict
         self._trouble = Lagged(device)
 
     @contextmanager
@@ -98,7 +98,7 @@ class Phases:
         try:
             verdicts = self.unscale(lanes)
             norm = self.clip(lanes, verdicts)
-            self._verdict.agree_(verdicts)
+            self.verdict.agree_(verdicts)
             self.commit(verdicts, lanes, keep_gradients=keep_gradients)
         except BaseException:
             self._leave(lanes)

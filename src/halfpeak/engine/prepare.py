@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.modules import convert_network, converted_parameters, hook_boundary, hook_norms
+from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.levels import resolve
@@ -19,10 +19,10 @@ from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.checks import check_models, check_optimizers
 from halfpeak.engine.engine import Engine
+from halfpeak.engine.hooks import hook
 from halfpeak.engine.plan import Plan
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
-from halfpeak.parts.statedict import hook_state_dict
 from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
 
 
@@ -157,14 +157,6 @@ def build(
         )
         undo.pop_all()
     return engine
-
-
-def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
-    """Put the hooks on a model that its policy asks for."""
-    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
-    if policy.param is not None or policy.masters:
-        handles += hook_state_dict(model, masters)
-    return handles
 
 
 def _exact_values(

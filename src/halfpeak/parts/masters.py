@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -159,6 +160,15 @@ class Masters:
             with torch.no_grad():
                 high.copy_(value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
+        """Copies of both sides, paired as these are; an optimizer copied with the same ``memo`` steps the new masters."""
+        copied = Masters(wanted=self._wanted)
+        for low, high in self:
+            low_copy = copy.deepcopy(low, memo)
+            memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
+        copied._dirty = self._dirty
+        return copied
+
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
         known = self.of(parameter)
         if known is not None:
@@ -186,8 +196,9 @@ class _Bound:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise OrderError(
-            "this optimizer steps float32 masters of a model, so a copy of it would train nothing; copy the model, build an "
-            "optimizer over the copy, prepare both and load engine.state_dict(). Of a master alone copy master.detach()"
+            "this optimizer steps float32 masters of a model, so a copy of it alone would train nothing; write "
+            "copy.deepcopy(engine) to copy model, optimizer and masters together, or use optimizer.state_dict(). Of a master "
+            "alone copy master.detach()"
         )
 
     def __reduce__(self) -> NoReturn:

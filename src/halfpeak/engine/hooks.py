@@ -1,4 +1,4 @@
-"""A model catches up before it computes: what a step has decided and an exception has kept from happening."""
+"""The hooks that an engine puts on its models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.casting.modules import hook_boundary, hook_norms
+from halfpeak.core.policy import Policy
+from halfpeak.parts.masters import Masters
+from halfpeak.parts.statedict import hook_state_dict
 
 if TYPE_CHECKING:
     from halfpeak.engine.engine import Engine
+
+
+def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
+    """Put the hooks on a model that its policy asks for."""
+    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
+    if policy.param is not None or policy.masters:
+        handles += hook_state_dict(model, masters)
+    return handles
 
 
 class CatchUp:

@@ -1,0 +1,212 @@
+"""Deep copies and pickles: of a model always and independent; of an engine whole; of half of a pair refused, typed."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import halfpeak
+from halfpeak import amp
+from reliability.support import LEVELS, batch, net, state_hash, train
+
+MASTERED = ("O2", "O5")
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def overflow(step: int) -> float:
+    return float("inf") if step % 5 == 2 else 1.0
+
+
+def prepared(level: str, optimizer: str = "SGD", **options: Any) -> halfpeak.Engine:
+    """An engine that has trained for four steps, one of them skipped."""
+    model = net(norm="batch")
+    engine = halfpeak.prepare(model, OPTIMIZERS[optimizer](model.parameters()), level, **options)
+    train(engine, range(4), poison=overflow)
+    return engine
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_copied_engine_trains_on_like_the_original_and_apart_from_it(level: str, optimizer: str) -> None:
+    original = prepared(level, optimizer)
+    copied = copy.deepcopy(original)
+    before = state_hash(original)
+    assert state_hash(copied) == before
+    train(copied, range(4, 8), poison=overflow)
+    assert state_hash(original) == before
+    train(original, range(4, 8), poison=overflow)
+    assert state_hash(original) == state_hash(copied) != before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_open_window_is_copied(level: str) -> None:
+    original = prepared(level, accumulate=3)
+    assert original.index == 4
+    copied = copy.deepcopy(original)
+    for engine in (copied, original):
+        train(engine, range(4, 9))
+    assert state_hash(original) == state_hash(copied)
+    assert int(copied.taken) + int(copied.skipped) == 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_a_copy_whose_original_is_gone(level: str) -> None:
+    first = prepared(level)
+    second = copy.deepcopy(copy.deepcopy(first))
+    train(first, range(4, 8))
+    expected = state_hash(first)
+    del first
+    train(second, range(4, 8))
+    assert state_hash(second) == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_state_dict_of_a_copied_model_speaks_of_its_own_masters(level: str) -> None:
+    original = prepared(level)
+    copied = copy.deepcopy(original)
+    train(copied, range(4, 8))
+    trained = copied.model.state_dict()
+    names = {id(parameter): name for name, parameter in copied.model.named_parameters()}
+    assert all(torch.equal(master, trained[names[id(low)]]) for low, master in copied.masters)
+    original.model.load_state_dict(trained)
+    assert all(torch.equal(value, trained[name]) for name, value in original.model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_a_model_is_independent_and_computes_the_same(level: str, how: str) -> None:
+    engine = prepared(level)
+    model = engine.model.eval()
+    copied = COPIES[how](model)
+    with torch.no_grad():
+        expected = model(batch(0))
+        assert torch.equal(copied(batch(0)), expected)
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(copied(batch(0)), expected)
+        for parameter in copied.parameters():
+            parameter.fill_(1)
+    assert all(not parameter.any() for parameter in model.parameters())
+    assert all(
+        value.dtype is torch.float32 for value in copied.state_dict().values() if value.is_floating_point()
+    )
+
+
+def by_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": by_file,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_ema_of_the_model(level: str) -> None:
+    engine = prepared(level)
+    ema = torch.optim.swa_utils.AveragedModel(engine.model)
+    before = [parameter.clone() for parameter in ema.parameters()]
+    train(engine, range(4, 6))
+    assert all(torch.equal(a, b) for a, b in zip(before, ema.parameters(), strict=True))
+    ema.update_parameters(engine.model)
+    assert not all(torch.equal(a, b) for a, b in zip(before, ema.parameters(), strict=True))
+    assert ema(batch(0)).isfinite().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_alone_or_jointly(level: str, how: Callable[[Any], Any]) -> None:
+    """Without masters as in torch; with masters a copy that misses the engine would step nothing."""
+    engine = prepared(level)
+    optimizer = engine.optimizers[0]
+    before = state_hash(engine)
+    for what in (optimizer, (engine.model, optimizer)):
+        if level in MASTERED:
+            with pytest.raises(halfpeak.OrderError, match="masters"):
+                how(what)
+        else:
+            how(what)
+    assert state_hash(engine) == before
+    train(engine, range(4, 6))
+
+
+def test_the_refusal_of_a_pickle_says_what_to_write() -> None:
+    engine = prepared("O2")
+    with pytest.raises(halfpeak.OrderError, match=r"engine\.state_dict\(\)"):
+        pickle.dumps(engine)
+    with pytest.raises(halfpeak.OrderError, match=r"copy\.deepcopy\(engine\)"):
+        copy.copy(engine)
+
+
+def test_an_engine_behind_the_apex_door_is_not_copied_alone() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    run = amp._amp_state.run_of(optimizer)
+    assert run is not None
+    with pytest.raises(halfpeak.OrderError, match="initialise the copy"):
+        copy.deepcopy(run.engine)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_of_the_user_are_copied_and_ours_are_there_once(level: str) -> None:
+    engine = prepared(level)
+    calls: list[str] = []
+    engine.model[0].register_forward_hook(lambda *_: calls.append("called"))
+    copied = copy.deepcopy(engine)
+    counts = [
+        [len(hooks) for name, hooks in sorted(vars(module).items()) if name.endswith("_hooks") and hooks]
+        for model in (engine.model, copied.model)
+        for module in model.modules()
+    ]
+    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
+    copied.model(batch(0))
+    assert len(calls) == 1
+    copied.remove()
+    engine.model(batch(0))
+    assert len(calls) == 2
+
+
+def test_lbfgs_is_copied_with_its_own_attributes() -> None:
+    def closure_of(engine: halfpeak.Engine) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            engine.optimizers[0].zero_grad()
+            loss = engine.model(batch(0)).float().square().mean()
+            engine.backward(loss)
+            return loss
+
+        return closure
+
+    model = net()
+    original = halfpeak.prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), "O5")
+    original.step(closure_of(original))
+    copied = copy.deepcopy(original)
+    for engine in (original, copied):
+        engine.step(closure_of(engine))
+    assert all(
+        torch.equal(a, b) for a, b in zip(original.model.parameters(), copied.model.parameters(), strict=True)
+    )
