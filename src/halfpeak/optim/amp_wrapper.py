@@ -75,7 +75,12 @@ class AmpOptimWrapper(OptimWrapper):
         self._is_default = isinstance(loss_scale, str)
         if not isinstance(use_fsdp, bool):
             raise ConfigTypeError(f"use_fsdp={use_fsdp!r} must be True or False")
-        self._agreement = Verdict("world" if use_fsdp else None)
+        try:
+            self._agreement = Verdict("world" if use_fsdp else None)
+        except ConfigError:
+            raise ConfigError(
+                "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave it out"
+            ) from None
         self._device_type: str | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
 
@@ -188,7 +193,10 @@ def _parse_scale_dict(given: Mapping[str, Any]) -> ScaleConfig | None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"unknown key {key!r} in loss_scale; allowed: {', '.join(allowed)}{hint}")
         values[name] = value
-    config = ScaleConfig(**values)
+    try:
+        config = ScaleConfig(**values)
+    except ConfigError as error:
+        raise ConfigError(f"loss_scale={dict(given)!r}: {error}") from None
     if not isinstance(given.get("enabled", True), bool):
         raise ConfigTypeError(f"enabled={given['enabled']!r} in loss_scale must be True or False")
     return config if given.get("enabled", True) else None

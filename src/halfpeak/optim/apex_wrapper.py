@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from halfpeak.checkpoint.foreign import from_apex, to_apex
 from halfpeak.core.dtypes import parse_dtype
-from halfpeak.core.errors import OrderError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties, resolve
 from halfpeak.core.policy import NormRule
 from halfpeak.core.schedule import ScaleConfig
@@ -79,6 +79,12 @@ class ApexOptimWrapper(OptimWrapper):
         norms: NormRule = "all",
         **kwargs: Any,
     ) -> None:
+        if not isinstance(enabled, bool):
+            raise ConfigTypeError(f"enabled={enabled!r} must be True or False")
+        if isinstance(verbosity, bool) or not isinstance(verbosity, int):
+            raise ConfigTypeError(f"verbosity={verbosity!r} must be an integer; write verbosity=1")
+        if norms not in get_args(NormRule):
+            raise ConfigError(f"norms={norms!r} must be one of {', '.join(map(repr, get_args(NormRule)))}")
         self.opt_level = opt_level
         self.loss_scale = loss_scale
         self.enabled = enabled

@@ -61,10 +61,15 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
         raise ConfigError(f'type of clip_grad should be "norm" or "value", not {kind!r}')
     _check_keys(clip_grad, given, kind)
     for flag in ("error_if_nonfinite", "foreach"):
-        if given.get(flag) not in (None, True, False) or isinstance(
-            given.get(flag), (int, float)
-        ) != isinstance(given.get(flag), bool):
+        if not isinstance(given.get(flag, False), bool | None):
             raise ConfigTypeError(f"{flag}={given[flag]!r} in clip_grad must be True or False")
+    try:
+        return _clip(kind, given)
+    except ConfigError as error:
+        raise ConfigError(f"clip_grad={dict(clip_grad)!r}: {error}") from None
+
+
+def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
     if kind == "value":
         return ClipValue(value=given["clip_value"])
     norm_type = given.get("norm_type", 2.0)
