@@ -116,7 +116,10 @@ class FP16_Optimizer:
         if closure is None:
             self._last_overflow = not self._engine.step().stepped()
             if self._last_overflow:
-                maybe_print(overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale), verbosity=int(self.verbose))
+                maybe_print(
+                    overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale),
+                    verbosity=int(self.verbose),
+                )
             return None
         losses: list[Any] = []
 
