@@ -1,0 +1,135 @@
+"""Wrappers on several ranks (gloo): ranks stay bitwise equal, reduce once per window, and skip together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.wrapper_ranks import KINDS, TOTAL, scenarios
+from laws.source import ROOT
+
+Seen = dict[str, list[Any]]
+
+
+def launch(ranks: int, folder: Path) -> Seen:
+    """What every rank saw, by scenario."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    script = Path(__file__).with_name("wrapper_ranks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(ranks), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {name: [one[name] for one in files] for name in files[0]}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch(4, tmp_path_factory.mktemp("four"))
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def check_parallel(seen: list[Any], every: int, poisoned: int | None) -> None:
+    first = seen[0]
+    for other in seen[1:]:
+        assert same(first["parameters"], other["parameters"])
+        assert same(first["masters"], other["masters"])
+        assert (first["skipped"], first["extra"]) == (other["skipped"], other["extra"])
+    assert all(p.isfinite().all() for p in first["parameters"])
+    steps = -(-TOTAL // every)
+    assert [one["reductions"] for one in seen] == [steps] * len(seen)
+    assert first["skipped"] == [
+        float(poisoned is not None and step == poisoned // every) for step in range(steps)
+    ]
+
+
+PARALLEL = [(kind, every, poisoned) for kind in KINDS for every in (1, 3) for poisoned in (None, 4)]
+
+
+@pytest.mark.parametrize(("kind", "every", "poisoned"), PARALLEL)
+def test_two_ranks_stay_equal(two: Seen, kind: str, every: int, poisoned: int | None) -> None:
+    check_parallel(two[f"parallel {kind} {every} {poisoned}"], every, poisoned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "poisoned"), [row for row in PARALLEL if row[0] in ("plain", "amp", "O2")]
+)
+def test_four_ranks_stay_equal(four: Seen, kind: str, every: int, poisoned: int | None) -> None:
+    check_parallel(four[f"parallel {kind} {every} {poisoned}"], every, poisoned)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_plain_is_the_loop_that_anyone_would_write(two: Seen, every: int) -> None:
+    for mine, by_hand in zip(two[f"parallel plain {every} None"], two[f"by hand {every}"], strict=True):
+        assert same(mine["parameters"], by_hand["parameters"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "amp", "O1", "O2", "O5"])
+def test_resume_inside_a_window_is_bitwise(two: Seen, kind: str) -> None:
+    for one in two[f"resumed {kind}"]:
+        assert same(one["straight"], one["resumed"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "amp", "O4"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("poisoned", [None, 5])
+def test_shards_skip_together_and_are_clipped_by_one_norm(
+    two: Seen, kind: str, every: int, poisoned: int | None
+) -> None:
+    first, other = two[f"sharded {kind} {every} {poisoned}"]
+    assert same(first["parameters"], other["parameters"])
+    assert first["norms"] == other["norms"]
+    steps = -(-TOTAL // every)
+    assert first["skipped"] == other["skipped"]
+    assert first["skipped"] == [
+        float(poisoned is not None and step == poisoned // every) for step in range(steps)
+    ]
+    whole = two[f"parallel {kind} {every} None"][0]["parameters"]
+    assert [p.shape for p in whole] == [p.shape for p in first["parameters"]]
+
+
+def test_every_network_in_a_model_is_connected_again(two: Seen) -> None:
+    first, other = two["nested"]
+    assert same(first["parameters"], other["parameters"])
+    assert first["parameters"][0].dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("own_group", "ParameterError: DistributedDataParallel with a process group of its own"),
+        ("shards", "ParameterError: the parameters are sharded (FSDP)"),
+        ("two_passes", "OrderError: the gradients were not reduced over the ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(two: Seen, name: str, text: str) -> None:
+    assert all(one[name].startswith(text) for one in two["refusals"])
+
+
+def test_every_scenario_ran(two: Seen, four: Seen) -> None:
+    assert two.keys() == scenarios(2).keys()
+    assert four.keys() == scenarios(4).keys()

@@ -1,0 +1,270 @@
+"""The ranks of ``test_wrappers.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from halfpeak.core.errors import HalfpeakError
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from support.nets import LEVELS
+
+TOTAL = 7
+"""Backward passes of a run: with windows of three, two whole ones and a rest of one."""
+
+SCALE = 2.0**10
+"""Low enough that only what is meant to overflows."""
+
+KINDS: dict[str, Callable[..., OptimWrapper]] = {
+    "plain": OptimWrapper,
+    "amp": lambda optimizer, **o: AmpOptimWrapper({"init_scale": SCALE}, "float16", optimizer=optimizer, **o),
+    **{
+        level: lambda optimizer, level=level, **o: ApexOptimWrapper(
+            level, optimizer=optimizer, max_loss_scale=SCALE, **o
+        )
+        for level in LEVELS
+    },
+}
+
+Scenario = Callable[[], dict[str, Any]]
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    """No running statistics: those are a rank's own."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(i: int, poisoned: int | None) -> tuple[Tensor, Tensor]:
+    """Its own data for each rank; rank 1 overflows in one pass."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(100 * i + rank)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator) / 64
+    return (x * 1e38, y) if rank == 1 and i == poisoned else (x, y)
+
+
+def train(wrapper: OptimWrapper, model: nn.Module, numbers: range, poisoned: int | None) -> list[float]:
+    """Which steps were skipped."""
+    skipped: list[float] = []
+    for i in numbers:
+        x, y = batch(i, poisoned)
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(x).float(), y)
+        wrapper.update_params(loss)
+        if wrapper.last_result is not None:
+            skipped.append(float(wrapper.last_result.found_inf))
+    return skipped
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+def parallel(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
+    """The model is wrapped before the wrapper has seen it."""
+    model = make(seed=dist.get_rank())
+    wrapper = KINDS[kind](adamw(model), accumulative_counts=every, clip_grad={"max_norm": 0.05})
+    wrapped = DistributedDataParallel(model)
+    reductions: list[int] = []
+
+    def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and knows no text
+        reductions.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    wrapped.register_comm_hook(None, count)
+    wrapper.initialize_count_status(wrapped, 0, TOTAL)
+    skipped = train(wrapper, wrapped, range(TOTAL), poisoned)
+    return {
+        "parameters": [p.detach().clone() for p in model.parameters()],
+        "masters": [p.detach().clone() for g in wrapper.optimizer.param_groups for p in g["params"]],
+        "skipped": skipped,
+        "reductions": reductions.count(0),
+        "extra": repr({k: v for k, v in wrapper.state_dict().items() if k not in ("state", "param_groups")}),
+    }
+
+
+def by_hand(every: int) -> dict[str, Any]:
+    """What the plain wrapper does, written out."""
+    model = make(seed=dist.get_rank())
+    optimizer = adamw(model)
+    wrapped = DistributedDataParallel(model)
+    for i in range(TOTAL):
+        x, y = batch(i, None)
+        rest = TOTAL % every
+        divisor = every if i < TOTAL - rest else rest
+        is_boundary = (i + 1) % every == 0 or i + 1 == TOTAL
+        wrapped.require_backward_grad_sync = is_boundary
+        (mse_loss(wrapped(x), y) / divisor).backward()
+        if is_boundary:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"parameters": [p.detach().clone() for p in model.parameters()]}
+
+
+def resumed(kind: str) -> dict[str, Any]:
+    """Stopped inside a window, after a pass whose gradients were not reduced."""
+    found: list[list[Tensor]] = []
+    for stop in (TOTAL, 5):
+        model = make()
+        wrapper = KINDS[kind](adamw(model), accumulative_counts=3)
+        wrapped = DistributedDataParallel(model)
+        wrapper.initialize_count_status(wrapped, 0, TOTAL)
+        train(wrapper, wrapped, range(stop), 4)
+        if stop < TOTAL:
+            saved = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+            model = make(seed=5)
+            model.load_state_dict(saved[0])
+            wrapper = KINDS[kind](adamw(model), accumulative_counts=3)
+            wrapper.load_state_dict(saved[1])
+            wrapped = DistributedDataParallel(model)
+            wrapper.initialize_count_status(wrapped, stop, TOTAL)
+            train(wrapper, wrapped, range(stop, TOTAL), 4)
+        found.append([t.clone() for t in model.state_dict().values()])
+    return {"straight": found[0], "resumed": found[1]}
+
+
+def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
+    """FSDP2; the gradient of one shard only is made infinite, by hand, where a rank alone would see it."""
+    from torch.distributed.fsdp import fully_shard  # slow, and four ranks do without
+
+    model = make()
+    fully_shard(model)
+    wrapper = KINDS[kind](
+        torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=every, clip_grad={"max_norm": 0.05}
+    )
+    wrapper.initialize_count_status(model, 0, TOTAL)
+    norms: list[float] = []
+    skipped: list[float] = []
+    for i in range(TOTAL):
+        x, y = batch(i, None)
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(x).float(), y)
+        wrapper.backward(wrapper.scale_loss(loss))
+        if wrapper.should_update():
+            if i == poisoned and dist.get_rank() == 1:
+                wrapper._engine.lanes[0].found_inf.fill_(1)  # type: ignore[union-attr]
+            wrapper.step()
+            wrapper.zero_grad()
+            skipped.append(float(wrapper.last_result.found_inf))  # type: ignore[union-attr]
+            norms.append(float(wrapper.last_result.grad_norm))  # type: ignore[union-attr,arg-type]
+    whole = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    return {"parameters": whole, "skipped": skipped, "norms": norms}
+
+
+def nested() -> dict[str, Any]:
+    """Each network of a GAN in a DistributedDataParallel of its own, inside one model."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = DistributedDataParallel(make(seed=dist.get_rank()))
+            self.two = DistributedDataParallel(make(seed=dist.get_rank() + 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + self.two(x)
+
+    model = Both()
+    wrapper = ApexOptimWrapper("O2", optimizer=adamw(model))
+    for i in range(3):
+        x, y = batch(i, None)
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(x), y)
+        wrapper.update_params(loss)
+    return {"parameters": [p.detach().clone() for p in model.parameters()]}
+
+
+def refusals() -> dict[str, Any]:
+    """What cannot work under several ranks."""
+    found: dict[str, Any] = {}
+
+    def own_group() -> None:
+        wrapped = DistributedDataParallel(make(), process_group=dist.new_group())
+        train(KINDS["O2"](adamw(wrapped)), wrapped, range(1), None)
+
+    def shards() -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        model = make()
+        fully_shard(model)
+        train(KINDS["O2"](adamw(model)), model, range(1), None)
+
+    def two_passes() -> None:
+        wrapped = DistributedDataParallel(make())
+        wrapper = OptimWrapper(adamw(wrapped), accumulative_counts=2)
+        x, y = batch(0, None)
+        with wrapper.optim_context(wrapped):
+            loss = mse_loss(wrapped(x), y)
+        wrapper.backward(loss, retain_graph=True)
+        wrapper.update_params(loss)
+
+    for call in (own_group, shards, two_passes):
+        try:
+            call()
+            found[call.__name__] = "fine"
+        except HalfpeakError as error:
+            found[call.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def scenarios(ranks: int) -> dict[str, Scenario]:
+    every_kind = KINDS if ranks == 2 else {kind: KINDS[kind] for kind in ("plain", "amp", "O2")}
+    found: dict[str, Scenario] = {
+        f"parallel {kind} {every} {poisoned}": lambda k=kind, e=every, p=poisoned: parallel(k, e, p)
+        for kind in every_kind
+        for every in (1, 3)
+        for poisoned in (None, 4)
+    }
+    if ranks == 2:
+        found |= {f"by hand {every}": lambda e=every: by_hand(e) for every in (1, 3)}
+        found |= {f"resumed {kind}": lambda k=kind: resumed(k) for kind in ("plain", "amp", "O1", "O2", "O5")}
+        found |= {
+            f"sharded {kind} {every} {poisoned}": lambda k=kind, e=every, p=poisoned: sharded(k, e, p)
+            for kind in ("plain", "amp", "O4")
+            for every in (1, 3)
+            for poisoned in (None, 5)
+        }
+        found |= {"nested": nested, "refusals": refusals}
+    return found
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    results = {name: run() for name, run in scenarios(ranks).items()}
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Fork the ranks, so that torch is imported once. Returns how many of them failed."""
+    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    forking = multiprocessing.get_context("fork")
+    processes = [forking.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            ended = running.pop(sentinel)  # type: ignore[call-overload]
+            ended.join()
+            for other in running.values() if ended.exitcode else ():
+                other.kill()  # it would wait for ever
+    return sum(process.exitcode != 0 for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
