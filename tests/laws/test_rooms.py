@@ -29,8 +29,12 @@ STATEFUL = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter
 HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local"}
 """Calls that make state, whatever the name says."""
 
-DISTRIBUTED = {"parts/verdict.py"}
-"""Files that may talk to other ranks."""
+DISTRIBUTED = {
+    "parts/verdict.py": "one verdict per step",
+    "runner/dist.py": "init_dist and get_dist_info are the helpers that scripts of mmcv call",
+    "runner/allreduce.py": "allreduce_grads and allreduce_params average over the ranks",
+}
+"""Files that may talk to other ranks, each with its reason."""
 
 LONGEST = 330
 
@@ -106,6 +110,11 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/block.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
+    (
+        "parts/bound.py",
+        "defaults",
+    ): "the only part of an optimizer that every copy of it takes along and no state dict has",
+    ("amp/larc.py", "defaults"): "LARC passes everything on to the optimizer inside",
     ("engine/lane.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
 """File and attribute, with the reason why this room must write it on an object that it does not own."""

@@ -1,0 +1,167 @@
+"""auto_fp16 and force_fp32: methods that say in which dtype they compute. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.runner.casting import cast_tensor_type
+from halfpeak.runner.fp16_model import Fp16Casts, casts_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def auto_fp16(
+    apply_to: Iterable[str] | None = None,
+    out_fp32: bool = False,
+    supported_types: tuple[type, ...] = (nn.Module,),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a method compute in the low dtype where its object has ``fp16_enabled``; a plain call elsewhere.
+
+    ::
+
+        cast the arguments in apply_to: float32 -> low
+        call, with torch.autocast on (a low model needs none)
+        with out_fp32 cast the result: low -> float32
+
+    Args:
+        apply_to: names of the arguments to cast. None means every positional parameter; keyword-only parameters and
+            what ``**kwargs`` collects are cast only if they are named. Defaults are never cast.
+        out_fp32: cast what the method returns.
+        supported_types: classes whose methods may be decorated.
+
+    Raises:
+        ConfigTypeError: written without brackets; or, when called, not on an object of ``supported_types``.
+
+    >>> class Model(nn.Linear):
+    ...     fp16_enabled = False
+    ...     @auto_fp16(apply_to=("x",))
+    ...     def forward(self, x):
+    ...         return super().forward(x)
+    >>> model = Model(2, 2)
+    >>> before = model(torch.ones(1, 2)).dtype
+    >>> model.fp16_enabled = True
+    >>> before, model(torch.ones(1, 2)).dtype
+    (torch.float32, torch.float16)
+    """
+
+    def into(casts: Fp16Casts, value: Any) -> Any:
+        return cast_tensor_type(value, torch.float32, casts.dtype)
+
+    def out_of(casts: Fp16Casts, value: Any) -> Any:
+        return cast_tensor_type(value, casts.dtype, torch.float32) if out_fp32 else value
+
+    return _decorator("auto_fp16", apply_to, supported_types, into, out_of, casts_ops=True)
+
+
+def force_fp32(
+    apply_to: Iterable[str] | None = None, out_fp16: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a method compute in float32 where its module has ``fp16_enabled``; the opposite of :func:`auto_fp16`.
+
+    Args:
+        apply_to: names of the arguments to cast, as in :func:`auto_fp16`.
+        out_fp16: cast what the method returns to the low dtype.
+
+    Raises:
+        ConfigTypeError: written without brackets; or, when called, not on a module.
+    """
+
+    def into(casts: Fp16Casts, value: Any) -> Any:
+        return cast_tensor_type(value, casts.dtype, torch.float32)
+
+    def out_of(casts: Fp16Casts, value: Any) -> Any:
+        return cast_tensor_type(value, torch.float32, casts.dtype) if out_fp16 else value
+
+    return _decorator("force_fp32", apply_to, (nn.Module,), into, out_of, casts_ops=False)
+
+
+Cast = Callable[[Fp16Casts, Any], Any]
+
+
+def _decorator(
+    name: str,
+    apply_to: Iterable[str] | None,
+    supported_types: tuple[type, ...],
+    into: Cast,
+    out_of: Cast,
+    *,
+    casts_ops: bool,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    if callable(apply_to):
+        raise ConfigTypeError(f"a method is decorated with brackets; write @{name}()")
+    wanted = None if apply_to is None else frozenset([apply_to] if isinstance(apply_to, str) else apply_to)
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        names = _Names(method, wanted)
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            owner = args[0] if args else None
+            if not isinstance(owner, supported_types):
+                allowed = ", ".join(cls.__name__ for cls in supported_types)
+                raise ConfigTypeError(
+                    f"@{name} decorates methods of {allowed}; {method.__qualname__} was called on {type(owner).__name__}"
+                )
+            if not getattr(owner, "fp16_enabled", False):
+                return method(*args, **kwargs)
+            casts = casts_of(owner)
+            cast_args = [into(casts, arg) if names.casts_position(i) else arg for i, arg in enumerate(args)]
+            cast_kwargs = {
+                key: into(casts, arg) if names.casts_name(key) else arg for key, arg in kwargs.items()
+            }
+            with _autocast(casts, owner, args, enabled=casts_ops):
+                result: Any = method(*cast_args, **cast_kwargs)  # type: ignore[call-arg]
+            return out_of(casts, result)
+
+        return call
+
+    return decorate
+
+
+class _Names:
+    """Which arguments of a method are cast."""
+
+    def __init__(self, method: Callable[..., Any], wanted: frozenset[str] | None) -> None:
+        # The signature of what was decorated before, so decorators can be stacked.
+        parameters = inspect.signature(method).parameters.values()
+        by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._positions = [p.name for p in parameters if p.kind in by_position]
+        extra = [p.name for p in parameters if p.kind is Parameter.VAR_POSITIONAL]
+        self._wanted = frozenset([*self._positions, *extra]) if wanted is None else wanted
+        self._casts_extra = any(name in self._wanted for name in extra)
+
+    def casts_position(self, index: int) -> bool:
+        if index == 0:
+            return False
+        if index < len(self._positions):
+            return self._positions[index] in self._wanted
+        return self._casts_extra
+
+    def casts_name(self, name: str) -> bool:
+        return name in self._wanted
+
+
+def _autocast(
+    casts: Fp16Casts, owner: object, args: tuple[Any, ...], *, enabled: bool
+) -> AbstractContextManager[Any]:
+    if not casts.autocast:
+        return nullcontext()
+    return torch.autocast(_device_type(owner, args), casts.dtype, enabled=enabled)
+
+
+def _device_type(owner: object, args: tuple[Any, ...]) -> str:
+    """Where a method computes: with the parameters of its module, else with its first tensor."""
+    parameter = next(owner.parameters(), None) if isinstance(owner, nn.Module) else None
+    tensors = (arg for arg in args if isinstance(arg, Tensor))
+    home = parameter if parameter is not None else next(tensors, None)
+    return "cpu" if home is None else home.device.type

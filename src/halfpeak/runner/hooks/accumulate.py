@@ -1,0 +1,89 @@
+"""GradientCumulativeOptimizerHook: one step for several iterations. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner.hooks.checks import require_loss
+from halfpeak.runner.hooks.optimizer import OptimizerHook
+
+if TYPE_CHECKING:
+    from halfpeak.runner.base import BaseRunner
+
+
+class GradientCumulativeOptimizerHook(OptimizerHook):
+    """Takes one step, of the mean gradient, for every ``cumulative_iters`` iterations.
+
+    Windows are counted from the first iteration of the run, whatever the epochs. The last one is shorter where the run
+    ends inside it, and its losses are divided by its own length.
+
+    Args:
+        cumulative_iters: iterations per step.
+        kwargs: of the next hook: ``grad_clip``, ``detect_anomalous_params``.
+
+    Raises:
+        ConfigError: ``cumulative_iters`` is not an integer of 1 or more.
+    """
+
+    def __init__(self, cumulative_iters: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if (
+            isinstance(cumulative_iters, bool)
+            or not isinstance(cumulative_iters, int)
+            or cumulative_iters < 1
+        ):
+            raise ConfigError(
+                f"cumulative_iters={cumulative_iters!r} must be an integer of 1 or more; write cumulative_iters=4"
+            )
+        self.cumulative_iters = cumulative_iters
+        self._windows: Accumulation | None = None
+
+    def before_run(self, runner: BaseRunner) -> None:
+        """Make model and optimizer ready, and look at the length of the run anew."""
+        super().before_run(runner)
+        self._windows = None
+
+    def after_train_iter(self, runner: BaseRunner) -> None:
+        """Backward; step at the end of a window.
+
+        Raises:
+            ConfigTypeError: ``train_step`` returned no loss.
+            LossScaleCollapse: gradients stay non-finite.
+        """
+        engine, loss = self._ready(runner), require_loss(runner)
+        windows = self._windows or self._begin(runner)
+        self._backward(runner, engine, loss / windows.divisor(runner.iter))
+        if windows.is_boundary(runner.iter):
+            self._update(runner, engine, keep_gradients=False)
+
+    def has_batch_norm(self, module: nn.Module) -> bool:
+        """Whether ``module`` is or contains a batch norm."""
+        return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def _begin(self, runner: BaseRunner) -> Accumulation:
+        every, total = self.cumulative_iters, runner.max_iters
+        self._windows = windows = Accumulation(every=every, total=total)
+        engine = self._ready(runner)
+        if runner.iter % every != 0 and not engine.has_open_window:
+            runner.logger.warning(
+                "Resume iter number is not divisible by cumulative_iters in "
+                "GradientCumulativeOptimizerHook, which means the gradient of some iters is lost and the result may be "
+                f"influenced slightly: iteration {runner.iter} lies inside a window of {every}"
+            )
+        if every > 1 and self.has_batch_norm(runner.model):
+            runner.logger.warning(
+                "GradientCumulativeOptimizerHook may slightly decrease performance if the model has BatchNorm layers: "
+                "their statistics are those of one iteration, not of a window"
+            )
+        if total is not None and total % every:
+            rest = total % every
+            runner.logger.warning(
+                f"Loss will be divided by {rest} in the last {rest} iterations because they are not enough for "
+                f"{every} cumulative_iters"
+            )
+        return windows
