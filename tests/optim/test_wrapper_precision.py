@@ -1,0 +1,508 @@
+"""What AmpOptimWrapper and ApexOptimWrapper do beyond the float32 step, and several wrappers by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from halfpeak.core.errors import LossScaleCollapse, OrderError, RegistryError
+from halfpeak.optim import (
+    OPTIM_WRAPPERS,
+    AmpOptimWrapper,
+    ApexOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    ScalarHistory,
+    build_optim_wrapper,
+)
+from optim.families import Unit, new_hub, ours, wrap
+from support.nets import LEVELS, LOW, make_batch, make_net
+from support.snapshot import values
+
+
+def step(wrapper: OptimWrapper, model: nn.Module, i: int = 0) -> Tensor:
+    x, y = make_batch(i)
+    with wrapper.optim_context(model):
+        output = model(x)
+        loss = mse_loss(output.float(), y)
+    wrapper.update_params(loss)
+    return output
+
+
+DTYPES: list[tuple[Any, torch.dtype]] = [
+    ("float16", torch.float16),
+    ("bfloat16", torch.bfloat16),
+    ("float32", torch.float32),
+    ("float64", torch.float32),
+    (torch.float16, torch.float16),
+    (None, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("dtype", "computed"), DTYPES, ids=str)
+def test_amp_computes_in_its_dtype(dtype: Any, computed: torch.dtype) -> None:
+    """None is torch's own for the device: bfloat16 on a CPU."""
+    model = make_net()
+    wrapper = AmpOptimWrapper(dtype=dtype, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step(wrapper, model).dtype is computed
+    assert wrapper.stepped()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert wrapper.loss_scaler.is_enabled() == (computed is torch.float16)
+    assert wrapper.loss_scaler.get_scale() == (2.0**16 if computed is torch.float16 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "scale", "grows"),
+    [
+        ("dynamic", 2.0**16, False),
+        (512, 512.0, False),
+        (0.5, 0.5, False),
+        ({"init_scale": 8, "growth_interval": 1}, 16.0, True),
+        ({"init": 8.0, "interval": 1, "growth": 4.0}, 32.0, True),
+        ({"enabled": False}, 1.0, False),
+        ({}, 2.0**16, False),
+    ],
+    ids=str,
+)
+def test_loss_scales(loss_scale: Any, scale: float, grows: bool) -> None:
+    model, wrapper = wrap(ours, "AmpOptimWrapper", loss_scale=copy.copy(loss_scale), dtype="float16")
+    before = wrapper.loss_scaler.get_scale()
+    wrapper.update_params(model())
+    assert wrapper.loss_scaler.get_scale() == scale
+    assert (before != scale) == grows
+    assert model.weight.item() == -1.0
+
+
+def test_backward_runs_outside_of_autocast() -> None:
+    """A custom function's backward is not cast, and torch's checkpointing brings its own casts."""
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append((torch.is_autocast_enabled("cpu"), (torch.eye(2) @ torch.eye(2)).dtype))
+            return grad
+
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Probe.apply(checkpoint(self.inner, x, use_reentrant=False))
+
+    model = Recomputing()
+    wrapper = AmpOptimWrapper(dtype="bfloat16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    step(wrapper, model)
+    assert seen == [(False, torch.float32)]
+    assert wrapper.stepped()
+
+
+@pytest.mark.parametrize("kind", ["plain", "amp", "O1"])
+def test_contexts_are_left_as_found_after_an_exception(kind: str) -> None:
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = {
+        "plain": lambda: OptimWrapper(optimizer, accumulative_counts=2),
+        "amp": lambda: AmpOptimWrapper(optimizer=optimizer, accumulative_counts=2),
+        "O1": lambda: ApexOptimWrapper(optimizer=optimizer, accumulative_counts=2),
+    }[kind]()
+    step(wrapper, model)
+    before = [values(model, optimizer), [p.grad.clone() for p in model.parameters()], wrapper.inner_count]
+    with pytest.raises(ZeroDivisionError):
+        with wrapper.optim_context(model), wrapper.optim_context(model):
+            raise ZeroDivisionError
+    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
+    assert repr(
+        [values(model, optimizer), [p.grad for p in model.parameters()], wrapper.inner_count]
+    ) == repr(before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_apex_converts_in_the_first_context(level: str) -> None:
+    model = make_net()
+    wrapper = ApexOptimWrapper(level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    step(wrapper, model)
+    cast = LOW[level] if level in ("O2", "O3", "O5") else torch.float32
+    assert model[0].weight.dtype is cast
+    assert model[1].weight.dtype is (cast if level == "O3" else torch.float32)
+    stepped = wrapper.optimizer.param_groups[0]["params"][0]
+    assert stepped.dtype is (torch.float16 if level == "O3" else torch.float32)
+    assert (stepped is model[0].weight) == (level not in ("O2", "O5"))
+    assert model.state_dict()["0.weight"].dtype is torch.float32
+
+
+OVERRIDES: list[tuple[str, dict[str, Any], str]] = [
+    ("O2", {"loss_scale": 8.0}, "scale=8.0"),
+    ("O2", {"loss_scale": None}, "scale=65536.0"),
+    ("O3", {"loss_scale": None}, "scale=1.0"),
+    ("O2", {"enabled": False}, "weight=float32 norm=float32 output=float32 scale=1.0"),
+    ("O2", {"cast_model_type": torch.bfloat16}, "weight=bfloat16"),
+    ("O1", {"patch_torch_functions": False}, "weight=float32 norm=float32 output=float32"),
+    ("O2", {"keep_batchnorm_fp32": False}, "norm=float16"),
+    ("O2", {"keep_batchnorm_fp32": "False"}, "norm=float16"),
+    ("O2", {"master_weights": False}, "masters=False"),
+    ("O2", {"cast_model_outputs": torch.bfloat16}, "output=bfloat16"),
+    ("O2", {"num_losses": 3}, "scalers=3"),
+    ("O2", {"min_loss_scale": 4.0}, "floor=4.0"),
+    ("O2", {"max_loss_scale": 64.0}, "scale=64.0"),
+    ("O2", {"norms": "batchnorm"}, "layernorm=float16"),
+]
+
+
+@pytest.mark.parametrize(("level", "override", "text"), OVERRIDES, ids=str)
+def test_apex_takes_every_override(level: str, override: dict[str, Any], text: str) -> None:
+    def seen(**options: Any) -> str:
+        model = make_net()
+        wrapper = ApexOptimWrapper(level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        with wrapper.optim_context(model):
+            output = model(make_batch(0)[0])
+        engine = wrapper._engine
+        assert engine is not None
+        name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+        return (
+            f"weight={name[model[0].weight.dtype]} norm={name[model[1].weight.dtype]} output={name[output.dtype]} "
+            f"scale={engine.read_scale()} scalers={len(engine.scalers)} floor={engine.plan.scale.floor} "
+            f"masters={len(engine.masters) > 0} layernorm={name[model[3].weight.dtype]}"
+        )
+
+    assert text in seen(**override)
+    assert override == {"loss_scale": None} or text not in seen()
+
+
+def test_apex_finds_the_model_inside_its_wrappers() -> None:
+    inner = make_net()
+    wrapper = ApexOptimWrapper("O5", optimizer=torch.optim.SGD(inner.parameters(), lr=0.1))
+    step(wrapper, nn.DataParallel(inner))
+    assert inner[0].weight.dtype is torch.bfloat16
+
+
+def test_a_submodule_called_module_is_no_wrapper() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.module(x))
+
+    model = Model()
+    step(ApexOptimWrapper("O5", optimizer=torch.optim.SGD(model.parameters(), lr=0.1)), model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_two_apex_wrappers_share_nothing() -> None:
+    pairs = [wrap(ours, "ApexOptimWrapper", opt_level="O1") for _ in range(2)]
+    for i, (model, wrapper) in enumerate(pairs):
+        with wrapper.optim_context(model):
+            loss = model() * (float("inf") if i else 1.0)
+        wrapper.update_params(loss)
+    scales = [w.state_dict()["apex_amp"]["loss_scaler0"]["loss_scale"] for _, w in pairs]
+    assert scales == [2.0**16, 2.0**15]
+
+
+def test_a_run_that_never_steps_is_stopped_and_names_the_parameter() -> None:
+    model, wrapper = wrap(ours)
+    with wrapper.optim_context(model):
+        pass
+    for _ in range(99):
+        wrapper.update_params(model() * float("nan"))
+    with pytest.raises(LossScaleCollapse, match="weight"):
+        wrapper.update_params(model() * float("nan"))
+    assert model.weight.item() == 0.0
+
+
+def test_batch_norm_statistics_survive_an_overflow() -> None:
+    model = make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    step(wrapper, model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, y = make_batch(1)
+    with wrapper.optim_context(model):
+        loss = mse_loss(model(x * float("inf")), y)
+    wrapper.update_params(loss)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_closures() -> None:
+    torch.manual_seed(0)
+    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    wrapper = OptimWrapper(torch.optim.LBFGS(model.parameters(), max_iter=4))
+    plain = torch.optim.LBFGS(reference.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        wrapper.zero_grad()
+        loss = mse_loss(model(x), y)
+        wrapper.backward(loss)
+        return loss
+
+    def by_hand() -> Tensor:
+        plain.zero_grad()
+        loss = mse_loss(reference(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        assert wrapper.step(closure=closure) is None
+        plain.step(by_hand)
+    assert torch.equal(model.weight, reference.weight)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_leaves_what_it_was_asked_to(set_to_none: bool) -> None:
+    model, wrapper = wrap(ours)
+    wrapper.update_params(model(), zero_kwargs={"set_to_none": set_to_none})
+    assert (model.weight.grad is None) == set_to_none
+    wrapper.update_params(model())
+    assert model.weight.item() == -2.0
+
+
+def test_zero_grad_drops_an_open_window() -> None:
+    model, wrapper = wrap(ours, accumulative_counts=2)
+    wrapper.update_params(model() * float("inf"))
+    wrapper.zero_grad()
+    assert model.weight.grad is None
+    wrapper.update_params(model())
+    assert model.weight.item() == -0.5
+
+
+# Logging
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.5}, {"type": "value", "clip_value": 0.5}], ids=str)
+def test_own_history_where_a_sink_is_given(clip: dict[str, Any]) -> None:
+    with new_hub() as hub:
+        history = ScalarHistory()
+        model, wrapper = wrap(ours, clip_grad=clip, sink=history, accumulative_counts=2)
+        for factor in (1.0, 3.0, 8.0, 8.0):
+            wrapper.update_params(model() * factor)
+        assert not hub.log_scalars
+        assert history.read("train/grad_norm") == ([2.0, 8.0] if "max_norm" in clip else [])
+        assert model.weight.item() == pytest.approx(-1.0)
+    assert wrapper.message_hub is history
+
+
+def test_own_history_without_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    model, wrapper = wrap(ours, clip_grad={"max_norm": 0.5})
+    with new_hub() as hub:
+        assert wrapper.message_hub is hub
+    monkeypatch.delitem(sys.modules, "mmengine.logging")
+    wrapper.update_params(model() * 4)
+    assert wrapper.message_hub is wrapper.history
+    assert {key: value.item() for key, value in wrapper.history.current().items()} == {"train/grad_norm": 4.0}
+
+
+def test_a_history_keeps_the_newest() -> None:
+    history = ScalarHistory(limit=2)
+    for value in range(4):
+        history.update_scalar("a", torch.tensor(float(value)))
+    assert history.read("a") == [2.0, 3.0]
+    assert history.read("b") == []
+
+
+# Several wrappers
+
+
+def gan(seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.Sequential(
+        nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
+
+
+def adversarial(output: Tensor, real: float) -> Tensor:
+    return mse_loss(output, torch.full_like(output, real))
+
+
+def test_a_gan_is_the_loop_that_anyone_would_write() -> None:
+    """Two networks, three losses, an accumulation and a clip of their own."""
+    total = 10
+    generator, discriminator = gan()
+    wrappers = OptimWrapperDict(
+        generator=OptimWrapper(torch.optim.Adam(generator.parameters(), lr=0.01), accumulative_counts=3),
+        discriminator=OptimWrapper(
+            torch.optim.SGD(discriminator.parameters(), lr=0.1),
+            accumulative_counts=4,
+            clip_grad={"max_norm": 0.1},
+        ),
+    )
+    wrappers["generator"].initialize_count_status(generator, 0, total)
+    wrappers["discriminator"].initialize_count_status(discriminator, 0, 2 * total)
+    twins = gan()
+    adam, sgd = (
+        torch.optim.Adam(twins[0].parameters(), lr=0.01),
+        torch.optim.SGD(twins[1].parameters(), lr=0.1),
+    )
+
+    for i in range(total):
+        noise = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
+        real = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 + i))
+        critic = wrappers["discriminator"]
+        for data, label in ((real, 1.0), (generator(noise).detach(), 0.0)):
+            with critic.optim_context(discriminator):
+                loss = adversarial(discriminator(data), label)
+            critic.backward(critic.scale_loss(loss))
+        if critic.should_update():
+            critic.step()
+            critic.zero_grad()
+        discriminator.requires_grad_(False)
+        with wrappers["generator"].optim_context(generator):
+            loss = adversarial(discriminator(generator(noise)), 1.0)
+        wrappers["generator"].update_params(loss)
+        discriminator.requires_grad_(True)
+
+        (adversarial(twins[1](real), 1.0) / 4).backward()
+        (adversarial(twins[1](twins[0](noise).detach()), 0.0) / 4).backward()
+        if (i + 1) % 2 == 0:
+            torch.nn.utils.clip_grad_norm_(twins[1].parameters(), 0.1)
+            sgd.step()
+            sgd.zero_grad()
+        twins[1].requires_grad_(False)
+        (adversarial(twins[1](twins[0](noise)), 1.0) / (3 if i < 9 else 1)).backward()
+        if (i + 1) % 3 == 0 or i + 1 == total:
+            adam.step()
+            adam.zero_grad()
+        twins[1].requires_grad_(True)
+    assert values(generator, wrappers["generator"].optimizer) == values(twins[0], adam)
+    assert values(discriminator, wrappers["discriminator"].optimizer) == values(twins[1], sgd)
+
+
+def test_a_gan_in_mixed_precision_has_a_scale_for_each() -> None:
+    generator, discriminator = gan()
+    wrappers = OptimWrapperDict(
+        generator=ApexOptimWrapper("O2", optimizer=torch.optim.Adam(generator.parameters(), eps=1e-4)),
+        discriminator=AmpOptimWrapper(
+            dtype="float16", optimizer=torch.optim.SGD(discriminator.parameters(), lr=0.1)
+        ),
+    )
+    for i in range(4):
+        with wrappers["generator"].optim_context(generator):
+            fake = generator(torch.randn(5, 4))
+        with wrappers["discriminator"].optim_context(discriminator):
+            loss = adversarial(discriminator(fake.detach()), 0.0) * (float("inf") if i == 1 else 1.0)
+        wrappers["discriminator"].update_params(loss)
+        with wrappers["discriminator"].optim_context(discriminator):
+            loss = adversarial(discriminator(fake), 1.0)
+        wrappers["generator"].update_params(loss)
+        wrappers["discriminator"].zero_grad()
+    state = wrappers.state_dict()
+    assert state["discriminator"]["loss_scaler"]["scale"] == 2.0**15
+    assert state["generator"]["apex_amp"]["loss_scaler0"]["loss_scale"] == 2.0**16
+
+
+def pair(**options: Any) -> tuple[list[Unit], OptimWrapperDict]:
+    made = [wrap(ours, **options) for _ in range(2)]
+    return [model for model, _ in made], OptimWrapperDict(one=made[0][1], two=made[1][1])
+
+
+def test_the_dict_of_wrappers() -> None:
+    models, wrappers = pair(accumulative_counts=3)
+    wrappers.initialize_count_status(models[0], 1, 4)
+    assert [wrapper._max_counts for wrapper in wrappers.values()] == [4, 4]
+    wrappers["two"].initialize_count_status(models[1], 0, 8)
+    assert [wrapper._max_counts for wrapper in wrappers.values()] == [4, 8]
+    assert (list(wrappers.keys()), len(wrappers), "one" in wrappers, "x" in wrappers) == (
+        ["one", "two"],
+        2,
+        True,
+        False,
+    )
+    assert dict(wrappers.items())["two"] is wrappers["two"]
+    assert wrappers.param_groups == {name: wrapper.param_groups for name, wrapper in wrappers.items()}
+    assert wrappers.get_lr() == {"one.lr": [1.0], "two.lr": [1.0]}
+    assert wrappers.get_momentum() == {"one.momentum": [0], "two.momentum": [0]}
+    assert repr(wrappers).startswith("name: one\nType: OptimWrapper\n")
+    for model, wrapper in zip(models, wrappers.values(), strict=True):
+        wrapper.backward(model())
+    wrappers.zero_grad()
+    assert [model.weight.grad for model in models] == [None, None]
+    saved = wrappers.state_dict()
+    assert list(saved) == ["one", "two"]
+    wrappers.load_state_dict(saved)
+    wrappers.load_state_dict({})
+    assert list(copy.deepcopy(wrappers).keys()) == ["one", "two"]
+    assert isinstance(wrappers, OptimWrapper)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("update_params", (torch.ones(()),)),
+        ("backward", (torch.ones(()),)),
+        ("step", ()),
+        ("scale_loss", (torch.ones(()),)),
+        ("should_update", ()),
+        ("should_sync", ()),
+        ("optim_context", (nn.Identity(),)),
+    ],
+)
+def test_what_has_no_meaning_for_several_is_refused(method: str, arguments: tuple[Any, ...]) -> None:
+    _, wrappers = pair()
+    with pytest.raises(NotImplementedError, match=f"`{method}` should be called") as caught:
+        getattr(wrappers, method)(*arguments)
+    assert isinstance(caught.value, OrderError)
+    assert f"wrappers[name].{method}(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer", "defaults", "inner_count", "base_param_settings", "message_hub", "history"]
+)
+def test_attributes_of_one_wrapper_say_where_they_are(name: str) -> None:
+    _, wrappers = pair()
+    with pytest.raises(AttributeError, match=f"write wrappers\\['one'\\].{name}"):
+        getattr(wrappers, name)
+
+
+def test_an_unknown_name() -> None:
+    _, wrappers = pair()
+    with pytest.raises(KeyError, match="no wrapper 'three'; there are 'one', 'two'") as caught:
+        wrappers["three"]
+    assert isinstance(caught.value, RegistryError)
+
+
+# From a configuration
+
+CONFIGS: dict[str, Mapping[str, Any]] = {
+    "plain": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
+    "amp": {"type": "AmpOptimWrapper", "dtype": "bfloat16", "optimizer": {"type": "AdamW", "lr": 1e-3}},
+    "apex": {
+        "type": "ApexOptimWrapper",
+        "opt_level": "O2",
+        "optimizer": {"type": "AdamW", "lr": 1e-3},
+        "accumulative_counts": 4,
+        "clip_grad": {"max_norm": 1.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_wrapper_from_a_configuration_trains(kind: str) -> None:
+    model = make_net()
+    cfg = copy.deepcopy(CONFIGS[kind])
+    wrapper = build_optim_wrapper(model, cfg)
+    assert cfg == CONFIGS[kind]
+    losses: list[float] = []
+    for _ in range(80):
+        x, y = make_batch(0)
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(x).float(), y)
+        wrapper.update_params(loss)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert {"OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper"} <= set(OPTIM_WRAPPERS)
