@@ -303,3 +303,14 @@ class TestRecipe:
         )
         buffer.seek(0)
         assert set(torch.load(buffer, weights_only=True)) == {"model", "optimizer", "amp"}
+
+
+def test_the_masters_can_be_saved_as_scripts_did() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    file = io.BytesIO()
+    torch.save({"master params": list(amp.master_params(optimizer))}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["master params"]
+    assert all(map(torch.equal, saved, amp.master_params(optimizer)))

@@ -114,7 +114,6 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
         "parts/bound.py",
         "defaults",
     ): "the only part of an optimizer that every copy of it takes along and no state dict has",
-    ("amp/larc.py", "defaults"): "LARC passes everything on to the optimizer inside",
     ("engine/lane.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
 """File and attribute, with the reason why this room must write it on an object that it does not own."""

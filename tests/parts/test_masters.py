@@ -33,7 +33,7 @@ def step(masters: Masters, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    masters.mark_stepped()
+    masters.mark_stepped(optimizer)
     optimizer.step()
     masters.publish()
 
@@ -234,7 +234,7 @@ def test_a_step_that_was_not_published_is_published_late() -> None:
         masters, optimizer = adopted(parameter, lr=0.5)
         masters.refresh()
         master(masters, parameter).grad = torch.ones(1)
-        masters.mark_stepped()
+        masters.mark_stepped(optimizer)
         optimizer.step()
         assert parameter.item() == 1.0
         assert masters.value_of(parameter) is masters.of(parameter)
@@ -311,7 +311,7 @@ def test_what_is_not_the_optimizer_itself_can_be_copied(duplicate: Callable[[Any
     parameter = low()
     masters, optimizer = adopted(parameter)
     step(masters, optimizer)
-    for value in (parameter, optimizer.state_dict(), master(masters, parameter).detach()):
+    for value in (parameter, optimizer.state_dict(), [master(masters, parameter)]):
         duplicate(value)
 
 

@@ -113,6 +113,10 @@ class LARC(Optimizer):
         """The defaults of the optimizer inside."""
         return self.optim.defaults
 
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optim.defaults = value
+
     def state_dict(self) -> dict[str, Any]:
         """That of the optimizer inside: a run can take LARC up or drop it."""
         return self.optim.state_dict()

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.hooks import hook
 from halfpeak.engine.state import put_window, take_window
+from halfpeak.parts.bound import BoundDefaults, bind
 
 if TYPE_CHECKING:
     from halfpeak.engine.engine import Engine
@@ -70,7 +71,12 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     Torch copies groups and state only. What else an optimizer keeps (LBFGS its list of parameters) is copied too, but
     no function, since those that others have put there are bound to the original.
     """
+    bound = isinstance(optimizer.defaults, BoundDefaults)
+    if bound:
+        memo[id(optimizer.defaults)] = copy.deepcopy(dict(optimizer.defaults), memo)
     copied = copy.deepcopy(optimizer, memo)
+    if bound:
+        bind(copied)
     for name, value in vars(optimizer).items():
         if name not in vars(copied) and not callable(value):
             vars(copied)[name] = copy.deepcopy(value, memo)

@@ -41,7 +41,7 @@ class BaseOptimWrapper(Optimizer):
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             # A learning rate may be a tensor, which schedulers fill in place.
-            defaults = copy.deepcopy(optimizer.defaults)
+            defaults = copy.deepcopy(dict(optimizer.defaults))
             self.base_param_settings = {"params": torch.tensor([0.0]), **defaults}
 
     @abstractmethod

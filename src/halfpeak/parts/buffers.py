@@ -79,7 +79,11 @@ def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> No
     if isinstance(found_inf, Tensor):
         saved = torch.where(found_inf.to(saved.device) != 0, saved, _flat(live))
     parts = saved.split([buffer.numel() for buffer in live])
-    torch._foreach_copy_(live, [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)])
+    # Through .data, which counts no version, as the kernels do that write them: a forward pass may still await its
+    # backward pass, such as the generator's when the discriminator's step is skipped.
+    torch._foreach_copy_(
+        [buffer.data for buffer in live], [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)]
+    )
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
-from halfpeak.core.errors import OrderError, ParameterError
+from halfpeak.core.errors import ParameterError
 from halfpeak.ops import foreach
+from halfpeak.parts.bound import bind, unbind
 
 
 class Masters:
@@ -43,7 +44,7 @@ class Masters:
         self._marks: list[tuple[int, int]] = []
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
-        self._dirty = False
+        self._stepped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._low)
@@ -77,6 +78,7 @@ class Masters:
                 if self._wanted and is_low(parameter) and parameter.requires_grad:
                     parameters[position] = self._master_for(parameter, values or {})
                     _move_state(optimizer, parameter, parameters[position])
+                    bind(optimizer)
 
     def release(self, optimizer: Optimizer) -> None:
         """Undo :meth:`adopt`: put the low parameters back into the optimizer's groups, with their state."""
@@ -88,24 +90,40 @@ class Masters:
                     parameters[position] = low
                     if master in optimizer.state:
                         optimizer.state[low] = optimizer.state.pop(master)
+        unbind(optimizer)
 
-    def mark_stepped(self) -> None:
-        """Say that an optimizer is about to move the masters: :meth:`refresh` must not undo it."""
-        self._dirty = bool(self._low)
+    def mark_stepped(self, optimizer: Optimizer) -> None:
+        """Say that an optimizer is about to move its masters: :meth:`refresh` must not undo it."""
+        self._stepped.update(self._indices(optimizer))
 
-    def publish(self) -> None:
-        """Round every master into its low parameter."""
-        if not self._low:
-            return
-        with torch.no_grad():
-            foreach.copy_cast_(self._low, self._high)
-        self._marks = [(parameter._version, parameter.data_ptr()) for parameter in self._low]
-        self._dirty = False
+    def publish(self, optimizer: Optimizer | None = None) -> None:
+        """Round the masters of one optimizer, or all of them, into their low parameters.
+
+        The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
+        discriminator, and its backward pass after it.
+        """
+        self._publish(list(range(len(self._low)) if optimizer is None else self._indices(optimizer)))
 
     def publish_late(self) -> None:
-        """:meth:`publish` if an optimizer has moved the masters and something kept it from being published."""
-        if self._dirty:
-            self.publish()
+        """Publish what optimizers have moved, if something kept it from being published."""
+        self._publish(sorted(self._stepped))
+
+    def _publish(self, indices: list[int]) -> None:
+        if not indices:
+            return
+        with torch.no_grad():
+            foreach.copy_cast_([self._low[i] for i in indices], [self._high[i] for i in indices])
+        for index in indices:
+            self._marks[index] = (self._low[index]._version, self._low[index].data_ptr())
+        self._stepped.difference_update(indices)
+
+    def _indices(self, optimizer: Optimizer) -> Iterator[int]:
+        """Where the masters in an optimizer's groups stand."""
+        for group in optimizer.param_groups:
+            for target in group["params"]:
+                low = self.low_of(target)
+                if low is not None:
+                    yield self._index[id(low)]
 
     def refresh(self) -> None:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
@@ -135,7 +153,7 @@ class Masters:
             return low.detach().to(high.dtype)
         if low.device != high.device:
             return _merge(low.detach(), high.detach().to(low.device))
-        if not self._dirty and (low._version, low.data_ptr()) != self._marks[index]:
+        if index not in self._stepped and (low._version, low.data_ptr()) != self._marks[index]:
             self._follow(index)
         return high
 
@@ -166,7 +184,7 @@ class Masters:
         for low, high in self:
             low_copy = copy.deepcopy(low, memo)
             memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
-        copied._dirty = self._dirty
+        copied._stepped = set(self._stepped)
         return copied
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
@@ -176,7 +194,6 @@ class Masters:
         value = values.get(id(parameter))
         high = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
         high.requires_grad_(True)
-        vars(high)["_halfpeak"] = _Bound()
         self._index[id(parameter)] = len(self._low)
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
@@ -189,23 +206,6 @@ class Masters:
 def _merge(low: Tensor, high: Tensor) -> Tensor:
     """``high`` where it rounds to ``low``, and ``low`` widened elsewhere."""
     return torch.where(high.to(low.dtype) == low, high, low.to(high.dtype))
-
-
-class _Bound:
-    """Sits on a master and refuses to be copied: an optimizer copied alone would step masters of no model."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise OrderError(
-            "this optimizer steps float32 masters of a model, so a copy of it alone would train nothing; write "
-            "copy.deepcopy(engine) to copy model, optimizer and masters together, or use optimizer.state_dict(). Of a master "
-            "alone copy master.detach()"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise OrderError(
-            "this optimizer steps float32 masters of a model and cannot be pickled alone; save engine.state_dict() or "
-            "optimizer.state_dict() instead. Of a master alone save master.detach()"
-        )
 
 
 def _move_state(optimizer: Optimizer, parameter: Tensor, master: Tensor) -> None:
