@@ -35,7 +35,7 @@ class Guard:
             if len(lane.masters):
                 # zero_grad() of a model does not reach its masters.
                 lane.drop()
-                lane.masters.publish()
+                lane.masters.publish(lane.optimizer)
             loss = self._closure()
             if self._went_past():
                 raise ClosureError(
@@ -46,7 +46,7 @@ class Guard:
             # A closure is host code that decides by its loss: it waits for the device anyway.
             if not bool(lane.found_inf):
                 self._owner.closure_passed(lane)
-                lane.masters.mark_stepped()
+                lane.masters.mark_stepped(lane.optimizer)
                 return loss
             self._owner.closure_failed(lane)
             lane.drop()

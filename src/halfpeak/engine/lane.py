@@ -235,7 +235,7 @@ class Lane:
         closure, rebuild = take_closure(args, kwargs)
         self.verdict = verdict
         if closure is not None:
-            self.masters.mark_stepped()
+            self.masters.mark_stepped(optimizer)
             return rebuild(Guard(closure, self, self._owner))
         if verdict is True:
             for slot in self._scan():
@@ -244,7 +244,7 @@ class Lane:
             optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
         targets = [slot.target for slot in self.slots() if slot.target.grad is not None]
         self._moving = [(target, _mark(optimizer, target)) for target in targets]
-        self.masters.mark_stepped()
+        self.masters.mark_stepped(optimizer)
         return None
 
     def _verdict_of_caller(self) -> Tensor | bool:
@@ -267,7 +267,7 @@ class Lane:
         """The optimizer has moved, or has been kept from it. Doing this twice does no harm."""
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
-        self.masters.publish()
+        self.masters.publish(self.optimizer)
         for slot in self.slots():
             if slot.target is not slot.source:
                 slot.target.grad = None
