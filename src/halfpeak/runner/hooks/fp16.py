@@ -169,4 +169,4 @@ class Fp16OptimizerHook(OptimizerHook):
                 if self._scale.dynamic
                 else "the step was skipped at a static loss scale of"
             )
-            runner.logger.warning(f"Check overflow, {moved} {scale:g}")
+            runner.logger.warning(f"Check overflow, {moved} {scale}")
