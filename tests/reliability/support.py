@@ -23,10 +23,11 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
-    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, fused=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-4, foreach=True),
 }
+"""``eps`` is large enough for float16, in which O3 steps."""
 
 
 def net(*, norm: str = "layer", seed: int = 0) -> nn.Sequential:

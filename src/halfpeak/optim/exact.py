@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from halfpeak.core.errors import StateError
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.state import check_window, put_window, take_window
+from halfpeak.engine.state import put_window, take_window
+from halfpeak.engine.state_checks import check_window
 
 KEY: Final = "halfpeak"
 """Where it lies in the state of a wrapper. torch and mmengine ignore keys that they do not know."""

@@ -19,7 +19,7 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.lane import Phase
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.engine.state import check_optimizer
+from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.engine.sync import synchronising
 from halfpeak.optim import exact
 from halfpeak.optim.base import BaseOptimWrapper

@@ -1,0 +1,232 @@
+"""A resumed run goes on, bit for bit, from every step and every micro-batch; a state that does not fit changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import halfpeak
+from halfpeak.checkpoint.file import load, save
+from reliability.support import LEVELS, OPTIMIZERS, batch, net, state_hash, train
+
+STEPS = 25
+
+
+def overflow(step: int) -> float:
+    return float("inf") if step % 7 == 3 else 1.0
+
+
+def build(
+    level: str, optimizer: str = "SGD", *, every: int = 1, seed: int = 0, **options: Any
+) -> halfpeak.Engine:
+    model = net(norm="batch", seed=seed)
+    options.setdefault("scale", halfpeak.ScaleConfig(interval=4))
+    return halfpeak.prepare(
+        model, OPTIMIZERS[optimizer](model.parameters()), level, accumulate=every, clip=1.0, **options
+    )
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_from_every_step_and_every_micro_batch(level: str, optimizer: str, every: int) -> None:
+    """One straight run; at each point its state goes into an engine that comes from elsewhere."""
+    straight = build(level, optimizer, every=every)
+    follower = build(level, optimizer, every=every, seed=1)
+    train(follower, range(2))
+    for step in range(STEPS):
+        state = copy.deepcopy(straight.state_dict())
+        follower.load_state_dict(state)
+        assert state_hash(follower) == state_hash(straight)
+        train(straight, [step], poison=overflow)
+        train(follower, [step], poison=overflow)
+        assert state_hash(follower) == state_hash(straight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_to_the_end_through_a_file(level: str, tmp_path: Path) -> None:
+    straight, saving = build(level, "AdamW", every=2), build(level, "AdamW", every=2)
+    train(straight, range(STEPS), poison=overflow)
+    for part in range(0, STEPS, 5):
+        train(saving, range(part, part + 5), poison=overflow)
+        save(tmp_path / "last.pt", saving.state_dict())
+        saving = build(level, "AdamW", every=2, seed=part)
+        saving.load_state_dict(load(tmp_path / "last.pt"))
+    assert state_hash(saving) == state_hash(straight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rollback_and_loading_twice_from_the_same_object(level: str) -> None:
+    engine = build(level, "AdamW", every=3)
+    train(engine, range(4), poison=overflow)
+    state = copy.deepcopy(engine.state_dict())
+    image = repr(state)
+    seen: list[str] = []
+    for _ in range(2):
+        engine.load_state_dict(state)
+        train(engine, range(4, 12), poison=overflow)
+        seen.append(state_hash(engine))
+        assert repr(state) == image
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_saving_changes_nothing(level: str, optimizer: str) -> None:
+    watched, calm = build(level, optimizer, every=2), build(level, optimizer, every=2)
+    for step in range(7):
+        watched.state_dict()
+        watched.model.state_dict()
+        watched.optimizers[0].state_dict()
+        train(watched, [step], poison=overflow)
+        train(calm, [step], poison=overflow)
+    assert state_hash(watched) == state_hash(calm)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_holds_plain_data_only(level: str) -> None:
+    engine = build(level, every=3)
+    train(engine, range(4))
+    allowed = (dict, list, tuple, str, int, float, bool, type(None), torch.Tensor)
+
+    def check(value: Any) -> None:
+        assert isinstance(value, allowed)
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        )
+        for item in inner:
+            check(item)
+
+    check(engine.state_dict())
+
+
+def set_at(*path: Any, value: Any) -> Callable[[dict[str, Any]], object]:
+    """A damage: put ``value`` at a path of keys."""
+
+    def damage(state: dict[str, Any]) -> None:
+        inner: Any = state
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+
+    return damage
+
+
+def drop_at(*path: Any) -> Callable[[dict[str, Any]], object]:
+    """A damage: remove what is at a path of keys."""
+
+    def damage(state: dict[str, Any]) -> None:
+        inner: Any = state
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+
+    return damage
+
+
+KEYS = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"without {key}": drop_at(key) for key in KEYS},
+    "an unknown key": set_at("more", value=1),
+    "a later version": set_at("version", value=99),
+    "no models": set_at("models", value=[]),
+    "models of another type": set_at("models", value=7),
+    "a model that is none": set_at("models", 0, value=3),
+    "a missing weight": drop_at("models", 0, "0.weight"),
+    "an unknown weight": set_at("models", 0, "9.weight", value=torch.ones(1)),
+    "a weight of another shape": set_at("models", 0, "0.weight", value=torch.ones(1)),
+    "a weight that is a number": set_at("models", 0, "0.weight", value=1.0),
+    "two optimizers": lambda state: state["optimizers"].append(state["optimizers"][0]),
+    "an optimizer without groups": drop_at("optimizers", 0, "param_groups"),
+    "an optimizer that is a list": set_at("optimizers", 0, value=[]),
+    "fewer parameters": lambda state: state["optimizers"][0]["param_groups"][0]["params"].pop(),
+    "a momentum of another shape": set_at("optimizers", 0, "state", 0, "momentum_buffer", value=torch.ones(1)),
+    "no scaler": set_at("scalers", value=[]),
+    "a scale of zero": set_at("scalers", 0, "scale", value=0.0),
+    "a scale below zero": set_at("scalers", 0, "scale", value=-1.0),
+    "a scale of nan": set_at("scalers", 0, "scale", value=float("nan")),
+    "a scale of inf": set_at("scalers", 0, "scale", value=float("inf")),
+    "a scale that is a word": set_at("scalers", 0, "scale", value="big"),
+    "a scaler without its count": drop_at("scalers", 0, "clean"),
+    "a count below zero": set_at("scalers", 0, "clean", value=-1),
+    "a step count below zero": set_at("counters", "taken", value=-1),
+    "a step count of one and a half": set_at("counters", "index", value=1.5),
+    "a missing counter": drop_at("counters", "skipped"),
+    "a window of another shape": set_at("window", value=[]),
+    "a window without lanes": set_at("window", "lanes", value=[]),
+    "an unknown phase": set_at("window", "lanes", 0, "phase", value="GONE"),
+    "a gradient of another shape": set_at("window", "lanes", 0, "true_sized", 0, value=torch.ones(1)),
+    "a gradient of no parameter": set_at("window", "lanes", 0, "true_sized", 99, value=torch.ones(1)),
+    "a weight of integers": set_at("models", 0, "0.weight", value=torch.ones(6, 4, dtype=torch.int64)),
+    "statistics of integers": set_at("models", 0, "3.running_mean", value=torch.ones(6, dtype=torch.int64)),
+    "an optimizer's state of no dict": set_at("optimizers", 0, "state", value=3),
+    "a parameter's state of no dict": set_at("optimizers", 0, "state", 0, value=3),
+    "a momentum that is a word": set_at("optimizers", 0, "state", 0, "momentum_buffer", value="x"),
+    "the state of no parameter": set_at("optimizers", 0, "state", 99, value={}),
+    "groups of no list": set_at("optimizers", 0, "param_groups", value=3),
+    "a group of no dict": set_at("optimizers", 0, "param_groups", 0, value=3),
+    "a learning rate that is a word": set_at("optimizers", 0, "param_groups", 0, "lr", value="x"),
+    "parameters of no list": set_at("optimizers", 0, "param_groups", 0, "params", value=3),
+    "a scaler of no dict": set_at("scalers", 0, value=3),
+    "a step count beyond its dtype": set_at("counters", "taken", value=2**40),
+    "a step count of true": set_at("counters", "taken", value=True),
+    "statistics of no list": set_at("buffers", value=3),
+    "statistics of words": set_at("buffers", value=["x"]),
+    "a window of no dict": set_at("window", "lanes", 0, value=3),
+    "a verdict that is a word": set_at("window", "lanes", 0, "found_inf", value="x"),
+    "three verdicts": set_at("window", "lanes", 0, "found_inf", value=torch.ones(3)),
+    "gradients of no dict": set_at("window", "lanes", 0, "true_sized", value=3),
+    "a gradient that is a number": set_at("window", "lanes", 0, "true_sized", 0, value=3),
+    "a frozen scale of no loss": set_at("window", "lanes", 0, "frozen", value=(9, torch.ones(()))),
+    "a frozen scale that is a number": set_at("window", "lanes", 0, "frozen", value=3),
+    "a loss's verdict that is a number": set_at("window", "losses", 0, value=3),
+    "a loss that there is not": set_at("window", "losses", 5, value=torch.ones(())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(level: str, damage: str) -> None:
+    source, target = build(level, every=3), build(level, every=3, seed=1)
+    train(source, range(5))
+    train(target, range(4))
+    state = copy.deepcopy(source.state_dict())
+    DAMAGES[damage](state)
+    before, image = repr(copy.deepcopy(target.state_dict())), state_hash(target)
+    with pytest.raises(halfpeak.StateError):
+        target.load_state_dict(state)
+    assert state_hash(target) == image
+    assert repr(target.state_dict()) == before
+
+
+@pytest.mark.parametrize("not_a_state", [None, 3, [], "state", {}])
+def test_what_is_no_state_at_all(not_a_state: Any) -> None:
+    with pytest.raises(halfpeak.StateError):
+        build("O2").load_state_dict(not_a_state)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, optimizer: str) -> None:
+    """``get_optimizer_state_dict`` steps a fresh optimizer with zero gradients, to make its state."""
+    saved, calm = build(level, optimizer), build(level, optimizer)
+    model = saved.model
+    before = state_hash(saved.models, saved.scalers, int(saved.taken), saved.index)
+    # With masters, torch does not find them among the model's parameters and says so after the step.
+    with contextlib.suppress(KeyError):
+        get_optimizer_state_dict(model, saved.optimizers[0])
+    assert state_hash(saved.models, saved.scalers, int(saved.taken), saved.index) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with saved.forward():
+        assert model(batch(0)).isfinite().all()
+    train(saved, range(2))
+    train(calm, range(2))
+    assert (int(saved.taken), saved.index) == (int(calm.taken), calm.index)

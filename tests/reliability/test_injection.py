@@ -1,0 +1,182 @@
+"""inf, -inf and nan in every gradient, at every step and micro-batch: nothing moves but the scale, and training goes on
+as if the window had never been.
+
+One engine trains calmly. Its twin suffers, before each window, a poisoned one for every (parameter, micro-batch, value).
+After each of these its parameters, masters, optimizer state and batch-norm statistics must be unchanged to the bit, and
+its loss scale and counters must be what the rule says, worked out here by hand. Then scale and counters are put back and
+the twin takes the window that the calm engine takes: they must agree to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfpeak
+from halfpeak.core.schedule import ScaleState
+from reliability.support import LEVELS, OPTIMIZERS, batch, net, state_hash
+
+WINDOWS = 4
+VALUES = (float("inf"), -float("inf"), float("nan"))
+CLIPS = {
+    "no clip": None,
+    "clip norm": halfpeak.ClipNorm(max_norm=0.1),
+    "clip value": halfpeak.ClipValue(value=0.01),
+}
+
+
+class Case(NamedTuple):
+    level: str
+    optimizer: str
+    accumulate: int
+    clip: str
+
+
+def cases() -> list[Case]:
+    """Every level with every optimizer; accumulation and clipping go round so that each pair of columns meets."""
+    chosen: list[Case] = []
+    for i, level in enumerate(LEVELS):
+        for j, optimizer in enumerate(("SGD", "AdamW", "AdamW fused")):
+            chosen.append(Case(level, optimizer, (1, 3)[(i + j) % 2], list(CLIPS)[(i + 2 * j) % 3]))
+            chosen.append(Case(level, optimizer, (3, 1)[(i + j) % 2], list(CLIPS)[(i + 2 * j + 1) % 3]))
+    return chosen
+
+
+def build(case: Case) -> halfpeak.Engine:
+    model = net(norm="batch")
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    # Low enough that nothing overflows by itself.
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    return halfpeak.prepare(
+        model, optimizer, case.level, accumulate=case.accumulate, clip=CLIPS[case.clip], scale=scale
+    )
+
+
+def take_window(engine: halfpeak.Engine, window: int, poisoned: int | None = None) -> halfpeak.StepResult:
+    """One window of backward passes and its step; ``poisoned`` is the backward pass that hooks may spoil."""
+    every = engine.plan.accumulation.every
+    result = None
+    for micro in range(every):
+        POISON.now = micro == poisoned
+        with engine.forward():
+            loss = engine.model(batch(every * window + micro)).float().square().mean()
+        engine.backward(loss)
+        POISON.now = False
+        result = engine.step()
+    assert result is not None
+    return result
+
+
+class Poison:
+    """A gradient hook that spoils the last element in the backward passes for which it is switched on."""
+
+    now = False
+    value = 0.0
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        if not self.now:
+            return grad
+        spoilt = grad.clone()
+        spoilt.view(-1)[-1] = self.value
+        return spoilt
+
+
+POISON = Poison()
+
+
+def by_hand(before: ScaleState, *, dynamic: bool) -> list[float]:
+    """The rule after one overflow: the scale halves if it may move; a static one is counted as stuck."""
+    if dynamic:
+        return [float(before.scale) / 2, 0, int(before.grace) - 1, 0]
+    return [float(before.scale), 0, int(before.grace), 1]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: " ".join(map(str, case)))
+def test_a_poisoned_window_never_was(case: Case) -> None:
+    calm, twin = build(case), build(case)
+    scaler = twin.scalers[0]
+    parameters = list(twin.model.parameters())
+    tensors = (*twin.models, *twin.optimizers, [master for _, master in twin.masters])
+    # The first step of a fused kernel makes zeros of state, even if it skips; see the test below.
+    take_window(calm, 0)
+    take_window(twin, 0)
+    for window in range(1, WINDOWS):
+        before, scale = state_hash(tensors), scaler.state
+        counters = (twin.taken, twin.skipped, twin.index)
+        for parameter in parameters:
+            handle = parameter.register_hook(POISON)
+            for POISON.value in VALUES:
+                for micro in range(case.accumulate):
+                    result = take_window(twin, window, poisoned=micro)
+                    assert not result.stepped()
+                    assert state_hash(tensors) == before
+                    assert [float(part) for part in scaler.state] == by_hand(
+                        scale, dynamic=scaler.config.dynamic
+                    )
+                    assert (int(twin.taken), int(twin.skipped)) == (int(counters[0]), int(counters[1]) + 1)
+                    assert twin.index == counters[2] + case.accumulate
+                    scaler.state = scale
+                    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
+            handle.remove()
+        assert take_window(calm, window).stepped()
+        assert take_window(twin, window).stepped()
+        assert state_hash(calm) == state_hash(twin) != before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_poisons_in_one_window_and_in_two_that_follow(level: str) -> None:
+    calm, twin = (build(Case(level, "AdamW", 3, "clip norm")) for _ in range(2))
+    take_window(calm, 0)
+    take_window(twin, 0)
+    scale = twin.scalers[0].state
+    counters = (twin.taken, twin.skipped, twin.index)
+    handles = [parameter.register_hook(POISON) for parameter in twin.model.parameters()]
+    for POISON.value in (float("inf"), float("nan")):
+        take_window(twin, 1, poisoned=1)
+    assert int(twin.skipped) == 2
+    assert twin.read_scale() == (
+        float(scale.scale) / 4 if twin.scalers[0].config.dynamic else float(scale.scale)
+    )
+    for handle in handles:
+        handle.remove()
+    twin.scalers[0].state = scale
+    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
+    take_window(calm, 1)
+    take_window(twin, 1)
+    assert state_hash(calm) == state_hash(twin)
+
+
+def test_the_first_overflows_of_a_run_and_the_scale_that_fits() -> None:
+    """A scale that starts far too high comes down by itself, and only then does anything move."""
+    model = net()
+    scale = halfpeak.ScaleConfig(init=2.0**24)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", scale=scale)
+    before = state_hash(engine.models)
+    skips = 0
+    while not take_window(engine, 0).stepped():
+        skips += 1
+        assert state_hash(engine.models) == before
+        assert engine.read_scale() == 2.0 ** (24 - skips)
+    assert skips >= 1
+    assert state_hash(engine.models) != before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_that_begins_with_poison(level: str, optimizer: str) -> None:
+    calm, twin = (build(Case(level, optimizer, 1, "no clip")) for _ in range(2))
+    scale, counters = twin.scalers[0].state, (twin.taken, twin.skipped, twin.index)
+    handles = [parameter.register_hook(POISON) for parameter in twin.model.parameters()]
+    POISON.value = float("nan")
+    assert not take_window(twin, 0, poisoned=0).stepped()
+    for handle in handles:
+        handle.remove()
+    twin.scalers[0].state = scale
+    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
+    for window in range(3):
+        take_window(calm, window)
+        take_window(twin, window)
+    assert state_hash(calm) == state_hash(twin)

@@ -1,0 +1,145 @@
+"""Long runs grow nothing, and a run that is over leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import halfpeak
+from halfpeak import amp
+from reliability.support import LEVELS, OPTIMIZERS, batch, function_modes, global_snapshot, net, open_files
+
+
+def iterate_native(engine: halfpeak.Engine, step: int, factor: float) -> None:
+    with engine.forward():
+        loss = engine.model(batch(step % 7)).float().square().mean()
+    engine.backward(loss * factor)
+    engine.step()
+
+
+def iterate_amp(model: Any, optimizer: Any, step: int, factor: float) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(model(batch(step % 7)).float().square().mean() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("door", ["native", "amp"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_three_thousand_steps_with_an_overflow_every_101(door: str, level: str) -> None:
+    model = net(norm="batch")
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    scale = halfpeak.ScaleConfig(interval=50)
+    if door == "native":
+        engine = halfpeak.prepare(model, optimizer, level, scale=scale)
+    else:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def run(steps: range) -> tuple[int, int | None]:
+        for step in steps:
+            factor = float("inf") if step % 101 == 100 else 1.0
+            if door == "native":
+                iterate_native(engine, step, factor)
+            else:
+                iterate_amp(model, optimizer, step, factor)
+        gc.collect()
+        return len(gc.get_objects()), open_files()
+
+    objects, files = run(range(500))
+    objects_later, files_later = run(range(500, 3000))
+    assert abs(objects_later - objects) <= 20
+    assert files_later == files
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any]]:
+    """Build, prepare, train (a skip among it), evaluate, forget; what should be dead afterwards."""
+    model = net(norm="batch")
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
+    if door == "native":
+        engine = halfpeak.prepare(model, optimizer, level, clip=1.0)
+        refs += [weakref.ref(engine), weakref.ref(engine.lanes[0]), weakref.ref(engine.masters)]
+    else:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        run = amp._amp_state.run_of(optimizer)
+        assert run is not None
+        engine = run.engine
+        refs += [weakref.ref(run), weakref.ref(engine)]
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        if door == "native":
+            iterate_native(engine, step, factor)
+        else:
+            iterate_amp(model, optimizer, step, factor)
+    with torch.no_grad():
+        model.eval()(batch(0))
+    refs += [weakref.ref(master) for _, master in engine.masters]
+    return refs
+
+
+@pytest.mark.parametrize("door", ["native", "amp"])
+def test_two_hundred_lives_without_a_garbage_collector(door: str, no_collector: None) -> None:
+    """No reference cycle holds a model, an optimizer, an engine or a master."""
+    one_life(door, "O1", "SGD")
+    before = global_snapshot()
+    for number in range(200):
+        names = list(OPTIMIZERS)
+        refs = one_life(door, LEVELS[number % len(LEVELS)], names[number % len(names)])
+        assert [ref() for ref in refs] == [None] * len(refs)
+        # amp holds on to what was made last, so that scripts can read it: nothing that grows, and no casts.
+        assert function_modes() == before["function modes"]
+    after = global_snapshot()
+    assert {key for key in before if before[key] != after[key]} == set()
+
+
+def raise_error(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_failed_life_is_forgotten_too(no_collector: None) -> None:
+    def fail() -> weakref.ref[Any]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = halfpeak.prepare(model, optimizer, "O2")
+        handle = model.register_forward_hook(raise_error)
+        with pytest.raises(ZeroDivisionError), engine.forward():
+            model(batch(0))
+        handle.remove()
+        return weakref.ref(model)
+
+    ref = fail()
+    gc.collect()
+    assert ref() is None
+
+
+def test_removing_an_engine_leaves_a_plain_model_and_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = [
+        {name: len(v) for name, v in vars(m).items() if name.endswith("_hooks")} for m in model.modules()
+    ]
+    parameters = [id(p) for p in model.parameters()]
+    engine = halfpeak.prepare(model, optimizer, "O5")
+    iterate_native(engine, 0, 1.0)
+    engine.remove()
+    assert hooks == [
+        {name: len(v) for name, v in vars(m).items() if name.endswith("_hooks")} for m in model.modules()
+    ]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == parameters
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    halfpeak.prepare(model, optimizer, "O5")
