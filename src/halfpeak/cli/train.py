@@ -28,6 +28,7 @@ from halfpeak.recipes.driver import properties
 from halfpeak.recipes.loop import Loop
 from halfpeak.recipes.plan import Plan
 from halfpeak.recipes.training import Training, require_checkpoint, require_same
+from halfpeak.recipes.wrapper_driver import drive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +116,7 @@ def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> t
         require_same(saved, plan)
     recipe = find_recipe(plan.recipe).build(plan, device)
     plan, order = measure(plan, recipe)
-    training = Training(plan, recipe, order, device)
+    training = Training(plan, recipe, order, device, drive)
     say(f"{plan.recipe} at level {plan.level} on {device}: {reason}")
     slow = slow_float16(device, uses_float16=properties(plan).policy().compute is torch.float16)
     if slow is not None:

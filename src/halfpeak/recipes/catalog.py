@@ -19,6 +19,7 @@ from halfpeak.recipes.base import Recipe, Spec
 from halfpeak.recipes.driver import properties
 from halfpeak.recipes.order import Order
 from halfpeak.recipes.plan import Plan, check
+from halfpeak.recipes.wrapper_driver import check_wrapper, suited
 
 RECIPES: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in (digits.SPEC, pysource.SPEC)})
 """Every recipe by its name."""
@@ -73,6 +74,7 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
     if plan.level != "auto":
         get_level(plan.level)
         properties(plan)
+    check_wrapper(plan)
     return plan
 
 
@@ -80,7 +82,7 @@ def settle(plan: Plan, device: torch.device) -> tuple[Plan, str]:
     """The plan with the level that suits the device where none was asked for, and the reason for the level."""
     if plan.level != "auto":
         return plan, "as asked"
-    advice = suitable_level(device)
+    advice = suited(plan, suitable_level(device))
     chosen = replace(plan, level=advice.level)
     properties(chosen)
     return chosen, advice.reason

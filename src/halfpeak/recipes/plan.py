@@ -85,6 +85,11 @@ class Plan:
         "length and data", "Bytes that the model sees at once (pysource).", None, least=2
     )
 
+    wrapper: Literal["optim", "amp", "apex"] | None = _setting(
+        "run",
+        "Drive the run through OptimWrapper, AmpOptimWrapper or ApexOptimWrapper, instead of the engine itself.",
+        None,
+    )
     device: str = _setting("run", "auto, cpu, cuda, cuda:1, mps, xpu, ...", "auto")
     deterministic: bool = _setting(
         "run", "Repeatable kernels only; a bitwise resume on a GPU needs them.", True
@@ -133,6 +138,11 @@ FREE = frozenset({
 def names() -> tuple[str, ...]:
     """The settings in their order."""
     return tuple(item.name for item in fields(Plan))
+
+
+def defaults() -> dict[str, Any]:
+    """The settings that have a default of their own, and it."""
+    return {item.name: item.default for item in fields(Plan) if item.default is not MISSING}
 
 
 def check(values: Mapping[str, Any]) -> dict[str, Any]:
