@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from dataclasses import dataclass
@@ -226,6 +227,47 @@ class TestSeveralLossesAndOptimizers:
             for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
                 assert torch.allclose(a.float(), b, atol=tolerance)
         assert [scaler._unskipped for scaler in amp._amp_state.loss_scalers] == [6, 6, 6]
+
+    @pytest.mark.parametrize("overflow", [False, True])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_forward_pass_before_another_optimizers_step(self, level: str, overflow: bool) -> None:
+        """A DCGAN uses one batch of fakes in two backward passes, and the discriminator steps or skips in between."""
+        torch.manual_seed(0)
+        net_d = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        net_g = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        plain_d, plain_g = copy.deepcopy(net_d), copy.deepcopy(net_g)
+        noise, zero, one = torch.randn(16, 2), torch.zeros(16, 1), torch.ones(16, 1)
+        step_d, step_g = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (net_d, net_g))
+        amp.initialize(
+            [net_d, net_g], [step_d, step_g], opt_level=level, num_losses=2, verbosity=0, **DYNAMIC
+        )
+
+        fake = net_g(noise)
+        loss_d = binary_cross_entropy_with_logits(net_d(fake.detach()).float(), zero)
+        with amp.scale_loss(loss_d, step_d, loss_id=0) as scaled:
+            scaled.backward()
+            if overflow:
+                net_d[0].weight.grad[0, 0] = float("inf")
+        step_d.step()
+        loss_g = binary_cross_entropy_with_logits(net_d(fake).float(), one)
+        with amp.scale_loss(loss_g, step_g, loss_id=1) as scaled:
+            scaled.backward()
+        step_g.step()
+
+        assert [amp.last_step(o).stepped() for o in (step_d, step_g)] == [not overflow, True]
+        fake = plain_g(noise)
+        if not overflow:
+            binary_cross_entropy_with_logits(plain_d(fake.detach()), zero).backward()
+            with torch.no_grad():
+                for parameter in plain_d.parameters():
+                    parameter -= 0.1 * parameter.grad
+        binary_cross_entropy_with_logits(plain_d(fake), one).backward()
+        with torch.no_grad():
+            for parameter in plain_g.parameters():
+                parameter -= 0.1 * parameter.grad
+        for ours, theirs in ((net_d, plain_d), (net_g, plain_g)):
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert torch.allclose(a.float(), b, atol=1e-5 if level == "O0" else 1e-2)
 
 
 @dataclass

@@ -242,6 +242,23 @@ def test_a_step_that_was_not_published_is_published_late() -> None:
         assert (parameter.item(), master(masters, parameter).item()) == (0.5, 0.5)
 
 
+def test_publishing_one_optimizer_leaves_the_parameters_of_others_unwritten() -> None:
+    first, second = low(1.0), low(1.0)
+    masters = Masters()
+    optimizers = [SGD([first], lr=0.5), SGD([second], lr=0.5)]
+    for optimizer, parameter in zip(optimizers, (first, second), strict=True):
+        masters.adopt(optimizer)
+        master(masters, parameter).grad = torch.ones(1)
+    for optimizer in optimizers:
+        masters.mark_stepped(optimizer)
+        optimizer.step()
+    version = second._version
+    masters.publish(optimizers[0])
+    assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
+    masters.publish_late()
+    assert second.item() == 0.5
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_loaded_value_stays_exact(dtype: torch.dtype) -> None:
     parameter = low(1.0, 2.0, dtype=dtype)
