@@ -1,0 +1,343 @@
+"""The edge cases of an accumulating wrapper: our answer beside that of mmengine 0.10.7, and why where they differ.
+
+The same table stands in ``docs/compat/mmengine.md``; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laws.source import ROOT
+from optim.families import FAMILIES, MessageHub, logged, moves, new_hub, ours, outcome, theirs, wrap
+from optim.families import on_cpu as on_cpu
+
+Run = Callable[[ModuleType], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: the case, our answer in words, the reason where it is another one, and how to see it."""
+
+    number: int
+    case: str
+    here: str
+    why: str
+    run: Run
+    ours: Any
+    theirs: Any
+
+
+CASES: list[Case] = []
+
+
+def case(
+    number: int, text: str, here: str, ours: Any, theirs: Any = None, why: str = ""
+) -> Callable[[Run], Run]:
+    """Add a row. Without an answer of theirs and a reason, the answers are the same."""
+
+    def add(run: Run) -> Run:
+        CASES.append(Case(number, text, here, why, run, ours, theirs if why else ours))
+        return run
+
+    return add
+
+
+def counted(family: ModuleType, every: int, start: int, total: int | None, calls: int) -> list[float | str]:
+    model, wrapper = wrap(family, accumulative_counts=every)
+    if total is not None:
+        wrapper.initialize_count_status(model, start, total)
+    return moves(model, wrapper, calls)
+
+
+@case(1, "the last window is shorter, and the total is known", "divided by its own length and stepped",
+      [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0])  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return counted(family, 3, 0, 7, 7)
+
+
+@case(
+    2,
+    "the same, and the total is not known",
+    "never stepped; its gradients stay",
+    ([0.0, 0.0, 1.0, 0.0], 1 / 3),
+)
+def _(family: ModuleType) -> Any:
+    model, wrapper = wrap(family, accumulative_counts=3)
+    return moves(model, wrapper, 4), pytest.approx(float(model.weight.grad))
+
+
+@case(3, "the run is shorter than a window", "one step at its end, divided by its length", [0.0, 1.0])
+def _(family: ModuleType) -> Any:
+    return counted(family, 3, 0, 2, 2)
+
+
+@case(4, "a run of no iterations, and one is made", "windows of the full length follow", [0.0, 0.0, 1.0],
+      ["AssertionError"], "the native engine does so; a run that goes on has done nothing wrong")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return counted(family, 3, 0, 0, 3)
+
+
+@case(5, "more backward passes than announced", "each window is divided by its own length, also after the end",
+      ([0.0, 0.0, 1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0]),
+      ([0.0, 0.0, 1.0, "AssertionError"], [0.0, 1.0, 0.5], [1.0, 1.0]),
+      "a network of a GAN may be trained more often than the run has iterations")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return counted(family, 3, 0, 3, 6), counted(family, 3, 0, 2, 3), counted(family, 1, 0, 1, 2)
+
+
+@case(6, "resumed inside a window, its gradients not saved", "a warning; what is left of it is divided by its full "
+      "length. A state saved by halfpeak holds the gradients, and then the step is exact",
+      [0.3333, 0.0, 0.0, 1.0, 1.0])  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return counted(family, 3, 2, 7, 5)
+
+
+@case(7, "an epoch ends inside a window", "the window goes on", [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+def _(family: ModuleType) -> Any:
+    model, wrapper = wrap(family, accumulative_counts=3)
+    wrapper.initialize_count_status(model, 0, 6)
+    return [move for _epoch in range(3) for move in moves(model, wrapper, 2)]
+
+
+@case(8, "two backward passes in one iteration", "count two", (4, [False, True], -2.0))
+def _(family: ModuleType) -> Any:
+    model, wrapper = wrap(family, accumulative_counts=4)
+    due: list[bool] = []
+    for _ in range(2):
+        for _ in range(2):
+            wrapper.backward(wrapper.scale_loss(model() * 2))
+        due.append(wrapper.should_update())
+    wrapper.step()
+    return wrapper.inner_count, due, model.weight.item()
+
+
+@case(9, "a step with clipping, and no parameter has a gradient", "nothing is clipped, logged or moved",
+      ("fine", "fine", []), ("fine", "AssertionError", []), "torch's scaler asserts that it saw a gradient")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    with new_hub() as hub:
+        plain = wrap(family, clip_grad={"max_norm": 1.0})[1]
+        amp = wrap(family, "AmpOptimWrapper", clip_grad={"max_norm": 1.0}, dtype="float16")[1]
+        return outcome(plain.step), outcome(amp.step), logged(hub)
+
+
+def grouped(family: ModuleType, groups: int, kind: str = "OptimWrapper", **options: Any) -> Any:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(groups)]
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.5 + i} for i, p in enumerate(parameters)], lr=0.1)
+    return getattr(family, kind)(optimizer=optimizer, **options)
+
+
+def settings(wrapper: Any) -> Any:
+    return wrapper.get_lr(), len(wrapper.param_groups), "base_param_settings" in wrapper.state_dict()
+
+
+@case(10, "one parameter group", "no `base_lr`", ({"lr": [0.5]}, 1, False))
+def _(family: ModuleType) -> Any:
+    return settings(grouped(family, 1))
+
+
+@case(11, "several parameter groups", "`base_lr`, and a pseudo-group that schedulers move",
+      ({"base_lr": [0.1], "lr": [0.5, 1.5]}, 3, True))  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return settings(grouped(family, 2))
+
+
+@case(
+    12, "the state of an AmpOptimWrapper for an OptimWrapper", "loads; the scale is left out", ("fine", False)
+)
+def _(family: ModuleType) -> Any:
+    saved = wrap(family, "AmpOptimWrapper", dtype="float16")[1].state_dict()
+    wrapper = wrap(family)[1]
+    return outcome(lambda: wrapper.load_state_dict(saved)), "loss_scaler" in wrapper.state_dict()
+
+
+@case(13, "the state of an OptimWrapper for an AmpOptimWrapper", "loads; the scale stays", 2.0**16)
+def _(family: ModuleType) -> Any:
+    wrapper = wrap(family, "AmpOptimWrapper", dtype="float16")[1]
+    wrapper.load_state_dict(wrap(family)[1].state_dict())
+    return wrapper.loss_scaler.get_scale()
+
+
+@case(14, "a state with `base_param_settings` for a wrapper with one group", "they appear",
+      ({"base_lr": [7.0], "lr": [0.5]}, 2, True))  # fmt: skip
+def _(family: ModuleType) -> Any:
+    wrapper = grouped(family, 1)
+    wrapper.load_state_dict({**wrapper.state_dict(), "base_param_settings": {"lr": 7.0}})
+    return settings(wrapper)
+
+
+@case(15, "the norm is not finite", "logged as it is, and the step is skipped", ("[nan]", 0.0), ("[nan]", "nan"),
+      "one NaN ruins every weight")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    with new_hub() as hub:
+        model, wrapper = wrap(family, clip_grad={"max_norm": 1.0})
+        wrapper.update_params(model() * float("nan"))
+        weight = model.weight.item()
+        return str(logged(hub)), weight if weight == weight else "nan"
+
+
+def overflowed(family: ModuleType, loss_scale: Any, every: int) -> Any:
+    model, wrapper = wrap(
+        family, "AmpOptimWrapper", dtype="float16", loss_scale=loss_scale, accumulative_counts=every
+    )
+    for i in range(2 * every):
+        wrapper.update_params(model() * (float("inf") if i == 0 else 1.0))
+    return round(model.weight.item(), 4), wrapper.inner_count, wrapper.loss_scaler.get_scale()
+
+
+@case(16, "an overflow inside a window (AMP)", "the whole window is lost, and the count goes on",
+      (-1.0, 6, 2.0**15))  # fmt: skip
+def _(family: ModuleType) -> Any:
+    return overflowed(family, "dynamic", 3)
+
+
+@case(17, "an overflow under a static scale", "the step is skipped, the scale stays", (-1.0, 2, 512.0))
+def _(family: ModuleType) -> Any:
+    return overflowed(family, 512.0, 1)
+
+
+@case(18, "a state saved with `enabled=False` for a wrapper that scales", "loads; the scale stays",
+      ("fine", 2.0**16), ("RuntimeError", 2.0**16),
+      "the state says that there was no scale, so there is none to load")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    saved = wrap(family, "AmpOptimWrapper", dtype="float16", loss_scale={"enabled": False})[1].state_dict()
+    wrapper = wrap(family, "AmpOptimWrapper", dtype="float16")[1]
+    return outcome(lambda: wrapper.load_state_dict(saved)), wrapper.loss_scaler.get_scale()
+
+
+class Reduced(nn.Module):
+    """Like DistributedDataParallel, it can be told not to reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.entered = 0
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * 1.0
+
+    def no_sync(self) -> Any:
+        self.entered += 1
+        return torch.enable_grad()
+
+
+def synced(family: ModuleType, model: Any, every: int, total: int) -> list[bool]:
+    wrapper = family.OptimWrapper(torch.optim.SGD(model.parameters(), lr=1.0), accumulative_counts=every)
+    wrapper.initialize_count_status(model, 0, total)
+    found: list[bool] = []
+    for _ in range(total):
+        found.append(wrapper.should_sync())
+        with wrapper.optim_context(model):
+            loss = model()
+        wrapper.update_params(loss)
+    return found
+
+
+@case(19, "a model without `no_sync`", "the context has nothing to enter", [False, False, True])
+def _(family: ModuleType) -> Any:
+    return synced(family, wrap(family)[0], 3, 3)
+
+
+@case(20, "no accumulation, and a model with `no_sync`", "it is never entered", ([True, True], 0))
+def _(family: ModuleType) -> Any:
+    model = Reduced()
+    return synced(family, model, 1, 2), model.entered
+
+
+@case(21, "the last iteration of a run that ends inside a window", "gradients are reduced",
+      ([False, False, True, True], 2, -2.0))  # fmt: skip
+def _(family: ModuleType) -> Any:
+    model = Reduced()
+    return synced(family, model, 3, 4), model.entered, model.weight.item()
+
+
+def built(family: ModuleType, model: nn.Module, **paramwise: Any) -> Any:
+    return family.build_optim_wrapper(
+        model, {"optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.1}, "paramwise_cfg": paramwise}
+    )
+
+
+@case(22, "frozen parameters and `paramwise_cfg`", "they get no group", 1)
+def _(family: ModuleType) -> Any:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    return len(built(family, model, norm_decay_mult=0.0).optimizer.param_groups)
+
+
+@case(
+    23,
+    "a parameter that occurs twice, and `paramwise_cfg`",
+    "refused, unless `bypass_duplicate`",
+    ("ValueError", 2),
+)
+def _(family: ModuleType) -> Any:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2)})
+    model["two"].weight = model["one"].weight
+    refused = outcome(lambda: built(family, model, norm_decay_mult=0.0))
+    return refused, len(
+        built(family, model, norm_decay_mult=0.0, bypass_duplicate=True).optimizer.param_groups
+    )
+
+
+@case(24, "a wrapper made before the message hub of its run", "logs to the hub of the run", ([], [3.0]), ([3.0], []),
+      "a norm that goes to another hub is never seen")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    with new_hub() as before:
+        model, wrapper = wrap(family, clip_grad={"max_norm": 1.0})
+        with new_hub() as hub:
+            assert MessageHub.get_current_instance() is hub
+            wrapper.update_params(model() * 3)
+            return logged(before), logged(hub)
+
+
+@case(25, "`wrapper.optimizer = other`", "used from then on; the loss scale goes on, the base settings stay",
+      (-1.0, -3.0, 2.0**15, {"lr": [3.0]}))  # fmt: skip
+def _(family: ModuleType) -> Any:
+    model, wrapper = wrap(family, "AmpOptimWrapper", dtype="float16")
+    moves(model, wrapper, 1)
+    before = model.weight.item()
+    wrapper.update_params(model() * float("inf"))
+    wrapper.optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+    moves(model, wrapper, 1)
+    return before, model.weight.item() - before, wrapper.loss_scaler.get_scale(), wrapper.get_lr()
+
+
+@case(26, "a scheduler that is stepped in every iteration, and accumulation", "torch's schedulers give no warning", 0, 1,
+      "inside a window no step is due, so none was forgotten")  # fmt: skip
+def _(family: ModuleType) -> Any:
+    model, wrapper = wrap(family, accumulative_counts=3)
+    schedule = (
+        torch.optim.lr_scheduler.StepLR(wrapper, 1)
+        if family is ours
+        else theirs.StepLR(wrapper, 1, by_epoch=False)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            wrapper.update_params(model())
+            schedule.step()
+    return len(caught)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("row", CASES, ids=lambda row: str(row.number))
+def test_answer(row: Case, family: str, on_cpu: None) -> None:
+    assert row.run(FAMILIES[family]) == getattr(row, family)
+
+
+def test_answers_differ_exactly_where_a_reason_is_given() -> None:
+    assert [row.number for row in CASES] == list(range(1, 27))
+    assert [row.number for row in CASES if row.ours != row.theirs] == [row.number for row in CASES if row.why]
+
+
+def test_the_page_has_the_same_table() -> None:
+    text = (ROOT / "docs" / "compat" / "mmengine.md").read_text()
+    rows = [f"| {row.number} | {row.case} | {row.here} | {row.why or 'as the original'} |" for row in CASES]
+    assert "\n".join(rows) in text
