@@ -63,7 +63,7 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
         raise ConfigError(f"launcher={launcher!r} must be one of {', '.join(map(repr, launchers))}")
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     environment, local_rank = launchers[launcher](port)
-    if mp.get_start_method(allow_none=True) is None:
+    if not mp.get_start_method(allow_none=True):
         mp.set_start_method("spawn")  # a fork of a process that uses CUDA cannot use it
     os.environ.update(environment)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

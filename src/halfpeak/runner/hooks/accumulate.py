@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.outcome import StepResult
 from halfpeak.runner.hooks.checks import require_loss
 from halfpeak.runner.hooks.optimizer import OptimizerHook
 
@@ -42,6 +44,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             )
         self.cumulative_iters = cumulative_iters
         self._windows: Accumulation | None = None
+        self._passed = 0
 
     def before_run(self, runner: BaseRunner) -> None:
         """Make model and optimizer ready, and look at the length of the run anew."""
@@ -58,8 +61,27 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         engine, loss = self._ready(runner), require_loss(runner)
         windows = self._windows or self._begin(runner)
         self._backward(runner, engine, loss / windows.divisor(runner.iter))
+        self._passed = runner.iter + 1
         if windows.is_boundary(runner.iter):
             self._update(runner, engine, keep_gradients=False)
+        else:
+            found_inf = engine.lanes[0].found_inf
+            runner.step_result = StepResult(found_inf, engine.scale, boundary=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open window, and the iteration that it goes on with; ``{}`` where none is open. Waits for the device."""
+        state = super().state_dict()
+        return {**state, "iter": self._passed} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        super().load_state_dict(state)
+        self._passed = state.get("iter", 0)
+        self._windows = None
 
     def has_batch_norm(self, module: nn.Module) -> bool:
         """Whether ``module`` is or contains a batch norm."""
@@ -69,6 +91,8 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         every, total = self.cumulative_iters, runner.max_iters
         self._windows = windows = Accumulation(every=every, total=total)
         engine = self._ready(runner)
+        if engine.has_open_window and self._passed != runner.iter:
+            engine.abort()  # of another iteration than the one that comes now
         if runner.iter % every != 0 and not engine.has_open_window:
             runner.logger.warning(
                 "Resume iter number is not divisible by cumulative_iters in "

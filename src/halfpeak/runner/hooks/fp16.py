@@ -80,6 +80,7 @@ class Fp16OptimizerHook(OptimizerHook):
         parse_bucket_size(bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self._scale = parse_loss_scale(loss_scale, TORCH_RULE if self.mode == "autocast" else MMCV_RULE)
+        self._record: ScalerRecord | None = None
         self._reduces = False
         self._casts_all = False
         self._skipped = 0.0
@@ -92,9 +93,9 @@ class Fp16OptimizerHook(OptimizerHook):
         Raises:
             OrderError: before :meth:`before_run`.
         """
-        if self._engine is None:
+        if self._record is None:
             raise OrderError("the loss scale begins with the run; look at hook.loss_scaler after before_run")
-        return ScalerRecord(self._engine.scalers[0], as_mmcv=self.mode == "master")
+        return self._record
 
     def before_run(self, runner: BaseRunner) -> None:
         """Make model and optimizer ready and take up the loss scale of a resumed run.
@@ -102,14 +103,14 @@ class Fp16OptimizerHook(OptimizerHook):
         Raises:
             StateError: ``runner.meta`` holds another thing in its place.
         """
-        if runner.meta is None:
-            runner.meta = {}
         super().before_run(runner)
+        self._take_up(self._ready(runner), runner.meta)
 
     def after_run(self, runner: BaseRunner) -> None:
         """Leave plain numbers in ``runner.meta``. Waits for the device."""
-        if self._engine is not None and isinstance(runner.meta, dict):
-            runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler.read()
+        if self._record is not None:
+            runner.meta.setdefault("fp16", {})["loss_scaler"] = self._record.read()
+        super().after_run(runner)
 
     def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
         """The casts of a model that does not say itself where it computes in the low dtype."""
@@ -135,13 +136,13 @@ class Fp16OptimizerHook(OptimizerHook):
             masters = (master for _, master in engine.masters)
             broadcast_tensors((*inner.parameters(), *inner.buffers(), *masters))
         self._casts_all = self.mode == "autocast" and not is_decorated(inner)
+        self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
         self._lagged, self._skipped = Lagged(engine.device), 0.0
-        self._take_up(engine, runner.meta)
         return engine
 
-    def _take_up(self, engine: Engine, meta: Mapping[str, Any] | None) -> None:
+    def _take_up(self, engine: Engine, meta: Mapping[str, Any]) -> None:
         """Go on with the loss scale that ``meta`` holds. A static one keeps its configured value."""
-        saved = ((meta or {}).get("fp16") or {}).get("loss_scaler")
+        saved = (meta.get("fp16") or {}).get("loss_scaler")
         scaler = engine.scalers[0]
         if saved:
             numbers = from_mmcv(saved)
@@ -153,8 +154,7 @@ class Fp16OptimizerHook(OptimizerHook):
             targets = [slot.target for slot in engine.lanes[0].slots()]
             allreduce_grads(targets, self.coalesce, self.bucket_size_mb)
         super()._update(runner, engine, keep_gradients=keep_gradients)
-        if runner.meta is not None:
-            runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler
+        runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler
         self._report(runner, engine)
 
     def _report(self, runner: BaseRunner, engine: Engine) -> None:
@@ -164,9 +164,5 @@ class Fp16OptimizerHook(OptimizerHook):
         if self._lagged.value > self._skipped:
             self._skipped = self._lagged.value
             scale = engine.read_scale()  # waits, and only after an overflow
-            moved = (
-                "downscale loss scale to"
-                if self._scale.dynamic
-                else "the step was skipped at a static loss scale of"
-            )
-            runner.logger.warning(f"Check overflow, {moved} {scale}")
+            did = "downscale loss scale to" if self._scale.dynamic else "skip a step at the static loss scale"
+            runner.logger.warning(f"Check overflow, {did} {scale}")

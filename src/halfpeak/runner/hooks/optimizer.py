@@ -69,6 +69,11 @@ class OptimizerHook(Hook):
         """
         self._ready(runner)
 
+    def after_run(self, runner: BaseRunner) -> None:
+        """Let go of the optimizer, so that another runner may take it. Masters stay, or their values would be lost."""
+        if self._engine is not None and len(self._engine.masters) == 0:
+            self._release()
+
     def after_train_iter(self, runner: BaseRunner) -> None:
         """Backward and step.
 
@@ -77,7 +82,6 @@ class OptimizerHook(Hook):
             LossScaleCollapse: gradients stay non-finite.
         """
         engine, loss = self._ready(runner), require_loss(runner)
-        runner.model.zero_grad()
         require_optimizer(runner, self).zero_grad()
         self._backward(runner, engine, loss)
         self._update(runner, engine, keep_gradients=True)
@@ -111,20 +115,28 @@ class OptimizerHook(Hook):
         elif exact.KEY in state:
             exact.put_exact(self._engine, state[exact.KEY])
             self._engine.buffers.put_saved(state[exact.KEY]["buffers"])
+        else:
+            self._engine.abort()
+            self._engine.buffers.save()
 
     def _ready(self, runner: BaseRunner) -> Engine:
         """The engine of the runner's model and optimizer as they are now."""
         optimizer = require_optimizer(runner, self)
         if self._engine is None or self._engine.optimizers[0] is not optimizer:
-            if self._remove is not None:
-                self._remove()
+            self._release()
             self._engine = engine = self._build(runner, optimizer)
             # When this hook is gone, another may take the optimizer.
             self._remove = weakref.finalize(self, engine.remove)
             self._remove.atexit = False
-            state, self._pending = self._pending, {}
-            self.load_state_dict(state)
+            if self._pending:
+                state, self._pending = self._pending, {}
+                self.load_state_dict(state)
         return self._engine
+
+    def _release(self) -> None:
+        if self._remove is not None:
+            self._remove()
+        self._engine = self._remove = None
 
     def _build(self, runner: BaseRunner, optimizer: Optimizer) -> Engine:
         plan = Plan(properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip)
@@ -140,6 +152,6 @@ class OptimizerHook(Hook):
     def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
         """End the window: clip, step or skip, log."""
         has_gradients = bool(engine.lanes[0].targets())
-        result = engine.step(keep_gradients=keep_gradients)
+        runner.step_result = result = engine.step(keep_gradients=keep_gradients)
         if result.grad_norm is not None and has_gradients:
             runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))
