@@ -91,6 +91,8 @@ class Lane:
         self.verdict: Tensor | bool | None = None
         self.is_stepping = False
         self.has_stepped = False
+        # The engine drops gradients when the last of its optimizers has stepped: two may share a master.
+        self._is_driven = False
         self._moving: list[tuple[Tensor, _Mark]] | None = None
         self._trace: list[tuple[Tensor, Tensor, int]] = []
         self._slots: list[Slot] | None = None
@@ -168,6 +170,12 @@ class Lane:
             slot.target.grad = None
         self.close()
 
+    def drop_masters(self) -> None:
+        """Drop the gradients of masters, which ``zero_grad()`` of a model does not reach."""
+        for slot in self.slots():
+            if slot.target is not slot.source:
+                slot.target.grad = None
+
     def close(self) -> None:
         """Begin a new window."""
         self.found_inf = torch.zeros_like(self.found_inf)
@@ -182,10 +190,12 @@ class Lane:
         """Call ``optimizer.step`` under a verdict that the owner has reached."""
         self.verdict = verdict
         self.has_stepped = False
+        self._is_driven = True
         try:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         finally:
             self.recover()
+            self._is_driven = False
 
     def recover(self) -> None:
         """Put right what a step that raised has left: bring it to its end if the optimizer had moved, else undo it."""
@@ -268,9 +278,8 @@ class Lane:
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
         self.masters.publish(self.optimizer)
-        for slot in self.slots():
-            if slot.target is not slot.source:
-                slot.target.grad = None
+        if not self._is_driven:
+            self.drop_masters()
         self.close()
         self._clear_step()
         self._owner.finished(self, verdict)

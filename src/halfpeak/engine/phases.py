@@ -183,8 +183,10 @@ class Phases:
         return StepResult(torch.zeros_like(lane.found_inf), self._scale)
 
     def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
-        if not keep_gradients:
-            for lane in lanes:
+        for lane in lanes:
+            if keep_gradients:
+                lane.drop_masters()
+            else:
                 lane.drop()
         self._journal.settle()
         self._trouble.push(torch.stack([scaler.state.stuck for scaler in self._scalers]).max())
