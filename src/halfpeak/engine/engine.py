@@ -16,7 +16,7 @@ from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.engine.copying import copy_engine
-from halfpeak.engine.hooks import CatchUp
+from halfpeak.engine.hooks import CatchUp, hook_loads
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
@@ -84,6 +84,7 @@ class Engine:
         self.handles = [
             *handles,
             *(model.register_forward_pre_hook(CatchUp(self), prepend=True) for model in models),
+            *(handle for model in models for handle in hook_loads(model, self)),
         ]
         self._synchronised = True
 
@@ -135,6 +136,7 @@ class Engine:
             self.names.watch(model)
             if self.plan.restore_buffers:
                 self.buffers.watch(model)
+                self.handles += hook_loads(model, self)
 
     def read_scale(self, loss_id: int = 0) -> float:
         """The loss scale as a number. Waits for the device."""
@@ -149,6 +151,7 @@ class Engine:
                 window its gradients stay local and scaled until the last backward pass.
         """
         with ExitStack() as stack:
+            self.buffers.begin()
             stack.enter_context(self._casts_on())
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
@@ -261,8 +264,9 @@ class Engine:
         put_state(self, state)
 
     def catch_up(self) -> None:
-        """What models do before they compute, should a step have been left by an exception."""
+        """What models do before they compute: a step that an exception has left is put right, a new one may begin."""
         self.phases.catch_up(self.lanes)
+        self.buffers.begin()
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_norms
 from halfpeak.core.policy import Policy
+from halfpeak.parts.buffers import norms_of
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.statedict import hook_state_dict
 
@@ -26,15 +27,29 @@ def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHa
     return handles
 
 
-class CatchUp:
-    """A forward pre-hook that lets the engine put right what an exception in ``optimizer.step()`` has left behind.
+def hook_loads(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
+    """Let the layers with running statistics tell the engine that these were loaded."""
+    return [norm.register_load_state_dict_post_hook(Reload(engine)) for norm in norms_of(model)]
 
-    Afterwards would be too late: a parameter must not change between forward and backward. The engine is held weakly,
-    and a deep copy or a pickle of the model lets go of it.
-    """
+
+class _Weak:
+    """A hook that holds its engine weakly. A deep copy or a pickle of the model lets go of it."""
 
     def __init__(self, engine: Engine | None) -> None:
         self._engine = None if engine is None else weakref.ref(engine)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Weak:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[type[_Weak], tuple[None]]:
+        return type(self), (None,)
+
+
+class CatchUp(_Weak):
+    """A forward pre-hook that lets the engine put right what an exception in ``optimizer.step()`` has left behind.
+
+    Afterwards would be too late: a parameter must not change between forward and backward.
+    """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up; a compiled forward pass leaves it to the next backward pass."""
@@ -44,8 +59,12 @@ class CatchUp:
         if engine is not None:
             engine.catch_up()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CatchUp:
-        return CatchUp(None)
 
-    def __reduce__(self) -> tuple[type[CatchUp], tuple[None]]:
-        return CatchUp, (None,)
+class Reload(_Weak):
+    """A hook after ``load_state_dict`` of a layer with running statistics: a skipped step goes back to the loaded ones."""
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Remember them."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            engine.buffers.reload()

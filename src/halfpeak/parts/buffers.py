@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 class BatchNormBuffers:
     """Keeps a copy of every running statistic and settles it after each step: taken forward, or put back.
 
-    A few launches per (device, dtype) and no wait for the device, whatever the number of layers.
+    What a skipped step goes back to are the statistics before its first forward pass, also where somebody else wrote them
+    after the last step: a loaded checkpoint, ``update_bn``. A few launches per (device, dtype) and no wait for the device,
+    whatever the number of layers.
 
     Args:
         modules: the models whose batch norms, and instance norms that track statistics, are looked after.
@@ -26,18 +28,34 @@ class BatchNormBuffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._norms: list[nn.Module] = []
         self._saved: dict[_Key, Tensor] = {}
+        self._marks: list[tuple[int, int]] = []
+        self._has_begun = False
+        self._was_given = False
         for module in modules:
             self.watch(module)
 
     def watch(self, module: nn.Module) -> None:
         """Look after the norms of one more model, from its statistics as they are now."""
         known = {id(norm) for norm in self._norms}
-        self._norms += [m for m in module.modules() if isinstance(m, _NormBase) and id(m) not in known]
+        self._norms += [norm for norm in norms_of(module) if id(norm) not in known]
         self.save()
 
     def save(self) -> None:
         """Remember the statistics as they are now."""
         self._saved = {key: _flat(live) for key, live in self._live().items()}
+        self._marks = self._read_marks()
+
+    def begin(self) -> None:
+        """Before a forward pass with gradients, the first since a step: what was written since that step is kept."""
+        if torch.is_grad_enabled() and not self._has_begun:
+            self._has_begun = True
+            if self._marks != self._read_marks():
+                self.save()
+
+    def reload(self) -> None:
+        """After a checkpoint was loaded: a skipped step must not put back what was there before it."""
+        if not self._was_given:
+            self.save()
 
     def settle(self, found_inf: Tensor | bool) -> None:
         """After a step: keep the new statistics if it was clean, else put back the saved ones.
@@ -51,17 +69,25 @@ class BatchNormBuffers:
                 if saved is not None and saved.numel() == sum(buffer.numel() for buffer in live):
                     _put_back(live, saved, found_inf)
         self.save()
+        self._has_begun = self._was_given = False
 
     def saved(self) -> list[Tensor]:
         """What :meth:`save` remembered, one flat tensor per (device, dtype) in the order of the layers."""
         return [self._saved[key] for key in self._live() if key in self._saved]
 
     def put_saved(self, saved: Sequence[Tensor]) -> None:
-        """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now."""
+        """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now.
+
+        It holds until the next step, whether the model is loaded before or afterwards.
+        """
         self.save()
+        self._has_begun = self._was_given = True
         for key, flat in zip(list(self._saved), saved, strict=False):
             if flat.shape == self._saved[key].shape:
                 self._saved[key] = flat.to(key[0], key[1], copy=True)
+
+    def _read_marks(self) -> list[tuple[int, int]]:
+        return [(tensor._version, tensor.data_ptr()) for live in self._live().values() for tensor in live]
 
     def _live(self) -> dict[_Key, list[Tensor]]:
         live: dict[_Key, list[Tensor]] = {}
@@ -75,6 +101,11 @@ class BatchNormBuffers:
 _Key = tuple[torch.device, torch.dtype]
 
 
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of ``module`` that may hold running statistics."""
+    return [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+
+
 def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> None:
     if isinstance(found_inf, Tensor):
         saved = torch.where(found_inf.to(saved.device) != 0, saved, _flat(live))
@@ -82,7 +113,8 @@ def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> No
     # Through .data, which counts no version, as the kernels do that write them: a forward pass may still await its
     # backward pass, such as the generator's when the discriminator's step is skipped.
     torch._foreach_copy_(
-        [buffer.data for buffer in live], [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)]
+        [buffer.data for buffer in live],
+        [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)],
     )
 
 

@@ -1,0 +1,97 @@
+"""A skipped step puts batch-norm statistics back to what they were before it, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak import Engine
+
+LEVELS = ("O0", "O1", "O2", "O5")
+
+
+def prepared(level: str) -> Engine:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+    return halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level, loss_scale=8.0)
+
+
+def step(engine: Engine, factor: float) -> bool:
+    with engine.forward():
+        loss = engine.model(torch.randn(6, 4)).float().square().sum() * factor
+    engine.backward(loss)
+    return engine.step().stepped()
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def load_all(model: nn.Module) -> None:
+    model.load_state_dict({key: value + 3 for key, value in model.state_dict().items()})
+
+
+def load_a_part(model: nn.Module) -> None:
+    load_all(model.get_submodule("2"))
+
+
+def estimate_anew(model: nn.Module) -> None:
+    torch.optim.swa_utils.update_bn([torch.randn(6, 4) + 7 for _ in range(3)], model)
+
+
+def forward_and_load(model: nn.Module) -> None:
+    model(torch.randn(6, 4))
+    load_all(model)
+
+
+WRITERS = (load_all, load_a_part, estimate_anew, forward_and_load)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_skip_keeps_what_was_written_since_the_last_step(
+    level: str, write: Callable[[nn.Module], None], steps_before: int
+) -> None:
+    engine = prepared(level)
+    for _ in range(steps_before):
+        assert step(engine, 1.0)
+    write(engine.model)
+    written = statistics(engine.model)
+    assert not step(engine, torch.inf)
+    assert all(map(torch.equal, statistics(engine.model), written))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_model_that_is_only_watched(write: Callable[[nn.Module], None]) -> None:
+    engine, watched = prepared("O0"), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    engine.watch(watched)
+    write(watched)
+    written = statistics(watched)
+    with engine.forward():
+        loss = (watched(torch.randn(6, 4)) + engine.models[0](torch.randn(6, 4))).sum() * torch.inf
+    engine.backward(loss)
+    assert not engine.step().stepped()
+    assert all(map(torch.equal, statistics(watched), written))
+
+
+def test_an_evaluation_between_forward_and_step_changes_nothing() -> None:
+    engine = prepared("O0")
+    before = statistics(engine.model)
+    with engine.forward():
+        loss = engine.model(torch.randn(6, 4)).sum() * torch.inf
+    engine.model(torch.full((6, 4), torch.inf))
+    engine.backward(loss)
+    engine.step()
+    assert all(map(torch.equal, statistics(engine.model), before))
+
+
+def test_hooks_are_gone_after_remove() -> None:
+    engine = prepared("O2")
+    engine.remove()
+    for module in engine.model.modules():
+        assert not module._load_state_dict_post_hooks
+        assert not module._forward_pre_hooks
