@@ -1,0 +1,73 @@
+"""Small loops for the tests of the optimizer hooks: a runner's part, and the same in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+from runner.oracle.cases import Loop
+from support.nets import OPTIMIZERS, make_batch
+
+Spoil = Callable[[Tensor], Tensor]
+
+
+def make_loop(model: nn.Module, kind: str = "sgd", total: int = 12) -> Loop:
+    loop = Loop(model, max_iters=total)
+    loop.optimizer = OPTIMIZERS[kind](model.parameters())
+    return loop
+
+
+def step(loop: Loop, hook: Any, number: int, *, overflow: bool = False) -> None:
+    """One training iteration, as a runner makes it."""
+    x, y = make_batch(number)
+    loop.iter = number
+    with hook.around_train_step(loop) or torch.enable_grad():
+        loss = mse_loss(loop.model(x).float(), y)
+    loop.outputs = {"loss": loss * float("inf") if overflow else loss, "num_samples": len(x)}
+    hook.after_train_iter(loop)
+
+
+def run(loop: Loop, hook: Any, numbers: Iterable[int], overflows: Iterable[int] = ()) -> Loop:
+    hook.before_run(loop)
+    for number in numbers:
+        step(loop, hook, number, overflow=number in set(overflows))
+    return loop
+
+
+def by_hand(
+    model: nn.Module,
+    optimizer: Optimizer,
+    total: int,
+    *,
+    every: int = 1,
+    clip: float | None = None,
+    overflows: Iterable[int] = (),
+) -> list[Tensor]:
+    """Plain torch, float32: mean gradients of windows, steps with an overflow in them left out; the norms."""
+    norms: list[Tensor] = []
+    spoilt = False
+    kept = copy.deepcopy(dict(model.named_buffers()))
+    for number in range(total):
+        rest = total % every
+        divisor = every if number < total - rest else rest
+        x, y = make_batch(number)
+        (mse_loss(model(x), y) / divisor).backward()
+        spoilt = spoilt or number in set(overflows)
+        if (number + 1) % every and number + 1 != total:
+            continue
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        if spoilt:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        spoilt, kept = False, copy.deepcopy(dict(model.named_buffers()))
+    return norms

@@ -1,0 +1,296 @@
+"""OptimizerHook and its accumulating form: the same bits as plain torch, the same numbers as mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.optim import OptimWrapper
+from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
+from halfpeak.runner.hooks.optimizer import OptimizerHook
+from laws.test_waits import Waits
+from runner.loops import by_hand, make_loop, run, step
+from runner.oracle import cases
+from support.nets import OPTIMIZERS, make_batch, make_net
+from support.snapshot import values
+
+MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
+KINDS: dict[str, Callable[..., Any]] = {
+    "OptimizerHook": OptimizerHook,
+    "GradientCumulativeOptimizerHook": GradientCumulativeOptimizerHook,
+}
+
+
+@pytest.mark.parametrize("name", cases.RUNS)
+def test_runs_recorded_of_mmcv(name: str) -> None:
+    kind, options, overflows = cases.RUNS[name]
+    found = cases.train(KINDS[kind](**options), cases.make_model(), overflows=overflows)
+    recorded = MMCV["runs"][name]
+    for ours, theirs in zip(found["parameters"], recorded["parameters"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)  # another processor may round differently
+    assert [(list(entry), count) for entry, count in found["logged"]] == [
+        (list(entry), count) for entry, count in recorded["logged"]
+    ]
+    for (ours, _), (theirs, _) in zip(found["logged"], recorded["logged"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("row", MMCV["divisors"], ids=lambda row: str(row["window"]))
+def test_windows_recorded_of_mmcv(row: dict[str, Any]) -> None:
+    every, total, start = row["window"]
+    weight = nn.Parameter(torch.zeros(()))
+    loop = make_loop(nn.ParameterList([weight]), total=total)
+    loop.optimizer = torch.optim.SGD([weight], lr=1.0)
+    hook = GradientCumulativeOptimizerHook(cumulative_iters=every)
+    expected, window = torch.zeros(()), torch.zeros(())
+    for number, (divisor, boundary) in enumerate(row["factors"], start):
+        loop.iter, loop.outputs = number, {"loss": weight * 1.0}
+        hook.after_train_iter(loop)
+        window = window + torch.tensor(1.0) / divisor
+        if boundary:
+            expected, window = expected - window, torch.zeros(())
+        assert torch.equal(weight.detach(), expected)
+        assert loop.step_result.boundary == boundary
+        assert weight.grad is None if boundary else torch.equal(weight.grad, window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("every", [1, 3, 5, 20])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_same_bits_as_plain_torch(kind: str, every: int, clip: float | None) -> None:
+    net, plain = make_net(), make_net()
+    loop = make_loop(net, kind)
+    grad_clip = None if clip is None else {"max_norm": clip}
+    hook: OptimizerHook = GradientCumulativeOptimizerHook(every, grad_clip=grad_clip)
+    if every == 1:
+        hook = OptimizerHook(grad_clip)
+    optimizer = OPTIMIZERS[kind](plain.parameters())
+    overflows = (4, 9) if every < 12 else ()
+    run(loop, hook, range(12), overflows)
+    norms = by_hand(plain, optimizer, 12, every=every, clip=clip, overflows=overflows)
+    assert values(net, loop.optimizer) == values(plain, optimizer)
+    logged = [entry["grad_norm"] for entry, _ in loop.log_buffer.entries]
+    assert len(logged) == len(norms)
+    finite = [(a, b) for a, b in zip(logged, norms, strict=True) if a.isfinite()]
+    assert all(torch.equal(a, b) for a, b in finite)
+    assert clip is None or len(finite) > 0
+
+
+def test_a_skipped_step_is_told() -> None:
+    loop = make_loop(make_net())
+    hook = OptimizerHook()
+    hook.before_run(loop)
+    moved = []
+    for number in range(3):
+        step(loop, hook, number, overflow=number == 1)
+        moved.append(loop.step_result.stepped())
+    assert moved == [True, False, True]
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
+@pytest.mark.parametrize("every", [1, 2])
+def test_logging_the_norm_does_not_wait(kind: str, waits: int, every: int) -> None:
+    loop = make_loop(make_net(), kind)
+    hook = GradientCumulativeOptimizerHook(every, grad_clip={"max_norm": 1.0})
+    hook.before_run(loop)
+    for number in range(2 * every):
+        with Waits() as counted:
+            step(loop, hook, number)
+        assert counted.count == (waits if (number + 1) % every == 0 else 0)
+    assert len(loop.log_buffer.entries) == 2
+
+
+def test_the_norm_is_weighted_by_the_batch() -> None:
+    loop = make_loop(make_net())
+    hook = OptimizerHook({"max_norm": 1.0})
+    step(loop, hook, 0)
+    loop.outputs = {"loss": loop.model(make_batch(1)[0]).square().mean()}
+    hook.after_train_iter(loop)
+    assert [count for _, count in loop.log_buffer.entries] == [16, 1]
+
+
+def test_no_norm_where_there_is_no_gradient() -> None:
+    net = make_net()
+    loop = make_loop(net)
+    loop.outputs = {"loss": torch.zeros((), requires_grad=True) * 1.0}
+    OptimizerHook({"max_norm": 1.0}).after_train_iter(loop)
+    assert loop.log_buffer.entries == []
+
+
+@pytest.mark.parametrize(("every", "expected"), [(None, 1.0), (1, 3.0)])
+def test_gradients_that_were_there_before(every: int | None, expected: float) -> None:
+    """Zeroed before each plain step; the accumulating hook zeroes after its steps only."""
+    weight = nn.Parameter(torch.zeros(()))
+    loop = make_loop(nn.ParameterList([weight]))
+    loop.optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.tensor(2.0)
+    hook = OptimizerHook() if every is None else GradientCumulativeOptimizerHook(every)
+    loop.outputs = {"loss": weight * 1.0}
+    hook.after_train_iter(loop)
+    assert weight.item() == -expected
+    assert (weight.grad is None) == (every is not None)
+
+
+def test_unreachable_parameters_are_logged() -> None:
+    net = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 3)})
+    for hook in (
+        OptimizerHook(detect_anomalous_params=True),
+        GradientCumulativeOptimizerHook(2, detect_anomalous_params=True),
+    ):
+        loop = make_loop(net)
+        loss = net["used"](torch.ones(1, 2)).sum()
+        for _ in range(3000):  # deeper than Python's stack
+            loss = loss + 1.0
+        loop.outputs = {"loss": loss}
+        hook.after_train_iter(loop)
+        hook.after_run(loop)
+        assert loop.handler.lines[-2:] == [
+            "idle.weight with shape (3, 2) is not in the computational graph",
+            "idle.bias with shape (3,) is not in the computational graph",
+        ]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_resume_inside_a_window(every: int, at: int) -> None:
+    def fresh() -> tuple[Any, Any]:
+        return make_loop(make_net(), total=8), GradientCumulativeOptimizerHook(
+            every, grad_clip={"max_norm": 0.3}
+        )
+
+    whole, hook = fresh()
+    run(whole, hook, range(8))
+    first, hook = fresh()
+    run(first, hook, range(at))
+    state, model = hook.state_dict(), first.model.state_dict()
+    optimizer = first.optimizer.state_dict()
+    assert bool(state) == (at % every != 0)
+    second, hook = fresh()
+    second.model.load_state_dict(model)
+    second.optimizer.load_state_dict(optimizer)
+    second.iter = at
+    hook.before_run(second)
+    if state:
+        hook.load_state_dict(state)
+    for number in range(at, 8):
+        step(second, hook, number)
+    assert values(second.model, second.optimizer) == values(whole.model, whole.optimizer)
+    assert not [line for line in second.handler.lines if "not divisible" in line]
+
+
+def test_a_window_of_another_iteration_is_dropped() -> None:
+    loop, hook = make_loop(make_net(), total=8), GradientCumulativeOptimizerHook(4)
+    run(loop, hook, range(2))
+    other, fresh = make_loop(make_net(), total=8), GradientCumulativeOptimizerHook(4)
+    fresh.before_run(other)
+    fresh.load_state_dict(hook.state_dict())
+    step(other, fresh, 4)
+    alone, plain = make_loop(make_net(), total=8), GradientCumulativeOptimizerHook(4)
+    step(alone, plain, 4)
+    ours, theirs = other.model[0].weight.grad, alone.model[0].weight.grad
+    assert ours is not None
+    assert torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
+def test_what_is_said_once_at_the_start() -> None:
+    loop = make_loop(make_net(), total=8)
+    loop.model.train()
+    hook = GradientCumulativeOptimizerHook(3)
+    hook.before_run(loop)
+    for number in range(1, 8):
+        step(loop, hook, number)
+    assert [line.split(":")[0] for line in loop.handler.lines] == [
+        "Resume iter number is not divisible by cumulative_iters in GradientCumulativeOptimizerHook, which means the "
+        "gradient of some iters is lost and the result may be influenced slightly",
+        "GradientCumulativeOptimizerHook may slightly decrease performance if the model has BatchNorm layers",
+        "Loss will be divided by 2 in the last 2 iterations because they are not enough for 3 cumulative_iters",
+    ]
+
+
+def test_the_optimizer_is_free_after_the_run_and_without_the_hook() -> None:
+    loop = make_loop(make_net())
+    hook = OptimizerHook()
+    run(loop, hook, range(1))
+    with pytest.raises(OrderError, match="prepared before"):
+        OptimizerHook().before_run(loop)
+    hook.after_run(loop)
+    other = OptimizerHook()
+    other.before_run(loop)
+    del other
+    gc.collect()
+    assert not loop.optimizer._optimizer_step_pre_hooks
+
+
+def test_another_optimizer_on_the_way() -> None:
+    loop = make_loop(make_net())
+    hook = OptimizerHook()
+    run(loop, hook, range(2))
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.0)
+    before = values(loop.model)[0][:2]
+    step(loop, hook, 2)
+    assert values(loop.model)[0][:2] == before
+
+
+def test_hooks_of_others_call_clip_grads() -> None:
+    class Own(OptimizerHook):
+        def after_train_iter(self, runner: Any) -> None:
+            runner.optimizer.zero_grad()
+            runner.outputs["loss"].backward()
+            self.norm = self.clip_grads(runner.model.parameters())
+            runner.optimizer.step()
+
+    net, plain = make_net(), make_net()
+    loop, hook = make_loop(net), Own({"max_norm": 0.25})
+    run(loop, hook, range(4))
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    norms = by_hand(plain, optimizer, 4, clip=0.25)
+    assert values(net, loop.optimizer) == values(plain, optimizer)
+    assert hook.norm is not None
+    assert torch.equal(hook.norm, norms[-1])
+    assert OptimizerHook({"max_norm": 1.0}).clip_grads([]) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: OptimizerHook({}), ConfigError, "grad_clip"),
+        (lambda: OptimizerHook([1.0]), ConfigTypeError, r"write dict\(max_norm=1.0\)"),
+        (lambda: OptimizerHook({"max_nrom": 1.0}), ConfigError, "did you mean 'max_norm'"),
+        (lambda: OptimizerHook({"max_norm": -1.0}), ConfigError, "max_norm=-1.0"),
+        (lambda: OptimizerHook(None, 1), ConfigTypeError, "detect_anomalous_params=1"),
+        (lambda: GradientCumulativeOptimizerHook("4"), ConfigError, "write cumulative_iters=4"),
+        (lambda: GradientCumulativeOptimizerHook(-1), ConfigError, "cumulative_iters=-1"),
+        (lambda: GradientCumulativeOptimizerHook(True), ConfigError, "cumulative_iters=True"),
+        (lambda: GradientCumulativeOptimizerHook(2.0), ConfigError, r"cumulative_iters=2\.0"),
+        (lambda: GradientCumulativeOptimizerHook(2, loss_scale=1.0), TypeError, "loss_scale"),
+    ],
+)
+def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+@pytest.mark.parametrize("kind", ["none", "dict", "wrapper"])
+def test_optimizers_that_a_hook_cannot_step(kind: str) -> None:
+    loop = make_loop(make_net())
+    given = {"none": None, "dict": {"one": loop.optimizer}, "wrapper": OptimWrapper(loop.optimizer)}
+    loop.optimizer = given[kind]
+    says = {"none": "pass optimizer=", "dict": "the runner has 'one'", "wrapper": "steps by itself"}
+    with pytest.raises(ConfigTypeError, match=says[kind]):
+        OptimizerHook().before_run(loop)
+
+
+@pytest.mark.parametrize("outputs", [{}, {"loss": 1.0}, None])
+def test_a_step_without_a_loss(outputs: Any) -> None:
+    loop = make_loop(make_net())
+    loop.outputs = outputs
+    with pytest.raises(ConfigTypeError, match="return dict"):
+        OptimizerHook().after_train_iter(loop)
