@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -87,8 +88,9 @@ class Block:
         self._has_taken = True
         for lane in self._lanes:
             lane.frozen = (scaler, scale)
+            own = {id(slot.source) for slot in lane.slots()}
             for source, grad in self._held:
-                if grad is not None and lane.masters.of(source) is None:
+                if grad is not None and id(source) in own and lane.masters.of(source) is None:
                     lane.parked[id(source)] = grad
             lane.phase = Phase.SCALED
             lane.keep_marker()
@@ -121,7 +123,8 @@ class Block:
             if slot.source is not slot.target:
                 slot.source.grad = None
         for lane in self._lanes:
-            lane.found_inf = torch.maximum(lane.found_inf, self.found_inf)
+            # A block may name optimizers of two runs, which may live on two devices.
+            lane.found_inf = torch.maximum(lane.found_inf, self.found_inf.to(lane.found_inf.device))
             lane.parked.clear()
             lane.frozen = None
             lane.phase = Phase.UNSCALED
@@ -138,6 +141,24 @@ class Block:
         high = foreach.unscaled(low, [slot.target.dtype for slot in mastered], inv_scale, self.found_inf)
         for slot, grad in zip(mastered, high, strict=True):
             slot.target.grad = grad
+
+
+@contextmanager
+def spared(others: Sequence[Lane], lanes: Sequence[Lane]) -> Generator[None]:
+    """Leave ``others`` the gradients they have in a backward pass that is for ``lanes``.
+
+    A generator's loss also writes gradients into the discriminator, scaled, where they would be taken for its own.
+    """
+    wanted = {id(slot.source) for lane in lanes for slot in lane.slots()}
+    sources = [slot.source for lane in others for slot in lane.slots() if id(slot.source) not in wanted]
+    held = [(source, _kept(source.grad)) for source in sources]
+    for source in sources:
+        source.grad = None
+    try:
+        yield
+    finally:
+        for source, grad in held:
+            source.grad = grad
 
 
 def _kept(grad: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from halfpeak.casting.scope import contained
 from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
+from halfpeak.engine.block import spared
 from halfpeak.engine.copying import copy_engine
 from halfpeak.engine.hooks import CatchUp, hook_loads
 from halfpeak.engine.journal import Journal
@@ -171,7 +172,8 @@ class Engine:
         Args:
             loss: a scalar. With accumulation it is divided by the length of its window.
             loss_id: which loss scaler it uses.
-            optimizers: those whose parameters get gradients here; None means all.
+            optimizers: those whose parameters get gradients here; None means all. The others keep the gradients they
+                have, whatever the loss depends on.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
         """
         divisor = self.plan.accumulation.divisor(self.index)
@@ -181,6 +183,7 @@ class Engine:
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
             self._casts_on(),
+            spared([lane for lane in self.lanes if lane not in lanes], lanes),
             self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=not self._synchronised) as scaled,
         ):
             scaled.backward(**kwargs)
@@ -226,14 +229,22 @@ class Engine:
 
         Args:
             closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss.
-            optimizers: those to step; None means all.
+            optimizers: those to step; None means all. With accumulation they must all be stepped together.
             keep_gradients: leave the parameters' own gradients in place; masters never keep theirs.
 
         Raises:
             OrderError: the last backward pass was not synchronised, so its gradients are still scaled.
+            OrderError: some of several optimizers under accumulation, whose windows are counted in steps of all.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
-        return self.phases.step(self.lanes_of(optimizers), closure, keep_gradients=keep_gradients)
+        lanes = self.lanes_of(optimizers)
+        every = self.plan.accumulation.every
+        if every > 1 and len(lanes) < len(self.lanes):
+            raise OrderError(
+                f"accumulate={every} counts the steps of all {len(self.lanes)} optimizers together, so they cannot be "
+                "stepped in turn; write engine.step(), or prepare an engine for each optimizer"
+            )
+        return self.phases.step(lanes, closure, keep_gradients=keep_gradients)
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
@@ -312,9 +323,13 @@ class Engine:
         """The lanes of the given optimizers; None means all.
 
         Raises:
-            OrderError: one of them was not prepared by this engine.
+            OrderError: one of them was not prepared by this engine, or there is none.
         """
         if optimizers is None:
+            if not self.lanes:
+                raise OrderError(
+                    "this engine was prepared without an optimizer; pass one to halfpeak.prepare"
+                )
             return self.lanes
         wanted = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         known = {id(lane.optimizer): lane for lane in self.lanes}
