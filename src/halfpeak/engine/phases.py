@@ -121,7 +121,8 @@ class Phases:
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
         """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""
-        norm = self._plan.clip([grad for lane in lanes for grad in lane.targets()])
+        # Each once: a parameter of two optimizers would count twice in the norm and be scaled twice.
+        norm = self._plan.clip(list({id(grad): grad for lane in lanes for grad in lane.targets()}.values()))
         if norm is not None:
             verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
         return norm
