@@ -110,11 +110,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/block.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
-    (
-        "parts/bound.py",
-        "defaults",
-    ): "the only part of an optimizer that every copy of it takes along and no state dict has",
-    ("engine/lane.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
+    ("engine/fused.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
 """File and attribute, with the reason why this room must write it on an object that it does not own."""
 

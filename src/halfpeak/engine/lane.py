@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.closures import Guard, take_closure
+from halfpeak.engine.fused import hand_over, take_back
 from halfpeak.ops import foreach
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
@@ -218,21 +219,6 @@ class Lane:
         if optimizer is not None:
             self.masters.release(optimizer)
 
-    def takes_found_inf(self) -> bool:
-        """Whether the optimizer's own kernel can skip, so that nobody need wait for the verdict."""
-        optimizer = self.optimizer
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        if isinstance(optimizer, torch.optim.SGD):
-            # Its first fused step allocates momentum buffers before the kernel decides to leave them unwritten.
-            return all(
-                not group["momentum"] or "momentum_buffer" in optimizer.state.get(target, {})
-                for group in optimizer.param_groups
-                for target in group["params"]
-                if target.grad is not None
-            )
-        return True
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -251,7 +237,7 @@ class Lane:
             for slot in self._scan():
                 slot.target.grad = None
         elif isinstance(verdict, Tensor):
-            optimizer.__dict__.update(found_inf=verdict, grad_scale=None)
+            hand_over(optimizer, verdict)
         targets = [slot.target for slot in self.slots() if slot.target.grad is not None]
         self._moving = [(target, _mark(optimizer, target)) for target in targets]
         self.masters.mark_stepped(optimizer)
@@ -295,9 +281,7 @@ class Lane:
     def _clear_step(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            # The protocol of torch's fused optimizers is two attributes on the optimizer.
-            for name in ("found_inf", "grad_scale"):
-                optimizer.__dict__.pop(name, None)
+            take_back(optimizer)
         self.verdict = None
         self.is_stepping = False
 

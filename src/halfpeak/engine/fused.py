@@ -1,0 +1,33 @@
+"""The protocol of torch's fused optimizers: two attributes by which their kernels skip a step on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel can skip, so that nobody need wait for the verdict."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        # Its first fused step allocates momentum buffers before the kernel decides to leave them unwritten.
+        return all(
+            not group["momentum"] or "momentum_buffer" in optimizer.state.get(parameter, {})
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+    return True
+
+
+def hand_over(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Let the optimizer's coming step do nothing if ``found_inf`` is 1.  # f32[]"""
+    optimizer.__dict__.update(found_inf=found_inf, grad_scale=None)
+
+
+def take_back(optimizer: Optimizer) -> None:
+    """Undo :func:`hand_over`."""
+    for name in ("found_inf", "grad_scale"):
+        optimizer.__dict__.pop(name, None)
