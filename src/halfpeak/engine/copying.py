@@ -94,4 +94,5 @@ def _copy_progress(source: Engine, target: Engine) -> None:
         journal.index,
     )
     target.buffers.put_saved(source.buffers.saved())
+    target.phases.look_for_trouble()
     put_window(target, take_window(source))

@@ -13,6 +13,7 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.block import Block
+from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.plan import Plan
@@ -130,13 +131,13 @@ class Phases:
     def commit(self, verdicts: Tensor, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
         """Step or skip the optimizers, then move scales, counters and batch-norm statistics."""
         verdict: Tensor | bool = verdicts[0]
-        if self._trouble.value > 0 or not all(lane.takes_found_inf() for lane in lanes):
+        if self._trouble.value > 0 or not all(takes_found_inf(lane.optimizer) for lane in lanes):
             # The one place where a step waits for the device.
             verdict = bool(verdicts[0])
         self._journal.begin(verdicts, verdict)
-        collapse = (
-            self._steward.collapse(lanes) if verdict is True and self._journal.read_collapse() else None
-        )
+        collapse = None
+        if verdict is True and self._is_near_collapse() and self._journal.read_collapse():
+            collapse = self._steward.collapse(lanes)
         with disable_casts():
             for lane in lanes:
                 lane.step(verdict)
@@ -190,7 +191,7 @@ class Phases:
             else:
                 lane.drop()
         self._journal.settle()
-        self._trouble.push(torch.stack([scaler.state.stuck for scaler in self._scalers]).max())
+        self.look_for_trouble()
 
     def _leave(self, lanes: Sequence[Lane]) -> None:
         """After an exception in a step: if every optimizer had moved, the step counts; else the window is dropped."""
@@ -200,6 +201,15 @@ class Phases:
             self._journal.settle()
         else:
             self.drop_window(lanes)
+
+    def look_for_trouble(self) -> None:
+        """Start reading how many overflows in a row could not lower a loss scale."""
+        self._trouble.push(torch.stack([scaler.state.stuck for scaler in self._scalers]).max())
+
+    def _is_near_collapse(self) -> bool:
+        """Whether one more overflow could exhaust a loss scale's patience, by what has been read already."""
+        limits = [scaler.config.patience for scaler in self._scalers if scaler.config.patience is not None]
+        return bool(limits) and self._trouble.value + 1 >= min(limits)
 
     @property
     def _scale(self) -> Tensor:

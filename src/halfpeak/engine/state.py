@@ -45,6 +45,7 @@ def put_state(engine: Engine, state: Mapping[str, Any]) -> None:
         scaler.state = scale
     engine.journal.load_state_dict(state["counters"])
     engine.buffers.put_saved(state["buffers"])
+    engine.phases.look_for_trouble()
     put_window(engine, state["window"])
 
 
