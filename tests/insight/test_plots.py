@@ -66,3 +66,17 @@ def test_values_that_are_not_finite_do_not_break_it(tmp_path: Path) -> None:
     broken = [{"step": 1, "loss": float("nan"), "loss_scale": 0.0, "grad_norm": float("inf"), "skipped": 1.0}]
     save_history([*broken, *rows(3)], tmp_path / "history.png")
     assert (tmp_path / "history.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 20, 500])
+def test_ticks_stand_at_whole_steps(count: int) -> None:
+    figure = history_figure(rows(count))
+    figure.canvas.draw()
+    assert all(tick == round(tick) for tick in figure.axes[2].get_xticks())
+
+
+def test_a_single_validation_is_seen() -> None:
+    figure = history_figure([*rows(10), {"step": 10, "validation_loss": 0.5, "validation_accuracy": 0.9}])
+    for axes in (figure.axes[0], figure.axes[-1]):
+        (line,) = [line for line in axes.get_lines() if list(line.get_xdata()) == [10]]
+        assert line.get_marker() == "o"

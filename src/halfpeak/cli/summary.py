@@ -52,9 +52,7 @@ def finish(training: Training, folder: RunFolder, console: Console, reason: str)
     results = summarise(training, rows, reason)
     folder.summary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if training.plan.plot:
-        title = (
-            f"{results['recipe']} at {results['level']}: {training.taken} steps, {results['skipped']} skipped"
-        )
+        title = f"{results['recipe']} at {results['level']}: {training.taken} steps taken, {results['skipped']} skipped"
         try:
             save_history(rows, folder.picture, title=title)
         except MissingExtraError as error:

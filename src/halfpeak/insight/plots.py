@@ -53,6 +53,7 @@ def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
         scale.plot([], [], color=RED, linewidth=0.8, label=f"{len(skipped)} skipped {word}")
         scale.legend(loc="best", frameon=False, fontsize=9)
     norm.set_xlabel("optimizer step")
+    norm.xaxis.get_major_locator().set_params(integer=True)
     if title:
         figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
@@ -74,8 +75,9 @@ def _draw_loss(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
     x_right, y_right = _points(rows, "validation_accuracy")
     if x_right:
         right = axes.twinx()
+        percent = [100 * value for value in y_right]
         handles += right.plot(
-            x_right, [100 * value for value in y_right], color=GREY, linestyle="--", linewidth=1.2
+            x_right, percent, color=GREY, linestyle="--", linewidth=1.2, marker="o", markersize=3
         )
         labels.append("validation accuracy (right)")
         right.set_ylabel("accuracy (%)")
