@@ -34,6 +34,7 @@ def step(loop: Loop, hook: Any, number: int, *, overflow: bool = False) -> None:
 
 
 def run(loop: Loop, hook: Any, numbers: Iterable[int], overflows: Iterable[int] = ()) -> Loop:
+    loop.hook = hook  # as a runner holds its hooks
     hook.before_run(loop)
     for number in numbers:
         step(loop, hook, number, overflow=number in set(overflows))

@@ -115,6 +115,7 @@ class Loop:
         self.max_iters = self._max_iters = max_iters
         self.iter = iteration
         self.meta: Any = {}
+        self.hook: Any = None
         self.outputs: Any = {}
         self.log_buffer: Any = Log()
         self.logger: Any = logging.Logger("loop")

@@ -1,0 +1,400 @@
+"""Fp16OptimizerHook and its accumulating form: apex's O2, torch.amp and mmcv 1.7.2, to the bit where they can be."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from halfpeak import amp
+from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError, StateError
+from halfpeak.runner.fp16_decorators import auto_fp16
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
+from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.scale_rules import MMCV_RULE, TORCH_RULE
+from laws.test_waits import Waits
+from runner.loops import make_loop, run, step
+from runner.oracle import cases
+from support.nets import OPTIMIZERS, make_batch, make_net
+from support.snapshot import values
+
+MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
+KINDS: dict[str, Callable[..., Any]] = {
+    "Fp16OptimizerHook": Fp16OptimizerHook,
+    "GradientCumulativeFp16OptimizerHook": GradientCumulativeFp16OptimizerHook,
+}
+APEX_RULE = {"init": 2.0**10, "interval": 4}
+OVERFLOWS = (2, 7)
+
+
+@pytest.mark.parametrize("name", cases.FP16_RUNS)
+def test_runs_recorded_of_mmcv(name: str) -> None:
+    """mmcv's own master-weight scheme. It sums the gradients of a window in half, the hook in float32."""
+    kind, options, overflows = cases.FP16_RUNS[name]
+    hook = KINDS[kind](**options, mode="master")
+    found = cases.train(hook, cases.make_model(auto_fp16), overflows=overflows)
+    recorded = MMCV["fp16 runs"][name]
+    accumulated = "accumulated" in name
+    near = {"rel": 1e-2, "abs": 1e-3} if accumulated else {"rel": 1e-4, "abs": 1e-5}
+    for ours, theirs in zip(found["parameters"], recorded["parameters"], strict=True):
+        assert ours == pytest.approx(theirs, **near)
+    assert found["scales"] == recorded["scales"]
+    for (ours, count), (theirs, expected) in zip(found["logged"], recorded["logged"], strict=True):
+        assert count == expected
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    warned = [line for line in found["lines"] if "overflow" in line]
+    if not accumulated:  # there mmcv prints the scale from before
+        assert warned == [line for line in recorded["lines"] if "overflow" in line]
+    else:
+        assert warned == ["Check overflow, downscale loss scale to 128.0"]
+
+
+def through_amp(
+    level: str, kind: str, total: int, every: int, clip: float | None, **options: Any
+) -> tuple[nn.Module, Any, list[float]]:
+    """The same run through halfpeak.amp, with the divisors of a known length of the run."""
+    net = make_net()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    scales: list[float] = []
+    for number in range(total):
+        rest = total % every
+        x, y = make_batch(number)
+        loss = mse_loss(net(x), y) / (every if number < total - rest else rest)
+        with amp.scale_loss(loss * float("inf") if number in OVERFLOWS else loss, optimizer) as scaled:
+            scaled.backward()
+        scales.append(amp._amp_state.loss_scalers[0].loss_scale())
+        if (number + 1) % every and number + 1 != total:
+            continue
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer, scales
+
+
+@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_as_at_the_levels_with_masters(level: str, kind: str, clip: float | None) -> None:
+    dtype = "float16" if level == "O2" else "bfloat16"
+    scale = {"init": 2.0**16, "interval": 2000, "floor": 2.0**-14, "ceiling": 2.0**24}
+    hook = Fp16OptimizerHook(
+        None if clip is None else {"max_norm": clip}, loss_scale=scale, mode="master", dtype=dtype
+    )
+    loop = make_loop(make_net(), kind)
+    scales = []
+    hook.before_run(loop)
+    for number in range(12):
+        step(loop, hook, number, overflow=number in OVERFLOWS)
+        scales.append(hook.loss_scaler.loss_scale)
+    net, optimizer, expected = through_amp(level, kind, 12, 1, clip, loss_scale="dynamic")
+    assert values(loop.model, loop.optimizer) == values(net, optimizer)
+    assert scales == expected
+    assert scales[-1] < 2.0**16
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
+def test_windows_as_at_O2(every: int, clip: float | None) -> None:
+    loop = make_loop(make_net(), "adamw")
+    grad_clip = None if clip is None else {"max_norm": clip}
+    hook = GradientCumulativeFp16OptimizerHook(every, grad_clip=grad_clip, loss_scale=64.0, mode="master")
+    run(loop, hook, range(12), OVERFLOWS)
+    net, optimizer, _ = through_amp("O2", "adamw", 12, every, clip, loss_scale=64.0)
+    assert values(loop.model, loop.optimizer) == values(net, optimizer)
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.fp16_enabled = False
+
+    @auto_fp16(apply_to=("x",))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def make_plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [Decorated, make_plain], ids=["decorated", "plain"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
+@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_as_torch_amp(
+    make: Callable[[], nn.Module], loss_scale: Any, clip: float | None, every: int, dtype: torch.dtype
+) -> None:
+    """By hand, as PyTorch's own recipe has it; float32 weights, so the sums of a window are the same too."""
+    dynamic = loss_scale == "dynamic"
+    hook = GradientCumulativeFp16OptimizerHook(
+        every,
+        grad_clip=None if clip is None else {"max_norm": clip},
+        loss_scale={"init_scale": 256.0, "growth_interval": 3} if dynamic else loss_scale,
+        dtype=dtype,
+    )
+    loop = run(make_loop(make(), "sgd"), hook, range(12), OVERFLOWS)
+    net = make()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0 if dynamic else loss_scale, growth_interval=3)
+    for number in range(12):
+        x, y = make_batch(number)
+        with torch.autocast("cpu", dtype):
+            out = (net.__wrapped__ if hasattr(net, "__wrapped__") else net)(x)
+        loss = mse_loss(out.float(), y) / every
+        scaler.scale(loss * float("inf") if number in OVERFLOWS else loss).backward()
+        if (number + 1) % every == 0:
+            scaler.unscale_(optimizer)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update(None if dynamic else loss_scale)
+            optimizer.zero_grad()
+    assert values(loop.model, loop.optimizer) == values(net, optimizer)
+    ours, theirs = loop.meta["fp16"]["loss_scaler"], scaler.state_dict()
+    assert ours["scale"] == theirs["scale"]
+    if dynamic:
+        assert dict(ours) == theirs
+    assert all(p.dtype is torch.float32 for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_a_low_dtype_is_really_used(mode: Any) -> None:
+    for make in (Decorated, make_plain):
+        seen: list[torch.dtype] = []
+        net = make()
+        layer = net.last if isinstance(net, Decorated) else net[3]  # type: ignore[index]
+        layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        run(make_loop(net), Fp16OptimizerHook(mode=mode), range(2))
+        assert seen == [torch.float16] * 2
+
+
+def test_a_master_model_computes_outside_a_step_too() -> None:
+    loop = run(make_loop(make_net()), Fp16OptimizerHook(mode="master"), range(2))
+    assert loop.model[0].weight.dtype is torch.float16
+    assert loop.model[1].weight.dtype is loop.model[3].weight.dtype is torch.float32
+    assert loop.model(make_batch(0)[0]).dtype is torch.float32
+    assert all(value.dtype is not torch.float16 for value in loop.model.state_dict().values())
+
+
+def test_masters_belong_to_their_parameters_whatever_the_order() -> None:
+    """mmcv paired by position, so an optimizer over some of the parameters trained the wrong ones."""
+    net, plain = make_plain(), make_plain()
+    loop = make_loop(net)
+    loop.optimizer = torch.optim.SGD([net[3].bias, net[0].weight], lr=0.1)
+    run(loop, Fp16OptimizerHook(mode="master", loss_scale=1.0), range(3))
+    moved = [
+        not torch.equal(a.half(), b.half())
+        for a, b in zip(net.state_dict().values(), plain.state_dict().values(), strict=True)
+    ]
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, did in zip(names, moved, strict=True) if did] == ["0.weight", "3.bias"]
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+@pytest.mark.parametrize("loss_scale", [512.0, 512, "dynamic"])
+def test_the_scale_in_meta(mode: Any, loss_scale: Any) -> None:
+    hook = Fp16OptimizerHook(loss_scale=loss_scale, mode=mode)
+    loop = make_loop(make_net())
+    hook.before_run(loop)
+    assert "fp16" not in loop.meta
+    step(loop, hook, 0)
+    record = loop.meta["fp16"]["loss_scaler"]
+    step(loop, hook, 1, overflow=True)
+    keys = (
+        {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
+        if mode == "master"
+        else {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    )
+    assert set(record) == keys
+    copied = copy.deepcopy(loop.meta)
+    assert type(copied["fp16"]["loss_scaler"]) is dict
+    file = io.BytesIO()
+    torch.save(loop.meta, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == copied
+    hook.after_run(loop)
+    assert json.loads(json.dumps(loop.meta)) == copied
+    assert (
+        hook.loss_scaler.loss_scale
+        == copied["fp16"]["loss_scaler"]["cur_scale" if mode == "master" else "scale"]
+    )
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_an_iteration_waits_for_its_step_only(mode: Any, kind: str, waits: int) -> None:
+    hook = Fp16OptimizerHook({"max_norm": 1.0}, mode=mode)
+    loop = run(make_loop(make_net(), kind), hook, range(1))
+    with Waits() as counted:
+        step(loop, hook, 1)
+    assert counted.count == waits
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("at", [1, 3, 5, 6, 10])
+def test_resume_is_bitwise(mode: Any, every: int, at: int) -> None:
+    def fresh() -> tuple[Any, Any]:
+        scale = {"init_scale": 256.0, "interval": 2}
+        return make_loop(make_net(), "adamw"), GradientCumulativeFp16OptimizerHook(
+            every, loss_scale=scale, mode=mode
+        )
+
+    whole, hook = fresh()
+    run(whole, hook, range(12), OVERFLOWS)
+    first, hook = fresh()
+    run(first, hook, range(at), OVERFLOWS)
+    saved = {
+        "model": first.model.state_dict(),
+        "optimizer": first.optimizer.state_dict(),
+        "meta": first.meta,
+        "hook": hook.state_dict(),
+    }
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second, hook = fresh()
+    second.model.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    second.meta, second.iter = saved["meta"], at
+    hook.before_run(second)
+    if saved["hook"]:
+        hook.load_state_dict(saved["hook"])
+    for number in range(at, 12):
+        step(second, hook, number, overflow=number in OVERFLOWS)
+    assert values(second.model, second.optimizer) == values(whole.model, whole.optimizer)
+    assert dict(second.meta["fp16"]["loss_scaler"]) == dict(whole.meta["fp16"]["loss_scaler"])
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_states_of_either_form_are_taken_up(mode: Any) -> None:
+    rule = {"mode": "dynamic", "scale_factor": 2.0, "scale_window": 1000}
+    theirs = {"cur_scale": 128.0, "cur_iter": 9, "last_overflow_iter": 5, **rule}
+    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    torchs = {"scale": 128.0, "_growth_tracker": 3, **rule}
+    for saved in (theirs, torchs):
+        for loss_scale, expected in (("dynamic", 128.0), (64.0, 64.0)):
+            loop, hook = make_loop(make_net()), Fp16OptimizerHook(loss_scale=loss_scale, mode=mode)
+            loop.meta = {"fp16": {"loss_scaler": dict(saved)}}
+            hook.before_run(loop)
+            assert hook.loss_scaler.loss_scale == expected
+            assert loop.meta == {"fp16": {"loss_scaler": saved}}
+    loop, hook = make_loop(make_net()), Fp16OptimizerHook(loss_scale="dynamic", mode=mode)
+    loop.meta = {"fp16": {"loss_scaler": {"cur_scale": 1.0}}}
+    with pytest.raises(StateError, match="cur_scale"):
+        hook.before_run(loop)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_a_static_scale_skips_too(mode: Any) -> None:
+    loop = make_loop(make_net())
+    hook = Fp16OptimizerHook(mode=mode)
+    run(loop, hook, range(2))
+    before = values(loop.model)
+    step(loop, hook, 2, overflow=True)
+    assert values(loop.model) == before
+    assert not loop.step_result.stepped()
+    assert loop.handler.lines == ["Check overflow, skip a step at the static loss scale 512.0"]
+
+
+def test_gradients_that_stay_infinite_end_the_run() -> None:
+    loop, hook = make_loop(make_plain()), Fp16OptimizerHook(loss_scale={"init_scale": 4.0, "patience": 3})
+    with pytest.raises(LossScaleCollapse, match=r"0\.weight"):
+        run(loop, hook, range(40), range(40))
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "mode", "expected"),
+    [
+        ("dynamic", "autocast", TORCH_RULE),
+        ("dynamic", "master", MMCV_RULE),
+    ],
+)
+def test_dynamic_constants(loss_scale: Any, mode: Any, expected: Any) -> None:
+    assert Fp16OptimizerHook(loss_scale=loss_scale, mode=mode)._scale == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"init_scale": 8.0, "mode": "static"}, {"init": 8.0, "dynamic": False}),
+        ({"scale_factor": 4.0}, {"growth": 4.0, "backoff": 0.25}),
+        ({"scale_window": 7}, {"interval": 7}),
+        ({"growth_factor": 4.0, "backoff_factor": 0.25}, {"growth": 4.0, "backoff": 0.25}),
+        ({"growth_interval": 7}, {"interval": 7}),
+        ({"init_scale": 2.0**40}, {"init": 2.0**40, "ceiling": 2.0**40}),
+        ({"init_scale": 0.25}, {"init": 0.25, "floor": 0.25}),
+        ({"enabled": False}, {"init": 1.0, "dynamic": False}),
+    ],
+)
+def test_dicts_of_every_vocabulary(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    kept = dict(given)
+    scale = Fp16OptimizerHook(loss_scale=given, mode="master")._scale
+    assert {key: getattr(scale, key) for key in expected} == expected
+    assert given == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"loss_scale": "512"}, ConfigTypeError, "must be of type float"),
+        ({"loss_scale": True}, ConfigTypeError, "must be of type float"),
+        ({"loss_scale": None}, ConfigTypeError, "must be of type float"),
+        ({"loss_scale": -1.0}, ConfigError, "above zero"),
+        ({"loss_scale": {"init_scal": 1.0}}, ConfigError, "did you mean 'init_scale'"),
+        ({"loss_scale": {"mode": "fast"}}, ConfigError, "'dynamic' or 'static'"),
+        ({"loss_scale": {"enabled": 1}}, ConfigTypeError, "enabled=1"),
+        ({"loss_scale": {"scale_window": 0}}, ConfigError, "interval=0"),
+        ({"mode": "masters"}, ConfigError, "'autocast'"),
+        ({"dtype": "float32"}, ConfigError, "not a low dtype"),
+        ({"bucket_size_mb": 0}, ConfigError, "-1"),
+        ({"bucket_size_mb": "25"}, ConfigError, "-1"),
+        ({"coalesce": "yes"}, ConfigTypeError, "coalesce"),
+        ({"distributed": None}, ConfigTypeError, "distributed"),
+        ({"detect_anomalous_params": True}, TypeError, "detect_anomalous_params"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_arguments(kind: str, options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        KINDS[kind](**options)
+    if "loss_scale" in options:
+        with pytest.raises(ValueError, match=says):  # what mmcv raised
+            KINDS[kind](**options)
+
+
+def test_the_scale_before_the_run() -> None:
+    with pytest.raises(OrderError, match="after before_run"):
+        _ = Fp16OptimizerHook().loss_scaler
+
+
+def test_only_the_window_is_positional() -> None:
+    with pytest.raises(TypeError):
+        GradientCumulativeFp16OptimizerHook(4, None)  # type: ignore[call-arg]
+
+
+def test_a_refused_model_is_as_before() -> None:
+    net = Decorated()
+    loop = make_loop(net)
+    loop.optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    before = values(net)
+    for mode in ("autocast", "master"):
+        with pytest.raises(TypeError, match="belongs to the models"):
+            Fp16OptimizerHook(mode=mode).before_run(loop)  # type: ignore[arg-type]
+    assert values(net) == before
+    assert not net.fp16_enabled
