@@ -1,0 +1,103 @@
+"""How often a step waits for the device: at most once, through skips and clipping too, and never with fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import halfpeak
+from halfpeak import amp
+from laws.test_waits import Waits
+from reliability.support import LEVELS, batch, net
+
+WAITING: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+}
+FUSED: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SGD without momentum": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, fused=True),
+}
+CLIPS = {"no clip": None, "norm": 1.0, "value": halfpeak.ClipValue(value=0.5)}
+
+
+def waits_per_step(
+    build: Callable[[Any], Optimizer], level: str, clip: Any, poisoned: set[int], accumulate: int = 1
+) -> list[int]:
+    """The waits of each of eight iterations, without those of the bare optimizer.
+
+    Torch's foreach optimizers read their step counts, which lie on the host.
+    """
+    model = net(norm="batch")
+    optimizer = build(model.parameters())
+    scale = halfpeak.ScaleConfig(init=256.0)
+    engine = halfpeak.prepare(model, optimizer, level, clip=clip, accumulate=accumulate, scale=scale)
+    counts: list[int] = []
+    for step in range(8):
+        factor = float("inf") if step in poisoned else 1.0
+        with Waits() as waits:
+            with engine.forward():
+                loss = model(batch(step)).float().square().mean() * factor
+            engine.backward(loss)
+            result = engine.step()
+        moved = bool(result.boundary) and not bool(result.found_inf)
+        counts.append(waits.count - (own_waits(build) if moved else 0))
+    return counts
+
+
+def own_waits(build: Callable[[Any], Optimizer]) -> int:
+    """The waits of a bare optimizer's second step."""
+    parameters = list(net(norm="batch").parameters())
+    optimizer = build(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Waits() as waits:
+        optimizer.step()
+    return waits.count
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", WAITING)
+def test_an_ordinary_optimizer_waits_once(name: str, clip: str, level: str) -> None:
+    assert waits_per_step(WAITING[name], level, CLIPS[clip], {2, 3}) == [1] * 8
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_never_waits(name: str, clip: str, level: str) -> None:
+    # A static scale that overflows is in trouble until a clean step, and looks.
+    dynamic = level in ("O1", "O2")
+    counts = waits_per_step(FUSED[name], level, CLIPS[clip], {3} if dynamic else set())
+    # The first step of SGD with momentum makes its buffers.
+    start = 1 if name == "SGD" else 0
+    assert counts[start:] == [0] * (8 - start)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_the_end_of_a_window_waits(level: str) -> None:
+    assert waits_per_step(WAITING["AdamW"], level, 1.0, set(), accumulate=4) == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_apex_door_waits_once(level: str) -> None:
+    model = net(norm="batch")
+    optimizer = WAITING["AdamW"](model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for step in range(6):
+        with Waits() as waits:
+            optimizer.zero_grad()
+            with amp.scale_loss(model(batch(step)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        assert waits.count - own_waits(WAITING["AdamW"]) <= 1
