@@ -17,7 +17,14 @@ from halfpeak.core.errors import (
     LossIdError,
     OrderError,
 )
-from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict, ScalarHistory
+from halfpeak.optim import (
+    AmpOptimWrapper,
+    ApexOptimWrapper,
+    BaseOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    ScalarHistory,
+)
 from optim.families import Unit, ours, wrap
 from support.snapshot import snapshot
 
@@ -208,6 +215,16 @@ def test_moments_that_do_not_fit() -> None:
         wrapper.backward(loss, loss_id=1)
     with pytest.raises(ClosureError, match="accumulative_counts=2"):
         wrap(ours, accumulative_counts=2)[1].step(lambda: None)
+
+
+def test_the_base_class_is_abstract() -> None:
+    class Half(BaseOptimWrapper):
+        def update_params(self, *args: Any, **kwargs: Any) -> None: ...
+        def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
+
+    for cls in (BaseOptimWrapper, Half):
+        with pytest.raises(TypeError, match="abstract"):
+            cls(wrap(ours)[1].optimizer)  # type: ignore[abstract]
 
 
 def test_every_refusal_is_of_the_tree() -> None:

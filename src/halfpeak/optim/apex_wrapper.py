@@ -183,7 +183,7 @@ class ApexOptimWrapper(OptimWrapper):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._is_converting():
             raise OrderError(
-                "this wrapper has converted a model, which a copy of the wrapper would not know; copy the model, make a new "
-                "wrapper over the copy, and give it wrapper.state_dict()"
+                "this wrapper has converted a model and cannot be pickled; save model.state_dict() and "
+                "wrapper.state_dict(), or write copy.deepcopy((model, wrapper))"
             )
         return {**super().__getstate__(), "_wrapped": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +16,7 @@ from halfpeak.core.errors import ConfigTypeError
 from halfpeak.engine.state_checks import check_optimizer
 
 
-class BaseOptimWrapper(Optimizer):
+class BaseOptimWrapper(Optimizer, ABC):
     """One interface over an optimizer, whatever the precision of the step.
 
     It counts as a ``torch.optim.Optimizer``, so torch's learning-rate schedulers take it directly; groups, state and
@@ -51,6 +51,14 @@ class BaseOptimWrapper(Optimizer):
     @abstractmethod
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward."""
+
+    @abstractmethod
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Move the parameters."""
+
+    @abstractmethod
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Drop the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -116,7 +124,7 @@ class BaseOptimWrapper(Optimizer):
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

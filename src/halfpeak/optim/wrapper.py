@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,19 +19,17 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.lane import Phase
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.engine.sync import synchronising
-from halfpeak.optim import exact
-from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.counting import Counting
 from halfpeak.optim.counts import Counts
 from halfpeak.optim.sink import ScalarHistory, Sink, check_sink, message_hub
+from halfpeak.optim.stateful import StatefulWrapper
 from halfpeak.optim.wrapped import has_shards, unwrap
 from halfpeak.parts.verdict import Verdict
 
 
-class OptimWrapper(Counting, BaseOptimWrapper):
+class OptimWrapper(StatefulWrapper, Counting):
     """A float32 step: accumulate, clip, step, zero.
 
     ::
@@ -72,9 +70,6 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         [False, True, False, True]
     """
 
-    _KEYS: ClassVar[tuple[str, ...]] = (exact.KEY,)
-    """What this class reads in a state, beside what every wrapper reads."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -94,8 +89,6 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         self.history = ScalarHistory()
         self.last_result: StepResult | None = None
         self._synchronised = True
-        self._engine: Engine | None = None
-        self._pending: Mapping[str, Any] = {}
         super().__init__(optimizer)
 
     def update_params(
@@ -195,36 +188,8 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         """Where scalars go."""
         return self._sink or message_hub() or self.history
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state. Inside an accumulation window also what is open, under ``"halfpeak"``."""
-        return {**super().state_dict(), **self._extra_state()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, or the state of another wrapper or of a plain optimizer.
-
-        Raises:
-            StateError: it does not fit. Nothing was loaded.
-        """
-        self.check_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-        self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
-        if self._engine is not None:
-            self._apply_pending(self._engine)
-
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that :meth:`load_state_dict` would take it.
-
-        Raises:
-            StateError: it would not.
-        """
-        check_optimizer(self.optimizer, state_dict)
-        self._check_state(state_dict)
-
     def __repr__(self) -> str:
         return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         engine = self._ready()
@@ -242,10 +207,6 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         """The casts of the forward pass."""
         return nullcontext()
 
-    def _has_window(self) -> bool:
-        is_open = self._engine is not None and self._engine.has_open_window
-        return is_open or exact.has_window(self._pending)
-
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model of the coming forward pass."""
         engine = self._ready()
@@ -258,6 +219,12 @@ class OptimWrapper(Counting, BaseOptimWrapper):
     def _build(self) -> Engine:
         return build(self._plan(), [], [self.optimizer], verdict=self._verdict())
 
+    def _hold(self, engine: Engine | None) -> None:
+        self._engine = engine
+        if engine is not None and engine.policy.param is None:
+            # When this wrapper is gone, another may take the optimizer. A converted model needs its masters on.
+            weakref.finalize(self, engine.remove).atexit = False
+
     def _ready(self) -> Engine:
         """The engine of the optimizer as it is now."""
         before = self._engine
@@ -266,10 +233,8 @@ class OptimWrapper(Counting, BaseOptimWrapper):
         if before is not None:
             before.remove()
             self._engine = None
-        self._engine = engine = self._build()
-        if engine.policy.param is None:
-            # When this wrapper is gone, another may take the optimizer. A converted model needs its masters on.
-            weakref.finalize(self, engine.remove).atexit = False
+        engine = self._build()
+        self._hold(engine)
         if before is not None:
             for scaler, known in zip(engine.scalers, before.scalers, strict=True):
                 scaler.state = known.state
@@ -277,32 +242,3 @@ class OptimWrapper(Counting, BaseOptimWrapper):
                 engine.watch(model)
         self._apply_pending(engine)
         return engine
-
-    def _extra_state(self) -> dict[str, Any]:
-        """What the state holds beside the optimizer's."""
-        if self._engine is None or self._pending:
-            return dict(self._pending)
-        found = exact.take_exact(self._engine)
-        return {} if found is None else {exact.KEY: found}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if exact.KEY in state:
-            exact.check_exact(self._ready(), state[exact.KEY])
-
-    def _apply_pending(self, engine: Engine) -> None:
-        """Give the engine what a state dict held for it."""
-        if self._pending:
-            self._restore(engine, self._pending)
-            if exact.KEY in self._pending:
-                exact.put_exact(engine, self._pending[exact.KEY])
-            self._put_buffers(engine)
-
-    def _put_buffers(self, engine: Engine) -> None:
-        """Statistics can be put only where the model is known; that may be later than the rest."""
-        if engine.models:
-            if exact.KEY in self._pending:
-                engine.buffers.put_saved(self._pending[exact.KEY]["buffers"])
-            self._pending = {}
-
-    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Read the formats of others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -167,6 +168,11 @@ class OptimWrapperDict(OptimWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapperDict:
+        memo[id(self)] = twin = type(self)()
+        twin.optim_wrappers = copy.deepcopy(self.optim_wrappers, memo)
+        return twin
 
     def _refuse(self, method: str) -> NoReturn:
         names = ", ".join(map(repr, self.optim_wrappers))
