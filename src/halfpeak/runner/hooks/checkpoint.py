@@ -1,0 +1,124 @@
+"""CheckpointHook: save the run every so often. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.runner import naming
+from halfpeak.runner.allreduce import allreduce_params
+from halfpeak.runner.checkpoint import StrPath
+from halfpeak.runner.hook import Hook
+
+if TYPE_CHECKING:
+    from halfpeak.runner.base import BaseRunner
+
+
+class CheckpointHook(Hook):
+    """Saves the run after every ``interval`` epochs or iterations, and after the last one.
+
+    The file is taken when every hook has done its part of the epoch or iteration and the counters have moved on: to
+    resume from it repeats and skips nothing. ``runner.meta["hook_msgs"]["last_ckpt"]`` names the last file.
+
+    Args:
+        interval: -1 saves only the last.
+        by_epoch: whether it counts epochs or iterations.
+        save_optimizer: whether to save the optimizer's state.
+        out_dir: where to save, in a directory with the name of ``work_dir``; None means ``work_dir`` itself.
+        max_keep_ckpts: older files beyond this number are deleted; -1 keeps all.
+        save_last: whether to save the last epoch or iteration in any case.
+        sync_buffer: average the model's buffers over the ranks first.
+        kwargs: ``filename_tmpl``, ``meta`` and ``create_symlink`` of ``runner.save_checkpoint``.
+
+    Raises:
+        ConfigError: a value out of range, or an unknown keyword.
+    """
+
+    def __init__(
+        self,
+        interval: int = -1,
+        by_epoch: bool = True,
+        save_optimizer: bool = True,
+        out_dir: StrPath | None = None,
+        max_keep_ckpts: int = -1,
+        save_last: bool = True,
+        sync_buffer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        for name, number in (("interval", interval), ("max_keep_ckpts", max_keep_ckpts)):
+            if isinstance(number, bool) or not isinstance(number, int) or number == 0 or number < -1:
+                raise ConfigError(f"{name}={number!r} must be an integer of 1 or more, or -1")
+        flags = {"by_epoch": by_epoch, "save_optimizer": save_optimizer, "save_last": save_last}
+        for name, flag in {**flags, "sync_buffer": sync_buffer}.items():
+            if not isinstance(flag, bool):
+                raise ConfigTypeError(f"{name}={flag!r} must be True or False")
+        unknown = kwargs.keys() - {"filename_tmpl", "meta", "create_symlink"}
+        if unknown:
+            raise ConfigTypeError(
+                f"CheckpointHook takes no {', '.join(map(repr, sorted(unknown)))}; it takes interval, by_epoch, "
+                "save_optimizer, out_dir, max_keep_ckpts, save_last, sync_buffer, filename_tmpl, meta, create_symlink"
+            )
+        self.interval = interval
+        self.by_epoch = by_epoch
+        self.save_optimizer = save_optimizer
+        self.out_dir = out_dir
+        self.max_keep_ckpts = max_keep_ckpts
+        self.save_last = save_last
+        self.sync_buffer = sync_buffer
+        self.filename_tmpl: str = kwargs.get("filename_tmpl") or (
+            "epoch_{}.pth" if by_epoch else "iter_{}.pth"
+        )
+        self.meta: Mapping[str, Any] | None = kwargs.get("meta")
+        self.create_symlink: bool = kwargs.get("create_symlink", True)
+
+    def before_run(self, runner: BaseRunner) -> None:
+        """Find the directory.
+
+        Raises:
+            ConfigError: neither the hook nor the runner has one.
+        """
+        self.out_dir = naming.directory(self.out_dir, runner.work_dir, "CheckpointHook")
+        runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
+
+    def after_train_epoch(self, runner: BaseRunner) -> None:
+        """Save, if it is time."""
+        is_last = self.save_last and self.is_last_epoch(runner)
+        if self.by_epoch and (self.every_n_epochs(runner, self.interval) or is_last):
+            runner.logger.info("Saving checkpoint at %d epochs", runner.epoch + 1)
+            self._save(runner, runner.epoch + 1)
+
+    def after_train_iter(self, runner: BaseRunner) -> None:
+        """Save, if it is time."""
+        is_last = self.save_last and self.is_last_iter(runner)
+        if not self.by_epoch and (self.every_n_iters(runner, self.interval) or is_last):
+            runner.logger.info("Saving checkpoint at %d iterations", runner.iter + 1)
+            self._save(runner, runner.iter + 1)
+
+    def _save(self, runner: BaseRunner, number: int) -> None:
+        assert self.out_dir is not None
+        path = naming.target(self.out_dir, self.filename_tmpl, number)
+
+        def save() -> None:
+            if self.sync_buffer:
+                allreduce_params(runner.model.buffers())
+            runner.meta.setdefault("hook_msgs", {})["last_ckpt"] = str(path)
+            runner.write_checkpoint(path, self.save_optimizer, self.meta, self.create_symlink)
+            if runner.rank == 0:
+                self._delete_old(path.parent, number)
+
+        runner.defer(save)
+
+    def _delete_old(self, directory: Path, number: int) -> None:
+        if self.max_keep_ckpts < 0:
+            return
+        step = max(self.interval, 1)
+        newest = (
+            number if number % step == 0 else number - number % step + step
+        )  # the last may come in between
+        for old in range(newest - self.max_keep_ckpts * step, 0, -step):
+            path = directory / self.filename_tmpl.format(old)
+            if not path.is_file():
+                break
+            path.unlink()

@@ -1,0 +1,81 @@
+"""OptimWrapperHook: the step of an optimizer wrapper after each iteration."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.outcome import StepResult
+from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.optim.wrapper_dict import OptimWrapperDict
+from halfpeak.runner.hook import Hook
+from halfpeak.runner.hooks.checks import require_loss
+
+if TYPE_CHECKING:
+    from halfpeak.runner.base import BaseRunner
+
+
+class OptimWrapperHook(Hook):
+    """Lets the runner's :class:`~halfpeak.optim.OptimWrapper` take the step: accumulation, clipping and precision are its.
+
+    ``train_step`` runs inside ``optim_context``. What the step did is in ``runner.step_result`` for the hooks that come
+    later, and the norm of the gradients in the log.
+
+    Example:
+        >>> import torch
+        >>> from halfpeak.optim import AmpOptimWrapper
+        >>> from halfpeak.runner import EpochBasedRunner
+        >>> class Model(torch.nn.Linear):
+        ...     def train_step(self, data, optimizer):
+        ...         return dict(loss=self(data).float().square().mean())
+        >>> model = Model(2, 1)
+        >>> wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+        >>> runner = EpochBasedRunner(model, optimizer=wrapper, max_epochs=1)
+        >>> runner.register_optimizer_hook(dict(type="OptimWrapperHook"))
+        >>> runner.run([torch.ones(4, 3, 2)], [("train", 1)])
+        >>> runner.iter, runner.steps
+        (4, 2)
+    """
+
+    def before_run(self, runner: BaseRunner) -> None:
+        """Tell the wrapper where the run is and how long it will be.
+
+        Raises:
+            ConfigTypeError: the optimizer is no wrapper.
+        """
+        _wrapper_of(runner).initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
+
+    def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any]:
+        """The wrapper's ``optim_context``."""
+        return _wrapper_of(runner).optim_context(runner.model)
+
+    def after_train_iter(self, runner: BaseRunner) -> None:
+        """Backward, and a step where one is due.
+
+        Raises:
+            ConfigTypeError: ``train_step`` returned no loss.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
+        """
+        wrapper, loss = _wrapper_of(runner), require_loss(runner)
+        wrapper.update_params(loss)
+        result = wrapper.last_result
+        if result is None:
+            nothing = torch.zeros((), device=loss.device)
+            runner.step_result = StepResult(nothing, nothing, boundary=False)
+            return
+        runner.step_result = result
+        if result.grad_norm is not None:
+            runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))
+
+
+def _wrapper_of(runner: BaseRunner) -> OptimWrapper:
+    wrapper: Any = runner.optimizer
+    if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
+        return wrapper
+    raise ConfigTypeError(
+        f"OptimWrapperHook steps one OptimWrapper, and the runner's optimizer is {type(wrapper).__name__}; pass "
+        "optimizer=OptimWrapper(...), or with several let the model step in train_step and write optimizer_config=None"
+    )
