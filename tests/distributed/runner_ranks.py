@@ -1,0 +1,222 @@
+"""The ranks of ``test_runner_hooks.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
+from halfpeak.runner.dist import get_dist_info, master_only
+from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
+from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
+from runner.oracle.cases import Loop
+
+TOTAL = 8
+POISONED = 4
+SCALE = {"init_scale": 256.0, "interval": 3}
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "fp32": lambda **o: GradientCumulativeOptimizerHook(o.get("every", 1), grad_clip={"max_norm": 0.5}),
+    **{
+        mode: lambda mode=mode, every=1, **o: GradientCumulativeFp16OptimizerHook(
+            every, grad_clip={"max_norm": 0.5}, loss_scale=SCALE, mode=mode, **o
+        )
+        for mode in ("autocast", "master")
+    },
+}
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(
+    hook: Any, net: nn.Module, model: nn.Module, poisoned: int | None, idle: bool = False
+) -> dict[str, Any]:
+    """Its own data for each rank; rank 1 overflows in one iteration, and with ``idle`` lacks a gradient there."""
+    rank = dist.get_rank()
+    loop = Loop(model, max_iters=TOTAL)
+    loop.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    hook.before_run(loop)
+    scales, moved = [], []
+    for number in range(TOTAL):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+        loop.iter = number
+        with hook.around_train_step(loop) or torch.enable_grad():
+            loss = mse_loss(model(x).float(), y)
+        if rank == 1 and number == poisoned:
+            loss = loss * float("inf")
+        if rank == 1 and idle:
+            loss = mse_loss(net[:3](x.to(net[0].weight.dtype)).float()[:, :3], y)
+        loop.outputs = {"loss": loss, "num_samples": 4}
+        hook.after_train_iter(loop)
+        moved.append(loop.step_result.stepped())
+        scaler = loop.meta.get("fp16", {}).get("loss_scaler", {})
+        scales.append(float(scaler.get("scale", scaler.get("cur_scale", 0.0))))
+    return {
+        "parameters": [p.detach().clone() for p in net.parameters()],
+        "masters": [p.detach().clone() for g in loop.optimizer.param_groups for p in g["params"]],
+        "momenta": [s["momentum_buffer"] for s in loop.optimizer.state.values()],
+        "norms": [entry["grad_norm"].clone() for entry, _ in loop.log_buffer.entries],
+        "scales": scales,
+        "moved": moved,
+    }
+
+
+def through_ddp(kind: str, every: int, poisoned: int | None) -> Callable[[], dict[str, Any]]:
+    def run() -> dict[str, Any]:
+        net = make()
+        return train(HOOKS[kind](every=every), net, DistributedDataParallel(net), poisoned)
+
+    return run
+
+
+def through_hook(
+    kind: str, poisoned: int | None, idle: bool = False, **options: Any
+) -> Callable[[], dict[str, Any]]:
+    """No DDP: the hook averages. The ranks do not even start equal."""
+
+    def run() -> dict[str, Any]:
+        net = make(dist.get_rank())
+        return train(HOOKS[kind](**options), net, net, poisoned, idle)
+
+    return run
+
+
+def leaves(seed: int, exact: bool, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    shapes = [(3,), (40, 30), (), (2, 3, 5, 5), (700,), (0,)]
+    found = []
+    for shape in shapes:
+        value = torch.randn(shape, generator=generator)
+        leaf = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        leaf.grad = (value * 16).round().to(dtype) if exact else value.to(dtype)
+        found.append(leaf)
+    found[3].grad = found[3].grad.contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+    return found
+
+
+def averages(exact: bool, dtype: torch.dtype) -> Callable[[], dict[str, Any]]:
+    def run() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, options in {
+            "coalesced": {},
+            "buckets": {"bucket_size_mb": 0.002},
+            "single": {"coalesce": False},
+        }.items():
+            params = leaves(7, exact, dtype)
+            allreduce_grads(params, **options)  # type: ignore[arg-type]
+            found[name] = [param.grad for param in params]
+        world = dist.get_world_size()
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, [param.grad for param in leaves(7, exact, dtype)])
+        found["expected"] = [sum(g / world for g in grads) for grads in zip(*gathered, strict=True)]
+        return found
+
+    return run
+
+
+def large_halves() -> dict[str, Any]:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    found = {}
+    for coalesce in (True, False):
+        weight.grad = torch.full((2,), 40000.0, dtype=torch.float16)
+        allreduce_grads([weight], coalesce=coalesce)
+        found[str(coalesce)] = weight.grad.clone()
+    return found
+
+
+def missing_gradients() -> dict[str, Any]:
+    """Each rank has a gradient for another parameter; one needs none and one has none anywhere."""
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(dist.get_world_size() + 1)]
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    frozen.grad = torch.full((3,), float(dist.get_rank()))
+    params[dist.get_rank()].grad = torch.ones(3)
+    allreduce_grads([*params, frozen])
+    return {"grads": [param.grad for param in params], "frozen": frozen.grad}
+
+
+def buffers() -> dict[str, Any]:
+    net = nn.BatchNorm1d(2)
+    net.running_mean.fill_(float(dist.get_rank()))  # type: ignore[union-attr]
+    net.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
+    net.register_buffer("flag", torch.tensor(True))
+    allreduce_params(net.buffers())
+    return {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+def who() -> dict[str, Any]:
+    return {"info": list(get_dist_info()), "only": master_only(lambda: "ran")()}
+
+
+def alone() -> dict[str, Any]:
+    """``distributed=False`` leaves every rank to itself."""
+    net = make(dist.get_rank())
+    return train(Fp16OptimizerHook({"max_norm": 1.0}, loss_scale=SCALE, distributed=False), net, net, None)
+
+
+def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "who": who,
+        "missing": missing_gradients,
+        "buffers": buffers,
+    }
+    for kind in HOOKS:
+        for poisoned in (None, POISONED):
+            found[f"ddp {kind} {poisoned}"] = through_ddp(kind, 1, poisoned)
+            if kind != "fp32":
+                found[f"hook {kind} {poisoned}"] = through_hook(kind, poisoned)
+    for exact in (True, False):
+        found[f"average {exact}"] = averages(exact, torch.float32)
+    if ranks == 2:
+        found |= {"large": large_halves, "alone": alone, "idle": through_hook("master", None, idle=True)}
+        found["average half"] = averages(False, torch.float16)
+        for kind in HOOKS:
+            found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)
+        for kind in ("autocast", "master"):
+            found[f"every 3 {kind}"] = through_hook(kind, POISONED, every=3)
+            found[f"single {kind}"] = through_hook(kind, POISONED, coalesce=False)
+            found[f"buckets {kind}"] = through_hook(kind, POISONED, bucket_size_mb=0.0001)
+    return found
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.save({name: run() for name, run in scenarios(ranks).items()}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Fork the ranks, so that torch is imported once. Returns how many of them failed."""
+    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    forking = multiprocessing.get_context("fork")
+    processes = [forking.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            ended = running.pop(sentinel)  # type: ignore[call-overload]
+            ended.join()
+            for other in running.values() if ended.exitcode else ():
+                other.kill()  # it would wait for ever
+    return sum(process.exitcode != 0 for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

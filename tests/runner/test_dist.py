@@ -1,0 +1,157 @@
+"""Starting from a launcher's environment, and what the helpers do in a process that is alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner import dist
+from halfpeak.runner.allreduce import allreduce_grads, allreduce_params, broadcast_tensors
+from halfpeak.runner.dist import get_dist_info, init_dist, master_only
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODELIST": "node[07-08]"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """What would have been started, with the environment that it would have seen."""
+    calls: list[dict[str, Any]] = []
+    for name in (*LAUNCHED, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_")))):
+        monkeypatch.delenv(name, raising=False)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\n[ \"$1 $2\" = 'show hostname' ] && printf 'node07\\nnode08\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def start(**kwargs: Any) -> None:
+        calls.append({**kwargs, **{name: os.environ.get(name) for name in LAUNCHED}})
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", start)
+    monkeypatch.setattr(dist.mp, "set_start_method", lambda method: calls.append({"method": method}))
+    monkeypatch.setattr(dist.mp, "get_start_method", lambda allow_none: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    return calls
+
+
+def set_environment(**values: str) -> None:
+    os.environ.update(values)
+
+
+def test_pytorch(started: list[dict[str, Any]]) -> None:
+    set_environment(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="here", MASTER_PORT="1234")
+    init_dist("pytorch", timeout=None)
+    assert started == [
+        {"method": "spawn"},
+        {
+            "backend": "gloo", "timeout": None, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "here",
+            "MASTER_PORT": "1234",
+        },
+    ]  # fmt: skip
+
+
+def test_mpi(started: list[dict[str, Any]]) -> None:
+    set_environment(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="0")
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        init_dist("mpi")
+    assert started == []
+    set_environment(MASTER_ADDR="here")
+    init_dist("mpi", backend="mpi")
+    found = started[-1]
+    assert (found["backend"], found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == (
+        "mpi",
+        "2",
+        "4",
+        "29500",
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "expected"),
+    [
+        ({}, {}, ("node07", "29500")),
+        ({"SLURM_JOB_ID": "1234567"}, {}, ("node07", "30067")),
+        ({"MASTER_PORT": "11"}, {}, ("node07", "11")),
+        ({"MASTER_PORT": "11", "MASTER_ADDR": "here"}, {"port": 12}, ("here", "12")),
+    ],
+)
+def test_slurm(
+    started: list[dict[str, Any]],
+    environment: dict[str, str],
+    options: dict[str, Any],
+    expected: tuple[str, str],
+) -> None:
+    set_environment(**SLURM, **environment)
+    init_dist("slurm", **options)
+    found = started[-1]
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == expected
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("3", "8", "1")
+    assert "port" not in found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "says"),
+    [
+        ("ssh", {}, "'pytorch', 'mpi', 'slurm'"),
+        ("pytorch", {}, "RANK, which is None; start the script with torchrun"),
+        ("pytorch", {"RANK": "first"}, "RANK, which is 'first'"),
+        ("mpi", {}, "OMPI_COMM_WORLD_RANK.*mpirun"),
+        ("slurm", {}, "SLURM_PROCID.*srun"),
+        ("slurm", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "SLURM_NODELIST"),
+    ],
+)
+def test_what_a_launcher_did_not_set(
+    started: list[dict[str, Any]], launcher: str, environment: dict[str, str], says: str
+) -> None:
+    set_environment(**environment)
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=says):
+        init_dist(launcher)
+    assert started == []
+    assert dict(os.environ) == before
+
+
+def test_a_scontrol_that_fails(started: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    set_environment(**SLURM)
+    with pytest.raises(ConfigError, match="set MASTER_ADDR"):
+        init_dist("slurm")
+    assert started == []
+
+
+def test_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    version = weight._version, weight.grad._version
+    allreduce_grads([weight])
+    allreduce_params([weight])
+    broadcast_tensors([weight])
+    assert (weight._version, weight.grad._version) == version
+    assert get_dist_info() == (0, 1)
+
+
+def test_master_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    @master_only
+    def double(x: int, *, more: int = 0) -> int:
+        """Twice."""
+        return 2 * x + more
+
+    assert (double(2, more=1), double.__doc__) == (5, "Twice.")
+    monkeypatch.setattr(dist, "get_dist_info", lambda: (1, 2))
+    assert double(2) is None
+
+
+@pytest.mark.parametrize("size", [0, -2, "25", True, None, float("nan")])
+@pytest.mark.parametrize("function", [allreduce_grads, allreduce_params])
+def test_bucket_sizes(function: Callable[..., None], size: Any) -> None:
+    with pytest.raises(ConfigError, match="bucket_size_mb"):
+        function([], bucket_size_mb=size)
