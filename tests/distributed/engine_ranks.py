@@ -1,0 +1,126 @@
+"""One rank of ``test_engine_ranks.py``: runs every scenario and saves what it saw. Arguments: rank, folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfpeak
+
+RANKS = 2
+WINDOWS = 3
+LEVELS = ("O0", "O1", "O2", "O5")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+class Counting:
+    """Counts the collectives that DDP and the verdict begin on this rank."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._original = dist.all_reduce
+
+    def __enter__(self) -> Counting:
+        dist.all_reduce = self._count
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._original
+
+    def _count(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self._original(*args, **kwargs)
+
+
+def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
+    return {
+        "parameters": [p.detach().clone() for p in engine.models[0].parameters()],
+        "masters": [master.detach().clone() for _, master in engine.masters],
+        "momentum": [state["momentum_buffer"].clone() for state in engine.optimizers[0].state.values()],
+        "scale": engine.read_scale(),
+        "counters": [int(engine.taken), int(engine.skipped), engine.index],
+        "outcomes": outcomes,
+    }
+
+
+def parallel(rank: int, level: str, every: int, poisoned: int | None) -> dict[str, Any]:
+    """DDP with ``no_sync`` inside windows; one rank's loss is inf in micro-batch ``poisoned`` of window 1."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=every, clip=1.0, scale=scale)
+    wrapped = DistributedDataParallel(model)
+    outcomes: list[bool] = []
+    for step in range(WINDOWS * every):
+        spoilt = rank == 1 and poisoned is not None and step == every + poisoned
+        with engine.forward(wrapped):
+            loss = wrapped(batch(rank, step)).float().square().mean()
+        # A loss of inf with finite activations: the verdict has to come from the gradients.
+        engine.backward(loss * float("inf") if spoilt else loss)
+        result = engine.step()
+        if result.boundary:
+            outcomes.append(result.stepped())
+    return seen_of(engine, outcomes)
+
+
+def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
+    """No DDP at all: parameters of each rank are its own, and only the verdict is shared."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    engine = halfpeak.prepare(model, optimizer, level, scale=scale, group="world")
+    outcomes: list[bool] = []
+    with Counting() as counting:
+        for step in range(WINDOWS):
+            with engine.forward():
+                loss = model(batch(rank, step)).float().square().mean()
+            engine.backward(loss * float("nan") if poisoned and rank == 1 and step == 1 else loss)
+            outcomes.append(engine.step().stepped())
+    return {**seen_of(engine, outcomes), "collectives": counting.count}
+
+
+def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Every scenario by name; each rank runs them in this order."""
+    table: dict[str, Callable[[int], dict[str, Any]]] = {}
+    for level in LEVELS:
+        for every in (1, 3):
+            for poisoned in (None, *range(every)):
+                name = f"parallel {level} {every} {poisoned}"
+                table[name] = partial(parallel, level=level, every=every, poisoned=poisoned)
+        for poisoned in (False, True):
+            table[f"local {level} {poisoned}"] = partial(rank_local, level=level, poisoned=poisoned)
+    return table
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=30),
+    )
+    torch.save({name: run(rank) for name, run in scenarios().items()}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

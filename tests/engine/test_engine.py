@@ -1,0 +1,282 @@
+"""The engine as its user meets it: windows, losses, several optimizers, order of calls, compiled models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from halfpeak import Accumulation
+from reliability.support import LEVELS, OPTIMIZERS, batch, net, state_hash, train
+
+SCALE = halfpeak.ScaleConfig(init=1024.0)
+
+
+def prepared(level: str = "O0", **options: Any) -> halfpeak.Engine:
+    model = net()
+    options.setdefault("scale", SCALE)
+    return halfpeak.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), level, **options
+    )
+
+
+def loss_of(engine: halfpeak.Engine, step: int) -> torch.Tensor:
+    with engine.forward():
+        return engine.models[0](batch(step)).float().square().mean()
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("total", [None, 8, 7, 6, 1])
+    def test_it_steps_at_the_end_of_each_window_and_of_the_run(self, total: int | None) -> None:
+        engine = prepared(accumulate=Accumulation(every=3, total=total))
+        boundaries = []
+        for step in range(total or 6):
+            engine.backward(loss_of(engine, step))
+            boundaries.append(engine.step().boundary)
+        count = total or 6
+        assert boundaries == [(i + 1) % 3 == 0 or i + 1 == total for i in range(count)]
+        assert int(engine.taken) == sum(boundaries)
+        assert engine.index == count
+
+    @pytest.mark.parametrize("total", [6, 7, 8])
+    def test_each_step_is_that_of_the_mean_of_its_window(self, total: int) -> None:
+        engine = prepared(accumulate=Accumulation(every=3, total=total))
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(engine, range(total))
+        for start in range(0, total, 3):
+            window = range(start, min(start + 3, total))
+            optimizer.zero_grad()
+            for step in window:
+                (model(batch(step)).square().mean() / len(window)).backward()
+            optimizer.step()
+        for ours, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_gradients_live_from_the_first_backward_pass_to_the_step(self, level: str) -> None:
+        engine = prepared(level, accumulate=2)
+        assert not engine.has_open_window
+        engine.backward(loss_of(engine, 0))
+        assert not engine.step().stepped()
+        assert engine.has_open_window
+        assert any(p.grad is not None for p in engine.optimizers[0].param_groups[0]["params"])
+        engine.backward(loss_of(engine, 1))
+        assert engine.step().stepped()
+        assert not engine.has_open_window
+        assert all(p.grad is None for p in engine.model.parameters())
+        assert all(p.grad is None for p in engine.optimizers[0].param_groups[0]["params"])
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_an_aborted_window_begins_anew(self, level: str) -> None:
+        engine, calm = prepared(level, accumulate=3), prepared(level, accumulate=3)
+        train(engine, range(2))
+        engine.abort()
+        assert engine.index == 0
+        train(engine, range(2, 8))
+        train(calm, range(2, 8))
+        assert state_hash(engine) == state_hash(calm)
+
+
+class TestLosses:
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_each_loss_has_a_scale_of_its_own(self, level: str) -> None:
+        engine = prepared(level, num_losses=3)
+        engine.backward(loss_of(engine, 0), loss_id=0)
+        engine.backward(loss_of(engine, 1) * float("inf"), loss_id=1)
+        assert not engine.step().stepped()
+        assert [engine.read_scale(i) for i in range(3)] == [1024.0, 512.0, 1024.0]
+        assert [int(scaler.state.clean) for scaler in engine.scalers] == [1, 0, 0]
+        engine.backward(loss_of(engine, 0), loss_id=-1)
+        assert engine.step().stepped()
+        assert [int(scaler.state.clean) for scaler in engine.scalers] == [1, 0, 1]
+
+    def test_their_gradients_add_up_whatever_their_scales(self) -> None:
+        one, two = prepared(num_losses=2, loss_scale="dynamic"), prepared()
+        one.scalers[1].set_scale(8.0)
+        one.backward(loss_of(one, 0), loss_id=0)
+        one.backward(loss_of(one, 1), loss_id=1)
+        one.step()
+        two.backward(loss_of(two, 0) + loss_of(two, 1))
+        two.step()
+        for ours, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("loss_id", [2, -3, 99])
+    def test_a_loss_that_there_is_not(self, loss_id: int) -> None:
+        engine = prepared(num_losses=2)
+        before = state_hash(engine)
+        with pytest.raises(halfpeak.LossIdError, match="num_losses=2"):
+            engine.backward(loss_of(engine, 0), loss_id=loss_id)
+        assert state_hash(engine) == before
+        assert all(p.grad is None for p in engine.model.parameters())
+
+    def test_a_loss_may_be_taken_in_twice_with_its_graph_kept(self) -> None:
+        engine, twice = prepared(), prepared()
+        loss = loss_of(engine, 0)
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+        twice.backward(loss_of(twice, 0) * 2)
+        twice.step()
+        for ours, theirs in zip(engine.model.parameters(), twice.model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+class TestSeveralOptimizers:
+    @staticmethod
+    def pair(level: str, **options: Any) -> tuple[halfpeak.Engine, list[torch.optim.Optimizer]]:
+        models = [net(seed=1), net(seed=2)]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models
+        ]
+        return halfpeak.prepare(models, optimizers, level, scale=SCALE, **options), optimizers
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_only_the_named_ones_step(self, level: str) -> None:
+        engine, (first, second) = self.pair(level)
+        before = [state_hash(model) for model in engine.models]
+        with engine.forward():
+            loss = engine.models[0](batch(0)).float().square().mean()
+        engine.backward(loss, optimizers=first)
+        assert engine.step(optimizers=first).stepped()
+        assert [state_hash(model) == old for model, old in zip(engine.models, before, strict=True)] == [
+            False,
+            True,
+        ]
+        with engine.forward():
+            loss = engine.models[1](batch(0)).float().square().mean()
+        engine.backward(loss, optimizers=[second])
+        assert engine.step(optimizers=[second]).stepped()
+        assert state_hash(engine.models[1]) != before[1]
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_one_verdict_for_all_that_step_together(self, level: str) -> None:
+        engine, _ = self.pair(level)
+        before = state_hash(engine.models, engine.optimizers)
+        with engine.forward():
+            good = engine.models[0](batch(0)).float().square().mean()
+            bad = engine.models[1](batch(0)).float().square().mean() * float("inf")
+        engine.backward(good)
+        engine.backward(bad)
+        assert not engine.step().stepped()
+        assert state_hash(engine.models, engine.optimizers) == before
+
+    def test_a_stranger_is_refused_and_nothing_changes(self) -> None:
+        engine, _ = self.pair("O2")
+        stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        before = state_hash(engine)
+        for call in (engine.step, engine.abort):
+            with pytest.raises(halfpeak.OrderError, match="not prepared by this engine"):
+                call(optimizers=stranger)
+        with pytest.raises(halfpeak.OrderError, match="not prepared by this engine"):
+            engine.backward(loss_of(engine, 0), optimizers=[stranger])
+        assert state_hash(engine) == before
+
+    def test_the_model_of_several_is_ambiguous(self) -> None:
+        engine, _ = self.pair("O0")
+        with pytest.raises(halfpeak.OrderError, match=r"engine\.models"):
+            _ = engine.model
+
+
+class TestOrder:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_the_optimizer_is_not_stepped_inside_a_window(self, level: str) -> None:
+        engine, calm = prepared(level), prepared(level)
+        engine.backward(loss_of(engine, 0))
+        before = state_hash(engine)
+        with pytest.raises(halfpeak.OrderError, match=r"engine\.step\(\)"):
+            engine.optimizers[0].step()
+        assert state_hash(engine) == before
+        engine.step()
+        train(calm, [0])
+        assert state_hash(engine) == state_hash(calm)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_step_without_gradients_moves_nothing(self, level: str) -> None:
+        engine = prepared(level)
+        before = state_hash(engine.models, engine.optimizers)
+        assert engine.step().stepped()
+        assert state_hash(engine.models, engine.optimizers) == before
+
+    @pytest.mark.parametrize("zero", ["optimizer", "model", "both"])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_zero_grad_after_an_overflow_forgets_the_gradients(self, level: str, zero: str) -> None:
+        engine, calm = prepared(level), prepared(level)
+        engine.backward(loss_of(engine, 0) * float("inf"))
+        if zero != "model":
+            engine.optimizers[0].zero_grad()
+        if zero != "optimizer":
+            engine.model.zero_grad()
+        aborts = zero == "model" and len(engine.masters) > 0
+        if aborts:
+            engine.abort()  # zero_grad() of a model does not reach its masters
+        train(engine, range(2))
+        train(calm, range(2))
+        assert state_hash(engine.models, engine.optimizers) == state_hash(calm.models, calm.optimizers)
+        assert int(engine.taken) == 2
+        # The loss scale has seen the overflow all the same, unless the window was aborted.
+        falls = engine.scalers[0].config.dynamic and not aborts
+        assert engine.read_scale() == calm.read_scale() / (2 if falls else 1)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_user_who_changes_the_learning_rate_or_the_weights_is_followed(self, level: str) -> None:
+        engine = prepared(level)
+        train(engine, range(2))
+        engine.optimizers[0].param_groups[0]["lr"] = 0.0
+        engine.optimizers[0].param_groups[0]["momentum"] = 0.0
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.fill_(0.5)
+        train(engine, range(2))
+        assert all((parameter == 0.5).all() for parameter in engine.model.parameters())
+        assert all((master == 0.5).all() for _, master in engine.masters)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_schedule_sees_no_false_alarm(level: str) -> None:
+    engine = prepared(level)
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizers[0], step_size=2, gamma=0.5)
+    rates = []
+    for step in range(6):
+        engine.backward(loss_of(engine, step) * (float("inf") if step == 1 else 1.0))
+        if engine.step().stepped():
+            schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_runs_are_the_same_run(level: str, optimizer: str) -> None:
+    hashes = set()
+    for _ in range(3):
+        model = net(norm="batch")
+        engine = halfpeak.prepare(model, OPTIMIZERS[optimizer](model.parameters()), level, clip=1.0)
+        train(engine, range(6), poison=lambda step: float("inf") if step == 3 else 1.0)
+        hashes.add(state_hash(engine))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_as_a_whole_it_computes_and_trains_the_same(level: str) -> None:
+    engine = prepared(level)
+    twin = copy.deepcopy(engine)
+    torch.compiler.reset()
+    compiled = torch.compile(engine.model, backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        with engine.forward():
+            ours = compiled(batch(step))
+        with twin.forward():
+            theirs = twin.model(batch(step))
+        assert ours.dtype is theirs.dtype
+        assert torch.allclose(ours.float(), theirs.float(), rtol=0, atol=1e-2)
+        for each, output in ((engine, ours), (twin, theirs)):
+            each.backward(output.float().square().mean())
+            assert each.step().stepped()
+    for a, b in zip(engine.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=0, atol=1e-2)
