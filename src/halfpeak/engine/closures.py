@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.core.errors import ClosureError
+from halfpeak.engine.bypass import went_past
 
 if TYPE_CHECKING:
     from halfpeak.engine.lane import Lane, Owner
@@ -37,7 +38,7 @@ class Guard:
                 lane.drop()
                 lane.masters.publish(lane.optimizer)
             loss = self._closure()
-            if self._went_past():
+            if went_past(lane):
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "
                     "masters; write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or "
@@ -50,11 +51,6 @@ class Guard:
                 return loss
             self._owner.closure_failed(lane)
             lane.drop()
-
-    def _went_past(self) -> bool:
-        return any(
-            slot.source is not slot.target and slot.source.grad is not None for slot in self._lane.slots()
-        )
 
 
 def take_closure(

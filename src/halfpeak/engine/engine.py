@@ -233,7 +233,8 @@ class Engine:
             keep_gradients: leave the parameters' own gradients in place; masters never keep theirs.
 
         Raises:
-            OrderError: the last backward pass was not synchronised, so its gradients are still scaled.
+            OrderError: the last backward pass was not synchronised, so its gradients are still scaled; or it was
+                ``loss.backward()``, whose gradients never reach masters.
             OrderError: some of several optimizers under accumulation, whose windows are counted in steps of all.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """

@@ -13,6 +13,7 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.block import Block
+from halfpeak.engine.bypass import require_taken_in
 from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
@@ -118,6 +119,8 @@ class Phases:
                     "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; "
                     "pass the wrapped module in every iteration: engine.forward(wrapped)"
                 )
+            if lane.phase is Phase.CLEAN:
+                require_taken_in(lane)
         return self._journal.verdicts([lane.found_inf for lane in lanes])
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:

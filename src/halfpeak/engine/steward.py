@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from halfpeak.core.errors import LossScaleCollapse
+from halfpeak.engine.bypass import require_taken_in
 from halfpeak.engine.journal import Journal
-from halfpeak.engine.lane import Lane
+from halfpeak.engine.lane import Lane, Phase
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.plan import Plan
 from halfpeak.parts.loss_scaler import LossScaler
@@ -38,7 +39,13 @@ class Steward:
         self._foreseen: LossScaleCollapse | None = None
 
     def decide(self, lane: Lane) -> bool:
-        """Whether to skip the step that the caller began with ``optimizer.step()``. Waits for the device."""
+        """Whether to skip the step that the caller began with ``optimizer.step()``. Waits for the device.
+
+        Raises:
+            OrderError: its backward pass went past halfpeak.
+        """
+        if lane.phase is Phase.CLEAN:
+            require_taken_in(lane)
         verdicts = lane.found_inf.reshape(1).clone()
         self._verdict.agree_(verdicts)
         skip = bool(verdicts[0])

@@ -1,0 +1,86 @@
+"""``loss.backward()`` in place of ``engine.backward(loss)`` is noticed where its gradients would be lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak import amp
+
+WITH_MASTERS = ("O2", "O5")
+WITHOUT = ("O0", "O1", "O4")
+
+
+def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 4)).float().square().sum()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_the_engine_refuses_and_trains_on(level: str, steps_before: int) -> None:
+    model, optimizer = net()
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=8.0)
+    for _ in range(steps_before):
+        engine.backward(loss_of(model))
+        engine.step()
+    before = weights(model)
+    loss_of(model).backward()
+    with pytest.raises(halfpeak.OrderError, match=r"engine\.backward\(loss\)"):
+        engine.step()
+    assert all(map(torch.equal, weights(model), before))
+    engine.backward(loss_of(model))
+    assert engine.step().stepped()
+    assert not any(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_the_door_refuses_and_trains_on(level: str) -> None:
+    model, optimizer = amp.initialize(*net(), opt_level=level, verbosity=0, loss_scale=8.0)
+    before = weights(model)
+    loss_of(model).backward()
+    with pytest.raises(halfpeak.OrderError, match=r"amp\.scale_loss"):
+        optimizer.step()
+    assert all(map(torch.equal, weights(model), before))
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not any(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("level", WITHOUT)
+def test_without_masters_it_is_a_plain_step(level: str) -> None:
+    model, optimizer = net()
+    engine = halfpeak.prepare(model, optimizer, level)
+    before = weights(model)
+    loss_of(model).backward()
+    engine.step()
+    assert not any(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("level", [*WITH_MASTERS, *WITHOUT])
+def test_what_another_loss_left_is_no_mistake(level: str) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (first, second)]
+    (first, second), (of_first, of_second) = amp.initialize(
+        [first, second], optimizers, opt_level=level, verbosity=0, loss_scale=8.0
+    )
+    for _ in range(2):
+        of_second.zero_grad()
+        with amp.scale_loss(loss_of(second), of_second) as scaled:
+            scaled.backward()
+        with amp.scale_loss(loss_of(nn.Sequential(first, second)), of_first) as scaled:
+            scaled.backward()
+        of_second.step()
+        of_first.step()
+        of_first.zero_grad()
