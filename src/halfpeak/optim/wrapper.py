@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfpeak.casting.scope import contained
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.outcome import StepResult
@@ -179,6 +180,7 @@ class OptimWrapper(StatefulWrapper, Counting):
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         self._synchronised = self.should_sync() or not can_wait
         with ExitStack() as stack:
+            stack.enter_context(contained())
             stack.enter_context(synchronising(model, self._synchronised))
             stack.enter_context(self._casting())
             yield
@@ -195,7 +197,7 @@ class OptimWrapper(StatefulWrapper, Counting):
         engine = self._ready()
         self.last_result, self._pending = None, {}
         block = engine.scaled(loss, lanes=engine.lanes, loss_id=loss_id, delay=not self._synchronised)
-        with engine.casting, block as scaled:
+        with contained(), engine.casting, block as scaled:
             scaled.backward(**kwargs)
         self._counts.done += 1
 
