@@ -121,7 +121,9 @@ class Phases:
                 )
             if lane.phase is Phase.CLEAN:
                 require_taken_in(lane)
-        return self._journal.verdicts([lane.found_inf for lane in lanes])
+        verdicts = self._journal.verdicts([lane.found_inf for lane in lanes])
+        self._steward.look(lanes if self._is_near_collapse() and bool(verdicts[0]) else ())
+        return verdicts
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
         """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""

@@ -37,6 +37,7 @@ class Steward:
         self._verdict = verdict
         self._names = names
         self._foreseen: LossScaleCollapse | None = None
+        self._culprits: tuple[str, ...] = ()
 
     def decide(self, lane: Lane) -> bool:
         """Whether to skip the step that the caller began with ``optimizer.step()``. Waits for the device.
@@ -87,9 +88,13 @@ class Steward:
         """A closure's gradients are finite and about to be used: clip them."""
         self._clip(lane.targets())
 
+    def look(self, lanes: Iterable[Lane]) -> None:
+        """Note which gradients are not finite, before clipping spreads one nan over all. Waits for the device."""
+        self._culprits = self._names.nonfinite(lanes)
+
     def collapse(self, lanes: Iterable[Lane]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
-        names = self._names.nonfinite(lanes)
+        names = self._culprits or self._names.nonfinite(lanes)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         scale = min(scaler.read_scale() for scaler in self._scalers)
         return LossScaleCollapse(

@@ -1,0 +1,50 @@
+"""Which parameters a collapsing loss scale is blamed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+
+LEVELS = ("O0", "O1", "O2", "O5")
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, whose gradient is one bad number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, bad: float) -> Tensor:
+        ctx.bad = bad
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.full_like(grads[0], ctx.bad), None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", [None, 1.0, halfpeak.ClipValue(value=0.5)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("patience", [1, 3])
+def test_clipping_does_not_blame_the_others(level: str, clip: Any, bad: float, patience: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=patience)
+    engine = halfpeak.prepare(model, optimizer, level, clip=clip, scale=scale, loss_scale="dynamic")
+    first, second = model.parameters()
+
+    def step(bad: float) -> None:
+        with engine.forward():
+            loss = Spoil.apply(first, bad).float().sum() + second.float().sum()
+        engine.backward(loss)
+        engine.step()
+
+    for _ in range(patience - 1):
+        step(bad)
+    with pytest.raises(halfpeak.LossScaleCollapse) as caught:
+        step(bad)
+    assert caught.value.parameters == ("0.weight",)
