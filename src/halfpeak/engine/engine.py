@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.scope import contained
-from halfpeak.core.errors import LossIdError, OrderError
+from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.engine.block import spared
@@ -20,6 +20,7 @@ from halfpeak.engine.copying import copy_engine
 from halfpeak.engine.hooks import CatchUp, hook_loads
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lookup import find_lanes, find_scaler
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
@@ -308,35 +309,9 @@ class Engine:
         return self.scalers[0].state.scale
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler with that number; negative numbers count from the end.
-
-        Raises:
-            LossIdError: there is none.
-        """
-        if not -len(self.scalers) <= loss_id < len(self.scalers):
-            raise LossIdError(
-                f"loss_id={loss_id!r} with num_losses={len(self.scalers)}; write a loss_id below num_losses, or "
-                f"prepare with num_losses={loss_id + 1 if loss_id >= 0 else -loss_id}"
-            )
-        return self.scalers[loss_id]
+        """The loss scaler with that number; see :func:`~halfpeak.engine.lookup.find_scaler`."""
+        return find_scaler(self.scalers, loss_id)
 
     def lanes_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[Lane]:
-        """The lanes of the given optimizers; None means all.
-
-        Raises:
-            OrderError: one of them was not prepared by this engine, or there is none.
-        """
-        if optimizers is None:
-            if not self.lanes:
-                raise OrderError(
-                    "this engine was prepared without an optimizer; pass one to halfpeak.prepare"
-                )
-            return self.lanes
-        wanted = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        known = {id(lane.optimizer): lane for lane in self.lanes}
-        for optimizer in wanted:
-            if id(optimizer) not in known:
-                raise OrderError(
-                    f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
-                )
-        return [known[id(optimizer)] for optimizer in wanted]
+        """The lanes of the given optimizers; see :func:`~halfpeak.engine.lookup.find_lanes`."""
+        return find_lanes(self.lanes, optimizers)
