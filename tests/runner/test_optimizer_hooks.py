@@ -270,7 +270,16 @@ def test_hooks_of_others_call_clip_grads() -> None:
         (lambda: GradientCumulativeOptimizerHook(-1), ConfigError, "cumulative_iters=-1"),
         (lambda: GradientCumulativeOptimizerHook(True), ConfigError, "cumulative_iters=True"),
         (lambda: GradientCumulativeOptimizerHook(2.0), ConfigError, r"cumulative_iters=2\.0"),
-        (lambda: GradientCumulativeOptimizerHook(2, loss_scale=1.0), TypeError, "loss_scale"),
+        (
+            lambda: GradientCumulativeOptimizerHook(2, loss_scale=1.0),
+            ConfigTypeError,
+            "takes no 'loss_scale'",
+        ),
+        (
+            lambda: GradientCumulativeOptimizerHook(2, grad_clp=None),
+            ConfigTypeError,
+            "did you mean 'grad_clip'",
+        ),
     ],
 )
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], says: str) -> None:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.outcome import StepResult
+from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.runner.hooks.checks import require_loss
 from halfpeak.runner.hooks.optimizer import OptimizerHook
 
@@ -30,9 +31,14 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
 
     Raises:
         ConfigError: ``cumulative_iters`` is not an integer of 1 or more.
+        ConfigTypeError: a keyword that the next hook does not take.
     """
 
     def __init__(self, cumulative_iters: int = 1, **kwargs: Any) -> None:
+        taken = keywords_of(super().__init__).names
+        for key in kwargs:
+            if key not in taken:
+                raise ConfigTypeError(unknown_key(type(self).__name__, key, ("cumulative_iters", *taken)))
         super().__init__(**kwargs)
         if (
             isinstance(cumulative_iters, bool)

@@ -27,8 +27,8 @@ def require_optimizer(runner: BaseRunner, hook: object) -> Optimizer:
     name = type(hook).__name__
     if isinstance(optimizer, BaseOptimWrapper):
         raise ConfigTypeError(
-            f"{name} cannot step a {type(optimizer).__name__}, which clips, accumulates and steps by itself; pass the "
-            "optimizer in it, or write optimizer_config=None"
+            f"{name} cannot step a {type(optimizer).__name__}, which clips, accumulates and steps by itself; write "
+            "optimizer_config=dict(type='OptimWrapperHook')"
         )
     if isinstance(optimizer, Optimizer):
         return optimizer
