@@ -38,12 +38,15 @@ def unscaled(
     """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
     fresh: list[Tensor] = []
     copies: list[Tensor] = []
+    sources: list[Tensor] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
         if _can_copy_first(grad, dtype):
-            copies.append(torch.empty_like(grad, dtype=dtype).copy_(grad))
+            copies.append(torch.empty_like(grad, dtype=dtype))
+            sources.append(grad)
             fresh.append(copies[-1])
         else:
             fresh.extend(reference.unscaled([grad], [dtype], inv_scale, found_inf))
+    copy_cast_(copies, sources)
     unscale_(copies, inv_scale, found_inf)
     return fresh
 
@@ -77,8 +80,13 @@ def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
 
 def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
     """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
-    if dst:
-        torch._foreach_copy_(list(dst), list(src))
+    pairs: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(dst, src, strict=True):
+        targets, sources = pairs.setdefault((target.device, target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in pairs.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

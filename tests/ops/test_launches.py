@@ -1,0 +1,36 @@
+"""Lists are copied as lists: on an accelerator, every call is a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfpeak.ops import foreach
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operations that copy, for one tensor or for a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_widened_by_one_copy_per_dtype() -> None:
+    grads = [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for _ in range(10)]
+    with Copies() as copies:
+        foreach.unscaled(grads, [torch.float32] * len(grads), torch.tensor(0.5), torch.zeros(()))
+    assert copies.count == 2
+
+
+def test_masters_are_published_by_one_copy_per_dtype() -> None:
+    low = [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for _ in range(10)]
+    with Copies() as copies:
+        foreach.copy_cast_(low, [torch.ones(3)] * len(low))
+    assert copies.count == 2
