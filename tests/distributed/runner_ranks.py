@@ -129,6 +129,25 @@ def averages(exact: bool, dtype: torch.dtype) -> Callable[[], dict[str, Any]]:
     return run
 
 
+def collectives() -> dict[str, Any]:
+    """How many tensors are sent, for six gradients of 1.3k elements."""
+    original, sent = dist.all_reduce, []
+    found = {}
+    dist.all_reduce = lambda tensor, *args, **kwargs: sent.append(tensor) or original(tensor, *args, **kwargs)  # type: ignore[assignment]
+    try:
+        for name, options in {
+            "one bucket": {},
+            "5 kB": {"bucket_size_mb": 5000 / 2**20},
+            "each": {"coalesce": False},
+        }.items():
+            sent.clear()
+            allreduce_grads(leaves(7, True, torch.float32), **options)  # type: ignore[arg-type]
+            found[name] = len(sent) - 1  # one says who has which
+    finally:
+        dist.all_reduce = original
+    return found
+
+
 def large_halves() -> dict[str, Any]:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     found = {}
@@ -182,7 +201,12 @@ def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
     for exact in (True, False):
         found[f"average {exact}"] = averages(exact, torch.float32)
     if ranks == 2:
-        found |= {"large": large_halves, "alone": alone, "idle": through_hook("master", None, idle=True)}
+        found |= {
+            "collectives": collectives,
+            "large": large_halves,
+            "alone": alone,
+            "idle": through_hook("master", None, idle=True),
+        }
         found["average half"] = averages(False, torch.float16)
         for kind in HOOKS:
             found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)

@@ -121,6 +121,11 @@ def test_averages(seen: Seen, exact: bool) -> None:
                 torch.testing.assert_close(found, expected)
 
 
+def test_how_much_is_sent_at_once(two: Seen) -> None:
+    for one in two["collectives"]:
+        assert one == {"one bucket": 1, "5 kB": 2, "each": 6}
+
+
 def test_averages_of_halves(two: Seen) -> None:
     for one in two["average half"]:
         assert same(one["coalesced"], one["single"])
