@@ -219,7 +219,7 @@ def test_the_optimizer_is_free_after_the_run_and_without_the_hook() -> None:
     loop = make_loop(make_net())
     hook = OptimizerHook()
     run(loop, hook, range(1))
-    with pytest.raises(OrderError, match="prepared before"):
+    with pytest.raises(OrderError, match="register one optimizer hook only"):
         OptimizerHook().before_run(loop)
     hook.after_run(loop)
     other = OptimizerHook()

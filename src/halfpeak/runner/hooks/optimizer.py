@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.errors import OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.checks import lane_of
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
@@ -66,6 +68,7 @@ class OptimizerHook(Hook):
 
         Raises:
             ConfigTypeError: the runner has no optimizer, or several.
+            OrderError: somebody else steps the optimizer already.
         """
         self._ready(runner)
 
@@ -124,6 +127,11 @@ class OptimizerHook(Hook):
         optimizer = require_optimizer(runner, self)
         if self._engine is None or self._engine.optimizers[0] is not optimizer:
             self._release()
+            if lane_of(optimizer) is not None:
+                raise OrderError(
+                    f"{type(self).__name__} cannot take {type(optimizer).__name__}, which another hook or halfpeak.prepare "
+                    "steps already; register one optimizer hook only, and let an earlier run come to its end"
+                )
             self._engine = engine = self._build(runner, optimizer)
             # When this hook is gone, another may take the optimizer.
             self._remove = weakref.finalize(self, engine.remove)
