@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.lane import Lane, Phase, Slot
-from halfpeak.ops import foreach
+from halfpeak.ops import foreach, reference
 from halfpeak.parts.loss_scaler import LossScaler
 
 
@@ -110,6 +110,8 @@ class Block:
             there = parked.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
             if fresh is None:
                 slot.target.grad = there
+            elif fresh.requires_grad:
+                slot.target.grad = self._with_graph(there, fresh, slot.target.dtype, inv_scale)
             elif there is None:
                 first.append(slot)
             else:
@@ -129,6 +131,13 @@ class Block:
             lane.frozen = None
             lane.phase = Phase.UNSCALED
             lane.keep_trace()
+
+    def _with_graph(
+        self, there: Tensor | None, fresh: Tensor, dtype: torch.dtype, inv_scale: Tensor
+    ) -> Tensor:
+        """The true-sized sum as a function of the parameters: after ``create_graph=True``, a penalty may depend on it."""
+        (true,) = reference.unscaled([fresh], [dtype], inv_scale, self.found_inf)
+        return true if there is None else there + true
 
     def _take_first(self, slots: Sequence[Slot], inv_scale: Tensor) -> None:
         """Gradients that nothing is added to: unscaled where they lie, or into a new tensor of the master's dtype."""

@@ -1,0 +1,56 @@
+"""Gradients taken in with ``create_graph=True`` are functions of the parameters, true-sized in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+
+LEVELS = {"O0": 0.0, "O1": 1e-2, "O2": 1e-2, "O5": 3e-2}
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("backward_passes", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_a_penalty_on_the_gradients(level: str, backward_passes: int, scale: float) -> None:
+    model, x = nn.Linear(4, 1, bias=False), torch.randn(3, 4)
+    weight = model.weight.detach().clone().requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale)
+
+    def first_gradient() -> Tensor:
+        for _ in range(backward_passes):
+            with engine.forward():
+                loss = loss_of(model, x)
+            engine.backward(loss, create_graph=True)
+        (grad,) = engine.lanes[0].targets()
+        return grad
+
+    with engine.forward():
+        penalty = first_gradient().square().sum()
+    optimizer.zero_grad()
+    engine.backward(penalty)
+    (got,) = engine.lanes[0].targets()
+
+    plain = (x @ weight.t()).square().sum() * backward_passes
+    (grad,) = torch.autograd.grad(plain, weight, create_graph=True)
+    grad.square().sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(got, weight.grad, rtol=LEVELS[level] or 1e-5, atol=LEVELS[level])
+    assert engine.step().stepped()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_is_seen(level: str) -> None:
+    model = nn.Linear(4, 1)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    engine.backward(loss_of(model, torch.ones(3, 4)) * torch.inf, create_graph=True)
+    assert not engine.step().stepped()
