@@ -53,6 +53,15 @@ class Batches(Iterator[Any]):
         return {"taken": self.taken, "start": self._start, "generators": self._generators}
 
 
+def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, Any] | None:
+    """The place in a pass that ``new`` ranks share, if ``old`` ranks were at ``state``.
+
+    >>> rescale({"taken": 6}, 2, 4)
+    {'taken': 3}
+    """
+    return None if state is None else {**state, "taken": state["taken"] * old // new}
+
+
 def generators_of(loader: Any) -> list[torch.Generator]:
     """The generators of its own that a loader or its samplers draw from, each once."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))

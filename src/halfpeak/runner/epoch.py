@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from halfpeak.core.errors import ConfigError
 from halfpeak.runner import naming
 from halfpeak.runner.base import BaseRunner
-from halfpeak.runner.batches import Batches
+from halfpeak.runner.batches import Batches, rescale
 from halfpeak.runner.checkpoint import StrPath
 from halfpeak.runner.workflow import parse
 
@@ -77,7 +77,9 @@ class EpochBasedRunner(BaseRunner):
         self._max_iters = self._max_epochs * len(next(flow.loader for flow in flows if flow.mode == "train"))
         self._begin(flows, f"{self._max_epochs} epochs")
         self._flow, self._done, same = self._place()
-        self._opening = self._resumed["loop"]["open"] if self._resumed is not None and same else None
+        if self._resumed is not None and same:
+            loop = self._resumed["loop"]
+            self._opening = rescale(loop["open"], loop["world_size"], self._world_size)
         while not self._is_over() or self._flow or self._done:
             while self._flow < len(flows):
                 self._run_flow(kwargs)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from halfpeak.core.errors import ConfigError
 from halfpeak.runner import naming
 from halfpeak.runner.base import BaseRunner
+from halfpeak.runner.batches import rescale
 from halfpeak.runner.checkpoint import StrPath
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.iter_loader import IterLoader
@@ -156,8 +157,10 @@ class IterBasedRunner(BaseRunner):
         flow, done, same = self._place()
         if self._resumed is not None:
             if same:
-                for loader, state in zip(self._loaders, self._resumed["loop"]["loaders"], strict=True):
-                    loader.load_state_dict(state)
+                loop = self._resumed["loop"]
+                for loader, state in zip(self._loaders, loop["loaders"], strict=True):
+                    batches = rescale(state["batches"], loop["world_size"], self._world_size)
+                    loader.load_state_dict({**state, "batches": batches})
             # The stage before was called again, and finding the place drew from the random generators.
             self._restore()
             self._resumed = None

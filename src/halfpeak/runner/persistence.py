@@ -20,12 +20,14 @@ from halfpeak.optim.wrapped import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.runner import hook_list, optimizers, random_state
 from halfpeak.runner.checkpoint import Location, ReviseKeys, StrPath, link_latest, load_weights, read
+from halfpeak.runner.gather import gather
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.progress import Progress
 
 VERSION: Final = 1
+_OF_RANK: Final = ("loop", "random")
 
 
 class Persistence:
@@ -44,6 +46,7 @@ class Persistence:
     _epoch: int
     _iter: int
     _inner_iter: int
+    _rank: int
     _world_size: int
     _progress: Progress
     _resumed: dict[str, Any] | None
@@ -119,7 +122,7 @@ class Persistence:
             self._resumed = None
         else:
             self._epoch, self._iter = meta["epoch"], meta["iter"] * loop["world_size"] // self._world_size
-            self._resumed = {name: state[name] for name in ("hooks", "loop", "random")}
+            self._resumed = {"hooks": state["hooks"], **self._own_part(state)}
         self._inner_iter = 0
         self.logger.info("resumed epoch %d, iter %d", self._epoch, self._iter)
 
@@ -173,22 +176,29 @@ class Persistence:
         save_optimizer: bool = True,
         meta: Mapping[str, Any] | None = None,
         create_symlink: bool = False,
+        every_rank: bool = False,
     ) -> None:
-        """Save the run to a file of that name: whole or not at all, with a digest.
+        """Save the run to a file of that name: whole or not at all, with a digest. Rank 0 writes.
 
         Args:
             path: its directory must exist.
             save_optimizer: whether to save the optimizer's state.
             meta: to be saved beside the runner's ``meta``.
             create_symlink: let ``latest.pth`` in the same directory lead to it.
+            every_rank: keep the random generators and data positions of all ranks, each of which must call this then;
+                otherwise those of rank 0.
 
         Raises:
             CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
         """
         target = Path(path)
-        save(target, self.checkpoint(save_optimizer, meta), keep_previous=False)
-        if create_symlink:
-            link_latest(target)
+        state = self.checkpoint(save_optimizer, meta)
+        if every_rank and self._world_size > 1:
+            state["ranks"] = gather({name: state[name] for name in _OF_RANK})
+        if self._rank == 0:
+            save(target, state, keep_previous=False)
+            if create_symlink:
+                link_latest(target)
 
     def _restore(self) -> None:
         """Give hooks, log, counts and random generators what the file held for them."""
@@ -202,6 +212,17 @@ class Persistence:
         self._progress.load_state_dict(self._resumed["loop"]["progress"])
         self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
         random_state.put(self._resumed["random"])
+
+    def _own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Data position and random generators of this rank; those of rank 0 where the file has no others."""
+        ranks = state.get("ranks", [])
+        if len(ranks) == self._world_size:
+            return dict(ranks[self._rank])
+        if self._world_size > 1:
+            self.logger.warning(
+                "every rank takes the random generators of rank 0: the file has no others for it"
+            )
+        return {name: state[name] for name in _OF_RANK}
 
     def _check(
         self, state: Mapping[str, Any], source: object

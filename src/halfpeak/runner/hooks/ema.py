@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from halfpeak.core.errors import ConfigError
@@ -94,10 +94,8 @@ class EMAHook(Hook):
         self._steps, self._is_swapped = state["steps"], state["is_swapped"]
 
     def _swap(self, runner: BaseRunner) -> None:
-        # Through load_state_dict, which hands exact values to float32 masters.
-        model = unwrap(runner.model)
         held = {name: value.clone() for name, value in _weights(runner).items()}
-        model.load_state_dict({**model.state_dict(), **self._averages})
+        _load(unwrap(runner.model), self._averages)
         self._averages, self._is_swapped = held, not self._is_swapped
 
 
@@ -106,3 +104,16 @@ def _weights(runner: BaseRunner) -> dict[str, Tensor]:
     model = unwrap(runner.model)
     state = model.state_dict()
     return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load parameters the way ``load_state_dict`` does, which hands exact values to float32 masters.
+
+    Module by module, so that nobody takes it for a checkpoint: statistics of an open window must not be settled.
+    """
+    values, problems = dict(weights), list[str]()
+    metadata: Any = getattr(model.state_dict(), "_metadata", {})
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        module._load_from_state_dict(values, prefix, metadata.get(name, {}), False, [], [], problems)
+    assert not problems, problems

@@ -46,7 +46,10 @@ class OptimWrapperHook(Hook):
         Raises:
             ConfigTypeError: the optimizer is no wrapper.
         """
-        _wrapper_of(runner).initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
+        wrapper = _wrapper_of(runner)
+        wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
+        with wrapper.optim_context(runner.model):
+            pass  # a wrapper that converts its model does so in the first one, and validation may come before that
 
     def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any]:
         """The wrapper's ``optim_context``."""

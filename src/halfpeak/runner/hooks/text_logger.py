@@ -76,7 +76,7 @@ class TextLoggerHook(LoggerHook):
 
     def _write_text(self, row: Mapping[str, Any], runner: Any) -> None:
         name = runner.meta.get("exp_name")
-        is_end = self.by_epoch and runner.data_loader is not None and self.end_of_epoch(runner)
+        is_end = self.by_epoch and self.end_of_epoch(runner)
         if name is not None and (self.every_n_iters(runner, self.interval_exp_name) or is_end):
             runner.logger.info("Exp name: %s", name)
         known = {"mode", "epoch", "iter", "lr", "memory", *_TIMES}
