@@ -472,3 +472,41 @@ def test_a_forward_overflow_does_not_reach_batch_norm_statistics(level: str) -> 
     optimizer.zero_grad()
     assert not amp.last_step(optimizer).stepped()
     assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_batch_norms_of_one_model_do_not_follow_the_skip_of_another(level: str) -> None:
+    """A generator's forward pass lies before the discriminator's step, and counts whatever becomes of that step."""
+    torch.manual_seed(0)
+    net_g = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    net_d = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    opt_g = torch.optim.SGD(net_g.parameters(), lr=0.1)
+    opt_d = torch.optim.SGD(net_d.parameters(), lr=0.1)
+    amp.initialize([net_g, net_d], [opt_g, opt_d], opt_level=level, num_losses=2, verbosity=0)
+    start = {name: buffer.clone() for name, buffer in net_d[1].named_buffers()}
+
+    fake = net_g(torch.randn(8, 3))
+    with amp.scale_loss(net_d(fake.detach()).mean() * float("inf"), opt_d, loss_id=0) as loss:
+        loss.backward()
+    opt_d.step()
+    assert not amp.last_step(opt_d).stepped()
+    assert all(torch.equal(buffer, start[name]) for name, buffer in net_d[1].named_buffers())
+    with amp.scale_loss(fake.float().square().mean(), opt_g, loss_id=1) as loss:
+        loss.backward()
+    opt_g.step()
+    assert int(net_g[1].num_batches_tracked) == 1
+
+    # The other way round: an overflow in the generator's forward pass, and a clean step of the discriminator in between.
+    seen = {name: buffer.clone() for name, buffer in net_g[1].named_buffers()}
+    net_d.zero_grad()
+    fake = net_g(torch.full((8, 3), float("inf")))
+    with amp.scale_loss(net_d(torch.randn(8, 4)).mean(), opt_d, loss_id=0) as loss:
+        loss.backward()
+    opt_d.step()
+    assert amp.last_step(opt_d).stepped()
+    with amp.scale_loss(net_d(fake).float().mean(), opt_g, loss_id=1) as loss:
+        loss.backward()
+    opt_g.step()
+    assert not amp.last_step(opt_g).stepped()
+    assert all(torch.equal(buffer, seen[name]) for name, buffer in net_g[1].named_buffers())
+    assert all(torch.isfinite(buffer).all() for buffer in net_d.buffers())

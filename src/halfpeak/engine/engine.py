@@ -79,7 +79,8 @@ class Engine:
         self.journal = Journal(self.buffers, device)
         self.names = ParameterNames(self.models)
         steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
-        self.lanes = [Lane(optimizer, masters, steward, device) for optimizer in optimizers]
+        count = len(optimizers)
+        self.lanes = [Lane(o, masters, steward, device, count=count) for o in optimizers]
         self.phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()

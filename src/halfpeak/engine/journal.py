@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ class _Entry:
     skipped: Tensor
     index: int
     verdict: Tensor | bool
+    models: frozenset[int] | None
 
 
 class Journal:
@@ -64,12 +65,13 @@ class Journal:
         step = torch.stack([found_inf.to(home.device) for found_inf in found_infs]).max()
         return torch.stack([step, *(found_inf.to(home.device) for _, found_inf in self._noted)])
 
-    def begin(self, verdicts: Tensor, verdict: Tensor | bool) -> None:
+    def begin(self, verdicts: Tensor, verdict: Tensor | bool, parameters: Iterable[Tensor] | None) -> None:
         """Decide the consequences of a step about to be taken.
 
         Args:
             verdicts: what :meth:`verdicts` gave.  # f32[1 + noted]
             verdict: its first element, read if the host knows it.
+            parameters: what the step is of; None for all that the engine trains.
         """
         skips = verdicts[0].to(torch.int32)
         self._entry = _Entry(
@@ -81,6 +83,7 @@ class Journal:
             skipped=self.skipped + skips,
             index=self.index + 1,
             verdict=verdict,
+            models=None if parameters is None else self._buffers.touched_by(parameters),
         )
 
     def read_collapse(self) -> bool:
@@ -113,7 +116,7 @@ class Journal:
         for scaler, state in entry.scales:
             scaler.state = state
         self.taken, self.skipped, self.index = entry.taken, entry.skipped, entry.index
-        self._buffers.settle(entry.verdict)
+        self._buffers.settle(entry.verdict, entry.models)
         self._noted.clear()
         self._entry = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,8 +69,10 @@ class Lane:
         masters: shared between the lanes of an engine, so that a parameter of two optimizers has one master.
         owner: asked when the optimizer is stepped; it must not hold the lane.
         device: where ``found_inf`` lives.
+        count: how many lanes the engine has.
 
     Attributes:
+        count: how many lanes the engine has.
         found_inf: 1 if a gradient of this window was not finite.  # f32[]
         phase: where the gradients of this window stand.
         parked: true-sized gradients set aside while others wait scaled, by ``id`` of the parameter.
@@ -81,10 +83,13 @@ class Lane:
         has_stepped: whether the last step came to its end.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Masters, owner: Owner, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, masters: Masters, owner: Owner, device: torch.device, *, count: int = 1
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
         self.masters = masters
+        self.count = count
         self.found_inf = torch.zeros((), device=device)
         self.phase = Phase.CLEAN
         self.parked: dict[int, Tensor] = {}
@@ -114,6 +119,13 @@ class Lane:
         if optimizer is None:
             raise OrderError("the optimizer of this engine does not exist any more; keep a reference to it")
         return optimizer
+
+    @staticmethod
+    def parameters_of(lanes: Sequence[Lane]) -> Iterator[Tensor] | None:
+        """What a step of ``lanes`` is of; None if these are all lanes of their engine."""
+        if len(lanes) == lanes[0].count:
+            return None
+        return (slot.source for lane in lanes for slot in lane.slots())
 
     def slots(self) -> list[Slot]:
         """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""

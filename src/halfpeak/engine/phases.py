@@ -139,7 +139,7 @@ class Phases:
         if self._trouble.value > 0 or not all(takes_found_inf(lane.optimizer) for lane in lanes):
             # The one place where a step waits for the device.
             verdict = bool(verdicts[0])
-        self._journal.begin(verdicts, verdict)
+        self._journal.begin(verdicts, verdict, Lane.parameters_of(lanes))
         collapse = None
         if verdict is True and self._is_near_collapse() and self._journal.read_collapse():
             collapse = self._steward.collapse(lanes)
@@ -182,7 +182,7 @@ class Phases:
         lane = lanes[0]
         try:
             lane.step(False, closure)
-            self._journal.begin(self.unscale(lanes), False)
+            self._journal.begin(self.unscale(lanes), False, Lane.parameters_of(lanes))
         except BaseException:
             self._leave(lanes)
             raise

@@ -50,7 +50,7 @@ class Steward:
         verdicts = lane.found_inf.reshape(1).clone()
         self._verdict.agree_(verdicts)
         skip = bool(verdicts[0])
-        self._journal.begin(verdicts, skip)
+        self._journal.begin(verdicts, skip, Lane.parameters_of([lane]))
         exhausted = skip and any(scaler.read_exhausted() for scaler in self._scalers)
         # The gradients that name the culprits are gone when the step is over.
         self._foreseen = self.collapse([lane]) if exhausted else None
