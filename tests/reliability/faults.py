@@ -16,6 +16,7 @@ import halfpeak
 
 ROOT = str(Path(halfpeak.__file__).parent)
 TORCH_OPTIM = str(Path(torch.optim.__file__).parent)
+BATCH_NORM = torch.nn.modules.batchnorm.__file__
 EVERYBODYS = {"wrapper", "zero_grad"}
 """Functions of torch.optim that call step hooks, before or after an optimizer's own code, or have none."""
 
@@ -99,18 +100,21 @@ class _Tracer:
 
 
 def _is_no_point(frame: FrameType) -> bool:
-    return _leaves_with(frame) or _is_inside_optimizer(frame)
+    return _leaves_with(frame) or _is_inside_torch(frame)
 
 
-def _is_inside_optimizer(frame: FrameType) -> bool:
-    """Whether an optimizer's own arithmetic is under way, whose tensor operations a casting scope lets pass.
+def _is_inside_torch(frame: FrameType) -> bool:
+    """Whether a casting scope is passing on an operation of an optimizer's step or of a batch norm.
 
-    Torch leaves a step that is interrupted there half taken, with halfpeak or without.
+    Torch leaves those half done when they are interrupted, with halfpeak or without: some parameters moved and others
+    not, the number of batches counted and the mean not.
     """
     caller = frame.f_back
     while caller is not None:
         code = caller.f_code
         if code.co_filename.startswith(TORCH_OPTIM) and code.co_name not in EVERYBODYS:
+            return True
+        if code.co_filename == BATCH_NORM:
             return True
         caller = caller.f_back
     return False
