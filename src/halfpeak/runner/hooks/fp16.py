@@ -146,8 +146,8 @@ class Fp16OptimizerHook(OptimizerHook):
         scaler = engine.scalers[0]
         if saved:
             numbers = from_mmcv(saved)
-            if scaler.config.dynamic:
-                scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+            fixed = {} if scaler.config.dynamic else {"scale": scaler.read_scale()}
+            scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis, **fixed})
 
     def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
         if self._reduces:

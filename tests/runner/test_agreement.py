@@ -1,0 +1,122 @@
+"""The runners do what mmcv 1.7.2 did on the same script; every difference is written down here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfpeak import runner
+from runner.oracle import runner_cases as cases
+
+RECORD = json.loads((Path(__file__).parent / "oracle" / "runner.json").read_text())
+
+
+@pytest.mark.parametrize("which", ["lr", "momentum"])
+@pytest.mark.parametrize("name", {**cases.LR, **cases.MOMENTUM})
+def test_schedules(which: str, name: str) -> None:
+    config = {"lr": cases.LR, "momentum": cases.MOMENTUM}[which].get(name)
+    if config is not None:
+        found = cases.curve(runner, config, which)
+        assert found == pytest.approx(RECORD[which][name], rel=1e-12, abs=0)
+        assert len(found) == cases.EPOCHS * cases.BATCHES
+
+
+@pytest.mark.parametrize("name", cases.WORKFLOWS)
+def test_stages(name: str) -> None:
+    """By iterations, two stages more: for hooks the whole run is one epoch. And the epoch is that of the batch at hand."""
+    kind, workflow = cases.WORKFLOWS[name]
+    found, expected = cases.stages(runner, kind, workflow), RECORD["stages"][name]
+    if kind == "IterBasedRunner":
+        assert [found[1][0], found[-2][0]] == ["before_train_epoch", "after_train_epoch"]
+        found = [found[0], *found[2:-2], found[-1]]
+        assert [row[1] for row in found if row[0] == "before_train_iter"] == [
+            iteration // cases.BATCHES for iteration in range(cases.EPOCHS * cases.BATCHES)
+        ]
+        assert found.pop()[0] == expected.pop()[0] == "after_run"
+        found, expected = ([[row[0], *row[2:]] for row in rows] for rows in (found, expected))
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", RECORD["training"])
+def test_training(kind: str) -> None:
+    """Weights and norms bit for bit; averages of the weights to the last bits, because another formula makes them."""
+    found, expected = cases.training(runner, kind), RECORD["training"][kind]
+    assert found["order"] == expected["order"]
+    assert found["weights"] == expected["weights"]
+    assert found["norms"] == expected["norms"]
+    assert len(found["swapped"]) == len(expected["swapped"])
+    for ours, theirs in zip(found["swapped"], expected["swapped"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", cases.LOGS)
+def test_logs(name: str) -> None:
+    """Both kinds of lines, but for the epoch by iterations, which mmcv noticed one iteration late."""
+    found, expected = cases.logs(runner, *cases.LOGS[name]), RECORD["logs"][name]
+    assert found["text"] == expected["text"]
+    if cases.LOGS[name][0] == "IterBasedRunner":
+        found["json"], expected = without_epoch(found["json"]), {"json": without_epoch(expected["json"])}
+    assert found["json"] == expected["json"]
+
+
+def without_epoch(rows: list[Any]) -> list[Any]:
+    return [[pair for pair in row if pair[0] != "epoch"] for row in rows]
+
+
+@pytest.mark.parametrize("name", cases.CHECKPOINTS)
+def test_checkpoints(name: str) -> None:
+    """The same files. By iterations mmcv wrote one iteration less than were finished."""
+    found, expected = cases.checkpoints(runner, *cases.CHECKPOINTS[name]), RECORD["checkpoints"][name]
+    if cases.CHECKPOINTS[name][0] == "IterBasedRunner":
+        expected = {
+            **expected,
+            "counters": {
+                file: [number // cases.BATCHES, number + 1]
+                for file, (_, number) in expected["counters"].items()
+            },
+        }
+    assert found == expected
+
+
+def test_hook_info() -> None:
+    """The same hooks at the same stages, but at the two ends: ours prepare and clean up, mmcv's copied log files."""
+    made = cases.make(runner)
+    made.register_training_hooks(
+        {"policy": "step", "step": [1]},
+        {},
+        {"interval": 1},
+        {"interval": 10, "hooks": [{"type": "TextLoggerHook"}]},
+        {"policy": "cyclic"},
+    )
+    found, expected = by_stage(made.get_hook_info()), by_stage(RECORD["hook info"])
+    assert [line for line in found.pop("before_run") if "OptimizerHook" not in line] == expected.pop(
+        "before_run"
+    )
+    assert (found.pop("after_run"), expected.pop("after_run")) == (
+        ["(ABOVE_NORMAL) OptimizerHook"],
+        ["(VERY_LOW    ) TextLoggerHook"],
+    )
+    assert found == expected
+
+
+def by_stage(info: str) -> dict[str, list[str]]:
+    stages: dict[str, list[str]] = {}
+    for line in (line.strip() for line in info.splitlines()):
+        if line.endswith(":"):
+            stages[line[:-1]] = []
+        elif line.startswith("("):
+            stages[list(stages)[-1]].append(line)
+    return stages
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mmcv") is None, reason="mmcv 1.7.2 is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_the_record_is_what_mmcv_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    mmcv = pytest.importorskip("mmcv.runner")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert json.loads(json.dumps(cases.everything(mmcv))) == RECORD

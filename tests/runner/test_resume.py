@@ -1,0 +1,178 @@
+"""A run that is resumed ends as the run that went on: weights, optimizer, hooks, log, data and random numbers, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+
+from halfpeak import runner
+from halfpeak.core.errors import CheckpointError, StateError
+from halfpeak.runner.batches import Batches
+from halfpeak.runner.iter_loader import IterLoader
+from runner import zoo
+from runner.zoo import LENGTH, SETUPS, build, differences, run
+
+KINDS = ("EpochBasedRunner", "IterBasedRunner")
+STOPS = (1, 4, 5, 7, 8, 12)
+"""The first, the last of an epoch, the first of the next, after an overflow, inside every window, the last."""
+
+
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_resume_is_bitwise(setup: str, kind: str, validated: bool, tmp_path: Path) -> None:
+    end = run(build(kind, tmp_path / "whole", setup), validated=validated)
+    stops = range(1, LENGTH + 1) if setup == "plain" else STOPS[validated::2]
+    for stop in stops:
+        again = build(kind, tmp_path / str(stop), setup)
+        again.resume(tmp_path / "whole" / f"iter_{stop}.pth")
+        assert again.iter == stop
+        assert not differences(end, run(again, validated=validated)), stop
+
+
+def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
+    """The file is taken after hooks that come later than the one that saves, such as the swap of averages."""
+    end = run(build("EpochBasedRunner", tmp_path, interval=1, by_epoch=True), validated=True)
+    for epoch in (1, 2):
+        again = build("EpochBasedRunner", tmp_path / str(epoch))
+        again.resume(tmp_path / f"epoch_{epoch}.pth")
+        assert (again.epoch, again.iter) == (epoch, 4 * epoch)
+        assert not differences(end, run(again, validated=True))
+
+
+def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
+    """A resume from the wrong place must not pass for a right one."""
+    end = run(build("EpochBasedRunner", tmp_path / "a"))
+    again = build("EpochBasedRunner", tmp_path / "b")
+    again.resume(tmp_path / "a" / "iter_5.pth")
+    again._resumed["loop"]["open"]["taken"] += 1
+    assert any(path.startswith(".state_dict") for path in differences(end, run(again)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_is_taken_up_where_it_was_left(workers: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    loaders: list[Any] = [
+        DataLoader(zoo.Noisy(), batch_size=2, shuffle=True, num_workers=workers),
+        DataLoader(zoo.Noisy(), batch_size=2, sampler=RandomSampler(zoo.Noisy(), generator=generator)),
+        DataLoader(zoo.Noisy(), batch_size=2, sampler=WeightedRandomSampler([1.0, 5.0, 2.0], 8)),
+    ]
+    for loader in loaders[:1] if workers else loaders:
+        whole = Batches(loader)
+        begun = [next(whole) for _ in range(2)]
+        state = whole.state_dict()
+        rest = list(whole)
+        resumed = Batches(loader, state)
+        # With workers the samples are drawn there; without, from the generator that the runner restores.
+        indices = [batch.mul(zoo.SAMPLES).round() for batch in rest]
+        again = list(resumed)
+        assert len(begun) + len(rest) == resumed.taken
+        assert all(
+            torch.equal(a, b.mul(zoo.SAMPLES).round()) or not workers
+            for a, b in zip(indices, again, strict=True)
+        )
+
+
+def test_an_endless_loader_is_taken_up_where_it_was_left() -> None:
+    def make() -> IterLoader:
+        return IterLoader(DataLoader(torch.arange(5.0), shuffle=True))
+
+    loader = make()
+    for _ in range(7):
+        next(loader)
+    state, following = loader.state_dict(), [next(loader) for _ in range(3)]
+    again = make()
+    again.load_state_dict(state)
+    assert again.epoch == 1
+    assert all(torch.equal(a, next(again)) for a in following)
+
+
+def test_a_resume_needs_the_data_it_had(tmp_path: Path) -> None:
+    run(build("EpochBasedRunner", tmp_path))
+    again = build("EpochBasedRunner", tmp_path)
+    again.resume(tmp_path / "iter_7.pth")
+    with pytest.raises(StateError, match="3 batches into its pass, and the data loader gives 2"):
+        again.run([DataLoader(zoo.Noisy(), batch_size=6, shuffle=True)], [("train", 1)])
+
+
+def test_another_workflow_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(build("EpochBasedRunner", tmp_path), validated=True)
+    again = build("EpochBasedRunner", tmp_path)
+    again.logger = zoo.logging.getLogger("loud")
+    again.resume(tmp_path / "iter_6.pth")
+    run(again)
+    assert "it begins anew" in caplog.text
+    assert again.epoch == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_ranks_counts_in_proportion(kind: str, tmp_path: Path) -> None:
+    run(build(kind, tmp_path))
+    again = build(kind, tmp_path)
+    again._world_size = 2
+    again.resume(tmp_path / "iter_6.pth")
+    assert again.iter == 3
+
+
+def test_a_file_of_the_other_runner_is_refused(tmp_path: Path) -> None:
+    run(build("IterBasedRunner", tmp_path))
+    again = build("EpochBasedRunner", tmp_path)
+    before = again.checkpoint()
+    with pytest.raises(StateError, match="counts by iter, EpochBasedRunner does not"):
+        again.resume(tmp_path / "iter_6.pth")
+    assert not differences(before, again.checkpoint())
+
+
+def test_a_damaged_file_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run(build("EpochBasedRunner", tmp_path))
+    path = tmp_path / "iter_6.pth"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    again = build("EpochBasedRunner", tmp_path)
+    before = again.checkpoint()
+    with pytest.raises(CheckpointError, match="damaged"):
+        again.resume(path)
+    assert not differences(before, again.checkpoint())
+
+
+def test_an_optimizer_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run(build("EpochBasedRunner", tmp_path))
+    again = build("EpochBasedRunner", tmp_path)
+    again.optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+    before = again.checkpoint()
+    with pytest.raises(StateError, match="groups hold"):
+        again.resume(tmp_path / "iter_6.pth")
+    assert not differences(before, again.checkpoint())
+
+
+def test_the_optimizer_may_be_left_out(tmp_path: Path) -> None:
+    run(build("EpochBasedRunner", tmp_path))
+    again = build("EpochBasedRunner", tmp_path)
+    again.resume(tmp_path / "iter_6.pth", resume_optimizer=False)
+    assert again.iter == 6
+    assert not again.optimizer.state
+
+
+def test_meta_comes_back_for_both_runners(tmp_path: Path) -> None:
+    """mmcv's runner by iterations lost it, and the loss scale with it."""
+    for kind in KINDS:
+        run(build(kind, tmp_path, "fp16"))
+        again = build(kind, tmp_path, "fp16")
+        again.meta = {"own": 1}
+        again.resume(tmp_path / "iter_8.pth")
+        assert again.meta["fp16"]["loss_scaler"]["cur_scale"] == 2.0**24  # from 2**32, halved eight times
+        assert (again.meta["seed"], again.meta["own"]) == (3, 1)
+
+
+def test_state_of_a_hook_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(build("EpochBasedRunner", tmp_path))
+    again = runner.EpochBasedRunner(zoo.Model(), max_epochs=3)
+    again.resume(tmp_path / "iter_4.pth")
+    run(again)
+    assert "the checkpoint holds state of EMAHook" in caplog.text
+    assert "no optimizer was resumed: the runner has none" in caplog.text

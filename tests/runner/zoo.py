@@ -1,0 +1,159 @@
+"""A small run to take apart: noisy data, dropout and batch norm, so that every random number shows in the result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from halfpeak import runner
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+
+SAMPLES, BATCH, EPOCHS = 11, 3, 3
+LENGTH = EPOCHS * -(-SAMPLES // BATCH)
+
+
+class Noisy(Dataset[Tensor]):
+    """Augments each sample from torch's own generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), index / SAMPLES) + 0.1 * torch.randn(3)
+
+
+class Model(nn.Module):
+    """Can be spoilt: from its ``overflow``-th training step on, its loss is infinite once."""
+
+    def __init__(self, overflow: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 2)
+        self.overflow = overflow
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(self.first(x)).tanh()))
+
+    def train_step(self, data: Tensor, optimizer: Any, **kwargs: Any) -> dict[str, Any]:
+        loss = self(data).float().square().mean()
+        return {"loss": loss, "log_vars": {"loss": loss}, "num_samples": len(data)}
+
+    def val_step(self, data: Tensor, optimizer: Any = None, **kwargs: Any) -> dict[str, Any]:
+        return self.train_step(data, optimizer)
+
+
+class Overflow(runner.Hook):
+    """Makes the loss of one iteration infinite."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def after_train_iter(self, runner: Any) -> None:
+        if runner.iter in self.numbers:
+            runner.outputs = {**runner.outputs, "loss": runner.outputs["loss"] * float("inf")}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+CLIP = {"max_norm": 1.0}
+SETUPS: dict[str, tuple[Any, Any]] = {
+    "plain": (sgd, {"grad_clip": CLIP}),
+    "accumulated": (sgd, {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 5}),
+    "fp16": (sgd, {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": "dynamic"}),
+    "fp16, accumulated": (
+        sgd,
+        {
+            "type": "GradientCumulativeFp16OptimizerHook",
+            "cumulative_iters": 3,
+            "mode": "master",
+            "loss_scale": 64.0,
+        },
+    ),
+    "wrapper": (lambda m: OptimWrapper(sgd(m), accumulative_counts=3, clip_grad=CLIP), {}),
+    "amp": (
+        lambda m: AmpOptimWrapper(
+            {"init": 2.0**15, "interval": 2},
+            "float16",
+            optimizer=sgd(m),
+            accumulative_counts=2,
+            clip_grad=CLIP,
+        ),
+        {},
+    ),
+    "apex": (lambda m: ApexOptimWrapper("O2", optimizer=sgd(m), accumulative_counts=3), {}),
+}
+
+
+def quiet() -> logging.Logger:
+    logger = logging.getLogger("quiet")
+    logger.setLevel(logging.CRITICAL)
+    return logger
+
+
+def build(kind: str, folder: Path, setup: str = "plain", **options: Any) -> Any:
+    """A runner with schedules, an average of the weights, text logs, and a checkpoint after each iteration."""
+    model = Model()
+    make_optimizer, config = SETUPS[setup]
+    length = {"max_epochs": EPOCHS} if kind == "EpochBasedRunner" else {"max_iters": LENGTH}
+    made = getattr(runner, kind)(
+        model, optimizer=make_optimizer(model), work_dir=folder, logger=quiet(), meta={"seed": 3}, **length
+    )
+    made.register_hook(Overflow(6), "ABOVE_NORMAL")
+    made.register_training_hooks(
+        {"policy": "poly", "by_epoch": False, "warmup": "linear", "warmup_iters": 4},
+        config,
+        {"interval": 1, "by_epoch": False, **options},
+        {"interval": 2, "hooks": [{"type": "TextLoggerHook"}]},
+        {"policy": "cyclic"},
+        custom_hooks_config=[{"type": "EMAHook", "momentum": 0.1}],
+    )
+    return made
+
+
+def run(made: Any, *, validated: bool = False) -> Any:
+    """Run it; returns everything that a checkpoint of its end holds."""
+    loaders: list[Any] = [DataLoader(Noisy(), batch_size=BATCH, shuffle=True)]
+    workflow = [("train", 1)]
+    if validated:
+        loaders.append(DataLoader(Noisy(), batch_size=4, shuffle=True))
+        workflow = [("train", 2), ("val", 1)]
+    made.run(loaders, workflow)
+    return made.checkpoint()
+
+
+def leaves(state: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested dicts and lists with its path, but for clocks and the names of folders."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key not in ("time", "data_time", "hook_msgs"):
+                yield from leaves(value, f"{where}.{key}")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from leaves(value, f"{where}[{index}]")
+    else:
+        yield where, state
+
+
+def differences(first: Any, second: Any) -> list[str]:
+    """The paths at which two states are not the same, bit for bit."""
+    one, other = dict(leaves(first)), dict(leaves(second))
+    return sorted(
+        path
+        for path in one.keys() | other.keys()
+        if path not in one or path not in other or not same(one[path], other[path])
+    )
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and first.dtype is second.dtype and torch.equal(first, second)
+    return first == second or (first != first and second != second)
