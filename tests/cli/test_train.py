@@ -21,6 +21,7 @@ from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.main import main
 from halfpeak.cli.options import parse
 from halfpeak.cli.train import train
+from halfpeak.core.errors import ConfigError
 from halfpeak.insight.history import read_rows
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -205,6 +206,25 @@ def test_another_environment_is_mentioned() -> None:
     state["environment"]["torch"] = "1.0"
     checkpoint.save("out/checkpoint.pt", state)
     assert "note: torch was 1.0 and is" in run("--resume", "out")
+
+
+def test_the_threads_of_a_run_end_with_it() -> None:
+    def used(folder: str) -> str:
+        return checkpoint.load(f"{folder}/checkpoint.pt")["environment"]["threads"]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run("--steps", "4", "--output", "one", *SMALL, stop_after=2)
+        assert (used("one"), torch.get_num_threads()) == ("1", 3)
+        printed = run("--resume", "one", "--threads", "2", stop_after=1)
+        assert "note: threads was 1 and is 2; the run goes on, but not bit for bit" in printed
+        assert (used("one"), torch.get_num_threads()) == ("2", 3)
+        assert "note: threads" not in run("--resume", "one")
+        with pytest.raises(ConfigError, match="threads=1025 must be 1024 or less"):
+            run("--threads", "1025")
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_float16_on_a_cpu_is_called_slow_once() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.recipes.catalog import RECIPES, draft, find_recipe, layered, settle
-from halfpeak.recipes.device import find_device, random_state, repeatable, set_random_state
+from halfpeak.recipes.device import find_device, random_state, repeatable, set_random_state, threads
 from halfpeak.recipes.driver import properties
 from halfpeak.recipes.optimizers import LOW_EPSILON, OPTIMIZERS, build_optimizer, learning_rate
 from halfpeak.recipes.order import Order
@@ -161,6 +161,20 @@ def test_repeatable_puts_everything_back_when_its_body_raises() -> None:
         fail()
     after = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, dict(os.environ)
     assert after == before
+
+
+def test_threads_are_put_back_when_the_body_raises() -> None:
+    before = torch.get_num_threads()
+
+    def fail() -> None:
+        assert torch.get_num_threads() == before + 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), threads(before + 1):
+        fail()
+    assert torch.get_num_threads() == before
+    assert RECIPES["digits"].defaults["threads"] == 1
+    assert "threads" not in RECIPES["pysource"].defaults
 
 
 def test_random_state_is_put_back() -> None:

@@ -23,7 +23,7 @@ from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import History, JsonLines, Sink
 from halfpeak.insight.suitable import slow_float16
 from halfpeak.recipes.catalog import draft, find_recipe, measure, settle
-from halfpeak.recipes.device import environment, find_device, repeatable
+from halfpeak.recipes.device import environment, find_device, repeatable, threads
 from halfpeak.recipes.driver import properties
 from halfpeak.recipes.loop import Loop
 from halfpeak.recipes.plan import Plan
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Stop = Callable[[], bool]
+
+
+class Origin(NamedTuple):
+    """A run to continue: its folder, and its checkpoint."""
+
+    folder: RunFolder
+    state: Mapping[str, Any]
 
 
 class Start(NamedTuple):
@@ -72,9 +79,12 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     given = [{} if request.config is None else read_config(request.config), request.values]
-    plan = draft(*given)
-    with repeatable(plan.deterministic):
-        start = _begin(plan, say) if request.resume is None else _resume(request.resume, given, say)
+    plan, origin = draft(*given), None
+    if request.resume is not None:
+        origin = _origin(existing_folder(request.resume, plan.output), say)
+        plan = draft(origin.state["plan"], *given)
+    with repeatable(plan.deterministic), threads(plan.threads):
+        start = _begin(plan, say) if origin is None else _resume(plan, origin, say)
         return _run(start, console, say, stop)
 
 
@@ -84,11 +94,9 @@ def _begin(plan: Plan, say: Say) -> Start:
     return Start(training, folder, reason, None)
 
 
-def _resume(resume: str, given: Sequence[Mapping[str, Any]], say: Say) -> Start:
-    asked = draft(*given)
-    folder = existing_folder(resume, asked.output)
-    state = _load(folder, say)
-    training, reason = _build(draft(state["plan"], *given), say, saved=state["plan"])
+def _resume(plan: Plan, origin: Origin, say: Say) -> Start:
+    folder, state = origin
+    training, reason = _build(plan, say, saved=state["plan"])
     training.load_state_dict(state)
     plan = training.plan
     if training.step >= (plan.steps or 0):
@@ -124,13 +132,13 @@ def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> t
     return training, reason
 
 
-def _load(folder: RunFolder, say: Say) -> Mapping[str, Any]:
+def _origin(folder: RunFolder, say: Say) -> Origin:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = checkpoint.load(folder.checkpoint, fall_back=True)
     for warning in caught:
         say(f"note: {warning.message}")
-    return require_checkpoint(state, folder.checkpoint)
+    return Origin(folder, require_checkpoint(state, folder.checkpoint))
 
 
 def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:

@@ -65,12 +65,24 @@ def repeatable(enabled: bool) -> Generator[None]:
             del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
+@contextmanager
+def threads(count: int | None) -> Generator[None]:
+    """Inside, that many threads share one operation on a CPU; None leaves it to torch."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """What the last bits of a result depend on besides the program."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     described = f"{device.type} ({name})"
-    threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
-    return {"torch": str(torch.__version__), "device": described, **threads}
+    on_cpu = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
+    return {"torch": str(torch.__version__), "device": described, **on_cpu}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

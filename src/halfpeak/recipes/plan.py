@@ -13,10 +13,16 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 
 
 def _setting(
-    group: str, text: str, default: Any, *, least: float | None = None, above: float | None = None
+    group: str,
+    text: str,
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """A field with its help text and range. Required fields have no default here: each recipe brings one."""
-    metadata = MappingProxyType({"group": group, "help": text, "least": least, "above": above})
+    metadata = MappingProxyType({"group": group, "help": text, "least": least, "above": above, "most": most})
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -91,6 +97,9 @@ class Plan:
         None,
     )
     device: str = _setting("run", "auto, cpu, cuda, cuda:1, mps, xpu, ...", "auto")
+    threads: int | None = _setting(
+        "run", "Threads that share one operation on a CPU. None: torch's own.", None, least=1, most=1024
+    )
     deterministic: bool = _setting(
         "run", "Repeatable kernels only; a bitwise resume on a GPU needs them.", True
     )
@@ -130,9 +139,10 @@ class Plan:
 
 
 FREE = frozenset({
-    "steps", "epochs", "device", "output", "eval_every", "save_every", "log_every", "tensorboard", "plot",
+    "steps", "epochs", "device", "threads", "output", "eval_every", "save_every", "log_every", "tensorboard", "plot",
 })  # fmt: skip
-"""Settings that may change when a run is resumed: the parameters after a given step do not depend on them."""
+"""Settings that may change when a run is resumed: the parameters after a given step do not depend on them, or on the
+device and its threads in the last bits only."""
 
 
 def names() -> tuple[str, ...]:
@@ -197,7 +207,7 @@ def _spell(kind: Any) -> str:
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    least, above = metadata["least"], metadata["above"]
+    least, above, most = metadata["least"], metadata["above"], metadata["most"]
     if not math.isfinite(value):
         raise ConfigError(f"{name}={value!r} must be finite")
     if isinstance(value, int) and value >= 2**63:
@@ -206,3 +216,5 @@ def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}={value!r} must be {least} or more")
     if above is not None and value <= above:
         raise ConfigError(f"{name}={value!r} must be above {above}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}={value!r} must be {most} or less")
