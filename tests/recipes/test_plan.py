@@ -27,6 +27,11 @@ from halfpeak.recipes.training import require_same
         ({"lr": "fast"}, "lr='fast' must be a number"),
         ({"lr": -0.1}, "lr=-0.1 must be above 0"),
         ({"lr": float("nan")}, "lr=nan must be finite"),
+        ({"init_loss_scale": "2**"}, "init_loss_scale='2**' must be a number"),
+        ({"init_loss_scale": "2**16**2"}, "must be a number"),
+        ({"init_loss_scale": "9**9999"}, "must be a number"),
+        ({"init_loss_scale": "0**-1"}, "must be a number"),
+        ({"steps": "2**3"}, "must be a whole number"),
         ({"steps": 1.5}, "steps=1.5 must be a whole number"),
         ({"steps": 0}, "steps=0 must be 1 or more"),
         ({"batch": True}, "batch=True must be a whole number"),
@@ -64,6 +69,14 @@ def test_text_is_read_as_the_type_of_the_setting() -> None:
         "clip_norm": 1.0,
         "output": "x",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2**16", 65536.0), ("2**-14", 2.0**-14), ("1.5e1 ** 2", 225.0), ("2.0**24", 2.0**24)]
+)
+def test_a_number_may_be_a_power(text: str, value: float) -> None:
+    names = ("init_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale")
+    assert check(dict.fromkeys(names, text)) == dict.fromkeys(names, value)
 
 
 def test_later_layers_win_and_lengths_replace_each_other() -> None:

@@ -162,8 +162,8 @@ def check(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown name; the message lists near ones.
         ConfigTypeError: a value that is not of the setting's type.
 
-    >>> check({"lr": "1e-3", "steps": 10, "plot": "false"})
-    {'lr': 0.001, 'steps': 10, 'plot': False}
+    >>> check({"lr": "1e-3", "steps": 10, "plot": "false", "init_loss_scale": "2**10"})
+    {'lr': 0.001, 'steps': 10, 'plot': False, 'init_loss_scale': 1024.0}
     """
     hints = get_type_hints(Plan)
     for name in values:
@@ -192,10 +192,16 @@ def _read(value: Any, kind: Any) -> tuple[bool, Any]:
         return True, value.lower() == "true"
     if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
         try:
-            return True, kind(value)
+            return True, _power(value) if kind is float else kind(value)
         except (ValueError, OverflowError):
             return False, None
     return type(value) is kind, value
+
+
+def _power(value: str | int) -> float:
+    """A number, or text such as ``2**16``, which is how large and small scales are written."""
+    base, stars, exponent = str(value).partition("**")
+    return math.pow(float(base), float(exponent)) if stars else float(value)
 
 
 def _spell(kind: Any) -> str:
