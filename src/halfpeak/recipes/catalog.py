@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.levels import get_level
+from halfpeak.core.levels import LEVELS
 from halfpeak.insight.suitable import suitable_level
 from halfpeak.recipes import digits, pysource
 from halfpeak.recipes.base import Recipe, Spec
@@ -25,6 +25,9 @@ RECIPES: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in (dig
 """Every recipe by its name."""
 
 DEFAULT = digits.SPEC.name
+
+AUTO = "auto"
+"""The level that suits the device."""
 
 
 def find_recipe(name: object) -> Spec:
@@ -71,8 +74,8 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
                 f"{name}={given[name]!r}: recipe {spec.name!r} has no such setting; leave it out"
             )
     plan = Plan.from_values(layered(spec.defaults, given))
-    if plan.level != "auto":
-        get_level(plan.level)
+    _check_level(plan.level)
+    if plan.level != AUTO:
         properties(plan)
     check_wrapper(plan)
     return plan
@@ -80,7 +83,7 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
 
 def settle(plan: Plan, device: torch.device) -> tuple[Plan, str]:
     """The plan with the level that suits the device where none was asked for, and the reason for the level."""
-    if plan.level != "auto":
+    if plan.level != AUTO:
         return plan, "as asked"
     advice = suited(plan, suitable_level(device))
     chosen = replace(plan, level=advice.level)
@@ -99,3 +102,13 @@ def measure(plan: Plan, recipe: Recipe) -> tuple[Plan, Order]:
     if plan.schedule_steps is None:
         plan = replace(plan, schedule_steps=plan.steps)
     return plan, order
+
+
+def _check_level(level: str) -> None:
+    if level in (AUTO, *LEVELS):
+        return
+    near = next((name for name in (AUTO, *LEVELS) if name in (level.lower(), f"O{level[1:]}")), None)
+    hint = f"; did you mean {near}?" if near else ""
+    raise ConfigError(
+        f"unknown level {level!r}; write one of {AUTO}, {', '.join(LEVELS)}, with the letter O, not the digit zero{hint}"
+    )
