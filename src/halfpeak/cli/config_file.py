@@ -10,13 +10,14 @@ from typing import Any
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.extras import needs
+from halfpeak.recipes.plan import check
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a file.
+    """The settings in a file, under their own types.
 
     Raises:
-        ConfigError: the file is missing, of another kind, broken, or not a table of settings.
+        ConfigError: the file is missing, of another kind, broken, or holds something else than settings.
         MissingExtraError: the file is YAML and pyyaml is not installed.
     """
     readers: dict[str, Callable[[str], Any]] = {
@@ -37,7 +38,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config {str(path)!r} is not valid {path.suffix[1:].upper()}: {reason}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config {str(path)!r} must be a table of settings, such as level = 'O2'")
-    return {str(name): value for name, value in values.items()}
+    try:
+        return check({str(name): value for name, value in values.items()})
+    except ConfigError as error:
+        raise type(error)(f"config {str(path)!r}: {error}") from None
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
