@@ -148,7 +148,11 @@ def test_config_files_are_read_alike(name: str, text: str) -> None:
         ("a.yaml", "a: [", "is not valid YAML"),
         ("a.yaml", "- 1\n- 2\n", "must be a table of settings"),
         ("a.json", "3", "must be a table of settings"),
-        ("a.toml", "master_wieghts = true\n", r"config 'a.toml': unknown setting 'master_wieghts'; did you mean"),
+        (
+            "a.toml",
+            "master_wieghts = true\n",
+            r"config 'a.toml': unknown setting 'master_wieghts'; did you mean",
+        ),
         ("a.json", '{"lr": "fast"}', r"config 'a.json': lr='fast' must be a number"),
         ("a.yaml", "level: !!python/object/apply:os.mkdir ['pwned']\n", "is not valid YAML"),
     ],

@@ -103,7 +103,8 @@ def test_a_whole_run_writes_its_results(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_written_config_repeats_the_run() -> None:
-    run("--steps", "6", "--level", "O4", "--seed", "3", "--output", "one", *SMALL)
+    printed = run("--steps", "6", "--level", "O4", "--seed", "3", "--output", "one", *SMALL)
+    assert printed.startswith("digits at level O4 on cpu\n")
     assert tomllib.loads(Path("one/config.toml").read_text())["level"] == "O4"
     run("--config", "one/config.toml", "--output", "two")
     assert_same_run("one", "two")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def summarise(training: Training, rows: list[Row], reason: str) -> dict[str, Any]:
+def summarise(training: Training, rows: list[Row], reason: str | None) -> dict[str, Any]:
     """The results of a run so far, as plain values."""
     steps = [row for row in rows if "loss" in row]
     validations = [row for row in rows if "validation_accuracy" in row]
@@ -46,7 +46,7 @@ def summarise(training: Training, rows: list[Row], reason: str) -> dict[str, Any
     }
 
 
-def finish(training: Training, folder: RunFolder, console: Console, reason: str) -> None:
+def finish(training: Training, folder: RunFolder, console: Console, reason: str | None) -> None:
     """Write summary and picture, and print the table."""
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)

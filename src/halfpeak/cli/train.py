@@ -49,7 +49,7 @@ class Start(NamedTuple):
 
     training: Training
     folder: RunFolder
-    reason: str
+    reason: str | None
     after: int | None
 
 
@@ -114,8 +114,8 @@ def _resume(plan: Plan, origin: Origin, say: Say) -> Start:
     return Start(training, folder, reason, training.step)
 
 
-def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> tuple[Training, str]:
-    """The training of a plan, and the reason for its level."""
+def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> tuple[Training, str | None]:
+    """The training of a plan, and the reason for its level where nobody asked for one."""
     device = find_device(plan.device)
     if ":" in plan.device:
         torch.accelerator.set_device_index(device.index)
@@ -125,7 +125,7 @@ def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> t
     recipe = find_recipe(plan.recipe).build(plan, device)
     plan, order = measure(plan, recipe)
     training = Training(plan, recipe, order, device, drive)
-    say(f"{plan.recipe} at level {plan.level} on {device}: {reason}")
+    say(f"{plan.recipe} at level {plan.level} on {device}" + (f": {reason}" if reason else ""))
     slow = slow_float16(device, uses_float16=properties(plan).policy().compute is torch.float16)
     if slow is not None:
         say(f"note: {slow}")

@@ -81,10 +81,10 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def settle(plan: Plan, device: torch.device) -> tuple[Plan, str]:
-    """The plan with the level that suits the device where none was asked for, and the reason for the level."""
+def settle(plan: Plan, device: torch.device) -> tuple[Plan, str | None]:
+    """The plan with the level that suits the device where none was asked for, and the reason for it."""
     if plan.level != AUTO:
-        return plan, "as asked"
+        return plan, None
     advice = suited(plan, suitable_level(device))
     chosen = replace(plan, level=advice.level)
     properties(chosen)
