@@ -113,6 +113,22 @@ def test_the_learning_rate_follows_real_steps_only() -> None:
     assert run.taken == taken
 
 
+@pytest.mark.parametrize(
+    ("values", "warmup"),
+    [
+        ({}, 22),
+        ({"steps": 20}, 2),
+        ({"steps": 9}, 0),
+        ({"steps": 20, "warmup": 22}, 22),
+        ({"steps": 20, "warmup": 0}, 0),
+        ({"steps": 20, "schedule_steps": 100}, 10),
+    ],
+)
+def test_a_short_run_warms_up_for_a_tenth_unless_told(values: dict[str, int], warmup: int) -> None:
+    plan, _ = measure(draft(values), Digits(CPU))
+    assert plan.warmup == warmup
+
+
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.01}, {"clip_value": 1e-4}])
 def test_the_gradient_norm_is_reported_before_any_clipping(clip: dict[str, float]) -> None:
     unclipped = training(level="O0", steps=1, batch=8).advance().scalars["grad_norm"]

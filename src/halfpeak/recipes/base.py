@@ -75,7 +75,8 @@ class Spec:
     """What is known of a recipe before its data is loaded.
 
     Attributes:
-        defaults: the settings it brings; every setting of a plan without a default of its own is among them.
+        defaults: the settings it brings; every setting of a plan without a default of its own is among them. A short
+            run gets less than their warm-up.
         own: the settings that only this recipe reads.
     """
 

@@ -73,7 +73,8 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
             raise ConfigError(
                 f"{name}={given[name]!r}: recipe {spec.name!r} has no such setting; leave it out"
             )
-    plan = Plan.from_values(layered(spec.defaults, given))
+    # The recipe's warm-up may be too long for the run, whose length only measure() knows.
+    plan = Plan.from_values(layered(spec.defaults, {"warmup": None}, given))
     _check_level(plan.level)
     if plan.level != AUTO:
         properties(plan)
@@ -92,7 +93,7 @@ def settle(plan: Plan, device: torch.device) -> tuple[Plan, str | None]:
 
 
 def measure(plan: Plan, recipe: Recipe) -> tuple[Plan, Order]:
-    """The plan with its length in steps, now that the amount of data is known, and the data order."""
+    """The plan with its length and its warm-up in steps, now that the amount of data is known, and the data order."""
     order = Order(samples=recipe.samples, batch=plan.batch, seed=plan.seed)
     if plan.steps is None:
         if plan.epochs is None:
@@ -101,6 +102,9 @@ def measure(plan: Plan, recipe: Recipe) -> tuple[Plan, Order]:
         plan = replace(plan, steps=steps, epochs=None)
     if plan.schedule_steps is None:
         plan = replace(plan, schedule_steps=plan.steps)
+    if plan.warmup is None:
+        longest = find_recipe(plan.recipe).defaults["warmup"]
+        plan = replace(plan, warmup=min(longest, (plan.schedule_steps or 0) // 10))
     return plan, order
 
 

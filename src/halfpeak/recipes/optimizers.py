@@ -70,11 +70,12 @@ def learning_rate(plan: Plan, taken: int) -> float:
     >>> [round(learning_rate(plan, taken), 3) for taken in (0, 1, 2, 7, 12, 99)]
     [0.5, 1.0, 1.0, 0.505, 0.01, 0.01]
     """
-    if taken < plan.warmup:
-        return plan.lr * (taken + 1) / plan.warmup
+    warmup = plan.warmup or 0
+    if taken < warmup:
+        return plan.lr * (taken + 1) / warmup
     if plan.schedule == "constant" or plan.schedule_steps is None:
         return plan.lr
-    done = min(1.0, (taken - plan.warmup) / max(1, plan.schedule_steps - plan.warmup))
+    done = min(1.0, (taken - warmup) / max(1, plan.schedule_steps - warmup))
     left = 1.0 - done if plan.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return plan.lr * (LEAST_FACTOR + (1.0 - LEAST_FACTOR) * left)
 

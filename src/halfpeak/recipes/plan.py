@@ -75,7 +75,12 @@ class Plan:
         None,
         least=1,
     )
-    warmup: int = _setting("optimization", "Steps over which the learning rate rises.", MISSING, least=0)
+    warmup: int | None = _setting(
+        "optimization",
+        "Steps over which the learning rate rises; unless given, at most a tenth of the run.",
+        None,
+        least=0,
+    )
     accumulate: int = _setting("optimization", "Batches whose mean gradient makes one step.", 1, least=1)
     clip_norm: float = _setting("optimization", "Limit of the gradient norm. 0: none.", 0.0, least=0)
     clip_value: float = _setting("optimization", "Limit of every gradient element. 0: none.", 0.0, least=0)
