@@ -99,7 +99,9 @@ def open_regular(path: Path) -> io.BufferedReader:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file")
         return open(path, "rb")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {error.strerror}") from error
+    except ValueError as error:
         raise CheckpointError(f"{str(path)!r} cannot be opened: {error}") from error
 
 
