@@ -189,16 +189,46 @@ def test_changed_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str]
     assert Path("out/metrics.jsonl").read_bytes() == before
 
 
+def damage(path: str) -> None:
+    data = bytearray(Path(path).read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(path).write_bytes(data)
+
+
 def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
     run("--steps", "9", "--output", "whole", *SMALL)
     run("--steps", "9", "--output", "parts", *SMALL, stop_after=7)
-    data = bytearray(Path("parts/checkpoint.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    Path("parts/checkpoint.pt").write_bytes(data)
+    damage("parts/checkpoint.pt")
     printed = run("--resume", "parts")
     assert "note: " in printed
     assert "continuing parts after step 5" in printed
     assert_same_run("whole", "parts")
+
+
+def test_a_longer_run_keeps_its_length_when_it_falls_back() -> None:
+    run("--steps", "4", "--output", "out", *SMALL)
+    run("--resume", "out", "--steps", "8", stop_after=1)
+    damage("out/checkpoint.pt")
+    assert "continuing out after step 4" in run("--resume", "out")
+    assert checkpoint.load("out/checkpoint.pt")["step"] == 8
+
+
+def test_a_run_without_a_readable_checkpoint_says_how_to_start_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("--steps", "2", "--output", "out", *SMALL, stop_after=1)
+    damage("out/checkpoint.pt")
+    again = (
+        "There is no earlier checkpoint to go back to; start again: halfpeak train --config out/config.toml\n"
+    )
+    assert main(["train", "--resume", "out"]) == 2
+    assert capsys.readouterr().err.endswith(again)
+    Path("out/checkpoint.pt").unlink()
+    assert main(["train", "--resume", "out"]) == 2
+    message = capsys.readouterr().err
+    assert message.endswith(again)
+    assert message.count("out/checkpoint.pt") == 1
+    assert main(["train", "--config", "out/config.toml"]) == 0
 
 
 def test_another_environment_is_mentioned() -> None:

@@ -17,7 +17,7 @@ from halfpeak.cli.options import Request, parse
 from halfpeak.cli.progress import progress
 from halfpeak.cli.run_folder import RunFolder, existing_folder, new_folder
 from halfpeak.cli.summary import finish
-from halfpeak.core.errors import ConfigError, LossScaleCollapse
+from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
 from halfpeak.insight.events import TensorBoard
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import History, JsonLines, Sink
@@ -82,7 +82,7 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
     plan, origin = draft(*given), None
     if request.resume is not None:
         origin = _origin(existing_folder(request.resume, plan.output), say)
-        plan = draft(origin.state["plan"], *given)
+        plan = draft(origin.state["plan"], _length(origin.folder), *given)
     with repeatable(plan.deterministic), threads(plan.threads):
         start = _begin(plan, say) if origin is None else _resume(plan, origin, say)
         return _run(start, console, say, stop)
@@ -135,10 +135,25 @@ def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> t
 def _origin(folder: RunFolder, say: Say) -> Origin:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = checkpoint.load(folder.checkpoint, fall_back=True)
+        try:
+            state = checkpoint.load(folder.checkpoint, fall_back=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. There is no earlier checkpoint to go back to; start again: halfpeak train --config "
+                f"{shlex.quote(str(folder.config))}"
+            ) from None
     for warning in caught:
         say(f"note: {warning.message}")
     return Origin(folder, require_checkpoint(state, folder.checkpoint))
+
+
+def _length(folder: RunFolder) -> Mapping[str, Any]:
+    """The length that the run was last given: its checkpoint may be from before it was made longer."""
+    try:
+        settings = read_config(folder.config)
+    except ConfigError:
+        return {}
+    return {name: value for name, value in settings.items() if name == "steps"}
 
 
 def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:
