@@ -365,3 +365,41 @@ class TestClipping:
         assert torch.allclose(norm.float(), expected, rtol=tolerance)
         for ours, theirs in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
             assert torch.allclose(ours.grad.float(), theirs.grad, atol=tolerance * 0.1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_two_optimizers_both_step_the_parameter_they_share(level: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    first, second = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25))
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=8, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 1)).sum(), [first, second]) as loss:
+        loss.backward()
+    first.step()
+    second.step()
+    assert model.weight.item() == 0.25
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_reading_a_state_dict_while_other_weights_are_in_place_changes_nothing(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    exact = [master.clone() for master in amp.master_params(optimizer)]
+    backup = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert torch.equal(model.state_dict()["weight"], model.weight.float())
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), backup, strict=True):
+            parameter.copy_(value)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum() * 0, optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert all(map(torch.equal, amp.master_params(optimizer), exact))

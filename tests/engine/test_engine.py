@@ -280,3 +280,47 @@ def test_compiled_as_a_whole_it_computes_and_trains_the_same(level: str) -> None
             assert each.step().stepped()
     for a, b in zip(engine.model.parameters(), twin.model.parameters(), strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_frozen_inside_a_window_belongs_to_it(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=2)
+    inputs = torch.randn(5, 3)
+
+    def micro_step(factor: float) -> halfpeak.StepResult:
+        with engine.forward():
+            loss = model(inputs).float().square().mean() * factor
+        engine.backward(loss)
+        return engine.step()
+
+    before = copy.deepcopy(model.state_dict())
+    micro_step(float("inf"))
+    model[0].weight.requires_grad_(False)
+    assert not micro_step(1.0).stepped()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for _ in range(2):
+        micro_step(1.0)
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+    assert not torch.equal(model.state_dict()["1.weight"], before["1.weight"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_plain_backward_beside_the_engines_is_refused(level: str) -> None:
+    model = nn.Linear(3, 1)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    engine.backward(model(torch.ones(2, 3)).mean())
+    model(torch.ones(2, 3)).mean().backward()
+    with pytest.raises(halfpeak.OrderError, match="did not go through"):
+        engine.step()
+
+
+def test_models_that_share_a_part_are_prepared_together() -> None:
+    trunk = nn.Linear(3, 3)
+    one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
+    halfpeak.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1), "O2")
+    for again in (other, trunk):
+        with pytest.raises(halfpeak.OrderError, match="in one call"):
+            halfpeak.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1), "O2")

@@ -32,6 +32,7 @@ ELSEWHERE = {
 HERE = {
     "amp/ambient.py",
     "amp/handle.py",
+    "engine/block.py",
     "engine/engine.py",
     "engine/phases.py",
     "casting/opcasts.py",

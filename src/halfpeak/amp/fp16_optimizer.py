@@ -16,9 +16,10 @@ from halfpeak.core.errors import OrderError, StateError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
+from halfpeak.engine.slots import Phase
 from halfpeak.parts.clip import ClipNorm
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters

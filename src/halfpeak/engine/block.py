@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import OrderError
-from halfpeak.engine.lane import Lane, Phase, Slot
+from halfpeak.engine.lane import Lane
+from halfpeak.engine.slots import Phase, Slot
 from halfpeak.ops import foreach, reference
 from halfpeak.parts.loss_scaler import LossScaler
 

@@ -14,6 +14,7 @@ from halfpeak.casting.modules import is_prepared
 from halfpeak.core.errors import ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.policy import Policy
 from halfpeak.engine.lane import Lane
+from halfpeak.parts.statedict import speaks_float32
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
@@ -31,10 +32,14 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
             raise ConfigTypeError(
                 f"{type(model).__name__} is not a torch.nn.Module; pass a module or a list of modules"
             )
-        if is_prepared(model):
+        part = next(
+            (name for name, part in model.named_modules() if is_prepared(part) or speaks_float32(part)), None
+        )
+        if part is not None:
+            what = f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
             raise OrderError(
-                f"{type(model).__name__} was prepared before; call engine.remove() on its engine first, or build a new "
-                "model"
+                f"{what} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
+                "the engine of the first, or build a new model"
             )
         wrapper = wrapper_of(model)
         if wrapper is not None and (policy.param is not None or policy.masters):

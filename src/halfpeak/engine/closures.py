@@ -9,7 +9,8 @@ from halfpeak.core.errors import ClosureError
 from halfpeak.engine.bypass import went_past
 
 if TYPE_CHECKING:
-    from halfpeak.engine.lane import Lane, Owner
+    from halfpeak.engine.lane import Lane
+    from halfpeak.engine.slots import Owner
 
 Closure = Callable[[], Any]
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]

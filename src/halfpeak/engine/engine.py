@@ -19,11 +19,12 @@ from halfpeak.engine.block import spared
 from halfpeak.engine.copying import copy_engine
 from halfpeak.engine.hooks import CatchUp, hook_loads
 from halfpeak.engine.journal import Journal
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
 from halfpeak.engine.lookup import find_lanes, find_scaler
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
+from halfpeak.engine.slots import Phase
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.sync import synchronising

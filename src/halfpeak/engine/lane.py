@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,47 +13,10 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.closures import Guard, take_closure
 from halfpeak.engine.fused import hand_over, take_back
+from halfpeak.engine.slots import Owner, Phase, Slot
 from halfpeak.ops import foreach
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
-
-
-class Phase(enum.Enum):
-    """Where the gradients of a window stand."""
-
-    CLEAN = "no gradients of a window are held"
-    SCALED = "gradients lie scaled where autograd left them"
-    UNSCALED = "gradients lie true-sized where the optimizer reads them"
-
-
-class Slot(NamedTuple):
-    """Autograd writes ``source.grad``; the optimizer reads ``target.grad``. Without a master both are one tensor."""
-
-    source: Tensor
-    target: Tensor
-
-
-class Owner(Protocol):
-    """What a lane asks when its optimizer is stepped."""
-
-    steps_itself: bool
-    """Whether an engine alone calls ``optimizer.step()``, and a call by anyone else is a mistake."""
-
-    def decide(self, lane: Lane) -> bool:
-        """The verdict for a step that the caller began: skip it or not."""
-        ...
-
-    def finished(self, lane: Lane, verdict: Tensor | bool) -> None:
-        """The step is over."""
-        ...
-
-    def closure_failed(self, lane: Lane) -> None:
-        """A closure's gradients were not finite; it is about to be called again."""
-        ...
-
-    def closure_passed(self, lane: Lane) -> None:
-        """A closure's gradients are finite and about to be used."""
-        ...
 
 
 class Lane:
@@ -134,20 +96,31 @@ class Lane:
     def _scan(self) -> Iterator[Slot]:
         """The trainable parameters of the groups as they are now, each once."""
         seen: set[int] = set()
+        for slot in self._everything():
+            if slot.source.requires_grad and id(slot.source) not in seen:
+                seen.add(id(slot.source))
+                yield slot
+
+    def _everything(self) -> Iterator[Slot]:
+        """Whatever stands in the groups."""
         for group in self.optimizer.param_groups:
             for target in group["params"]:
                 source = self.masters.low_of(target)
-                source = target if source is None else source
-                if source.requires_grad and id(source) not in seen:
-                    seen.add(id(source))
-                    yield Slot(source, target)
+                yield Slot(target if source is None else source, target)
+
+    def _rescan(self) -> list[Slot]:
+        """The trainable parameters now, and those frozen inside the window whose gradients belong to it."""
+        now = list(self._scan())
+        known = {id(slot.source) for slot in now}
+        earlier = self._slots or []
+        return now + [s for s in earlier if id(s.source) not in known and s.has_gradient()]
 
     def look_again(self) -> None:
         """Before a backward pass: follow what happened to groups, parameters and gradients since the last one."""
         self.recover()
         self.masters.adopt(self.optimizer)
         self.masters.refresh()
-        self._slots = list(self._scan())
+        self._slots = self._rescan()
         if self.phase is Phase.UNSCALED and not self._is_untouched():
             self._forget_if_zeroed()
         elif self.phase is Phase.SCALED:
@@ -160,6 +133,8 @@ class Lane:
             for slot in self.slots()
             if slot.target.grad is not None
         ]
+        if self.count > 1:
+            self.masters.claim(self, [target for target, _, _ in self._trace])
 
     def keep_marker(self) -> None:
         """While low gradients wait scaled, let a zero lie as the gradient of one master.
@@ -178,15 +153,20 @@ class Lane:
 
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere and no verdict is pending."""
-        for slot in self.slots():
+        for slot in (*(self._slots or ()), *self._everything()):
             slot.source.grad = None
             slot.target.grad = None
+        self.masters.unclaim(self)
         self.close()
 
     def drop_masters(self) -> None:
-        """Drop the gradients of masters, which ``zero_grad()`` of a model does not reach."""
+        """Drop the gradients of masters, which ``zero_grad()`` of a model does not reach.
+
+        One that another optimizer still has to step stays for it.
+        """
+        self.masters.unclaim(self)
         for slot in self.slots():
-            if slot.target is not slot.source:
+            if slot.target is not slot.source and not self.masters.is_claimed(slot.target):
                 slot.target.grad = None
 
     def close(self) -> None:
@@ -238,15 +218,15 @@ class Lane:
         self._moving = None
         self.has_stepped = False
         self.is_stepping = True
-        if verdict is None:
-            verdict = self._verdict_of_caller()
         closure, rebuild = take_closure(args, kwargs)
+        if verdict is None:
+            verdict = self._verdict_of_caller(has_closure=closure is not None)
         self.verdict = verdict
         if closure is not None:
             self.masters.mark_stepped(optimizer)
             return rebuild(Guard(closure, self, self._owner))
         if verdict is True:
-            for slot in self._scan():
+            for slot in self._everything():
                 slot.target.grad = None
         elif isinstance(verdict, Tensor):
             hand_over(optimizer, verdict)
@@ -255,14 +235,14 @@ class Lane:
         self.masters.mark_stepped(optimizer)
         return None
 
-    def _verdict_of_caller(self) -> Tensor | bool:
+    def _verdict_of_caller(self, *, has_closure: bool) -> Tensor | bool:
         if self.phase is Phase.SCALED:
             raise OrderError(
                 "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
                 "(delay_unscale=True, or no_sync); end the window with one that is not"
             )
         if not self._owner.steps_itself:
-            return self._owner.decide(self)
+            return self._owner.decide(self, has_closure=has_closure)
         if self.phase is Phase.UNSCALED:
             raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
         return False

@@ -26,7 +26,7 @@ def find_scaler(scalers: Sequence[LossScaler], loss_id: int) -> LossScaler:
 
 
 def find_lanes(lanes: list[Lane], optimizers: Iterable[Optimizer] | Optimizer | None) -> list[Lane]:
-    """The lanes of the given optimizers, in their order; None means all.
+    """The lanes of the given optimizers, each once, in their order; None means all.
 
     Raises:
         OrderError: one of them was not prepared by this engine, or there is none.
@@ -42,4 +42,4 @@ def find_lanes(lanes: list[Lane], optimizers: Iterable[Optimizer] | Optimizer | 
             raise OrderError(
                 f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
             )
-    return [known[id(optimizer)] for optimizer in wanted]
+    return list({id(optimizer): known[id(optimizer)] for optimizer in wanted}.values())

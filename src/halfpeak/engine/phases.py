@@ -16,8 +16,9 @@ from halfpeak.engine.block import Block
 from halfpeak.engine.bypass import require_taken_in
 from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
+from halfpeak.engine.slots import Phase
 from halfpeak.engine.steward import Steward
 from halfpeak.parts.lagged import Lagged
 from halfpeak.parts.loss_scaler import LossScaler, scale_loss
@@ -119,8 +120,7 @@ class Phases:
                     "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; "
                     "pass the wrapped module in every iteration: engine.forward(wrapped)"
                 )
-            if lane.phase is Phase.CLEAN:
-                require_taken_in(lane)
+            require_taken_in(lane)
         verdicts = self._journal.verdicts([lane.found_inf for lane in lanes])
         self._steward.look(lanes if self._is_near_collapse() and bool(verdicts[0]) else ())
         return verdicts

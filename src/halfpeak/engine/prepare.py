@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
@@ -103,8 +104,8 @@ def prepare(
     )
     return build(
         plan,
-        [models] if isinstance(models, nn.Module) else list(models),
-        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
+        _listed(models, nn.Module),
+        _listed(optimizers, Optimizer),
         verdict=Verdict(group),
     )
 
@@ -157,6 +158,18 @@ def build(
         )
         undo.pop_all()
     return engine
+
+
+def _listed[T](given: T | Sequence[T], kind: type[T]) -> list[T]:
+    if isinstance(given, kind):
+        return [given]
+    try:
+        return list(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigTypeError(
+            f"{type(given).__name__} is neither a torch {kind.__name__} nor a list of them; write prepare(model, optimizer, "
+            "'O2'), the model first"
+        ) from None
 
 
 def _exact_values(

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
+from halfpeak.engine.slots import Phase
 from halfpeak.engine.state_checks import VERSION, check_state, check_window
 from halfpeak.parts.loss_scaler import LossScaler
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
+from halfpeak.engine.slots import Phase
 
 if TYPE_CHECKING:
     from halfpeak.engine.engine import Engine

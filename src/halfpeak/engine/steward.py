@@ -9,9 +9,10 @@ from torch import Tensor
 from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.engine.bypass import require_taken_in
 from halfpeak.engine.journal import Journal
-from halfpeak.engine.lane import Lane, Phase
+from halfpeak.engine.lane import Lane
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.plan import Plan
+from halfpeak.engine.slots import Phase
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.verdict import Verdict
 
@@ -39,13 +40,14 @@ class Steward:
         self._foreseen: LossScaleCollapse | None = None
         self._culprits: tuple[str, ...] = ()
 
-    def decide(self, lane: Lane) -> bool:
+    def decide(self, lane: Lane, *, has_closure: bool) -> bool:
         """Whether to skip the step that the caller began with ``optimizer.step()``. Waits for the device.
 
         Raises:
             OrderError: its backward pass went past halfpeak.
         """
-        if lane.phase is Phase.CLEAN:
+        if lane.phase is Phase.CLEAN and not has_closure:
+            # Inside a window, and before a closure, what lies there may be left over from another loss.
             require_taken_in(lane)
         verdicts = lane.found_inf.reshape(1).clone()
         self._verdict.agree_(verdicts)

@@ -17,9 +17,9 @@ from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.lane import Phase
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
+from halfpeak.engine.slots import Phase
 from halfpeak.engine.sync import synchronising
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.counting import Counting

@@ -91,7 +91,10 @@ def parse_clip(clip: Clip | float | None) -> Clip:
     if clip is None:
         return NoClip()
     if isinstance(clip, (int, float)) and not isinstance(clip, bool):
-        return ClipNorm(max_norm=clip)
+        try:
+            return ClipNorm(max_norm=clip)
+        except ConfigError as error:
+            raise ConfigError(f"clip={clip!r} means {error}") from None
     if not callable(clip) or isinstance(clip, type):
         raise ConfigTypeError(
             f"clip={clip!r} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"

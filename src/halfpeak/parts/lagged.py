@@ -35,7 +35,8 @@ class Lagged:
         self._buffer.copy_(scalar, non_blocking=True)
         if self._device.type != "cpu":
             self._event = torch.Event(self._device.type)
-            self._event.record()
+            # The stream of the scalar's own device, which need not be the current one.
+            self._event.record(torch.accelerator.current_stream(scalar.device))
 
     @property
     def value(self) -> float:

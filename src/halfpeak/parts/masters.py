@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class Masters:
         self._marks: list[tuple[int, int]] = []
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
+        self._claims: dict[int, set[int]] = {}
         self._stepped: set[int] = set()
 
     def __len__(self) -> int:
@@ -91,6 +92,21 @@ class Masters:
                     if master in optimizer.state:
                         optimizer.state[low] = optimizer.state.pop(master)
         unbind(optimizer)
+
+    def claim(self, who: object, masters: Iterable[Tensor]) -> None:
+        """Say that ``who`` still has to step the gradients of some masters, which others may step, too."""
+        for master in masters:
+            if id(master) in self._low_of:
+                self._claims.setdefault(id(master), set()).add(id(who))
+
+    def unclaim(self, who: object) -> None:
+        """Say that ``who`` needs no gradient any more."""
+        for claimants in self._claims.values():
+            claimants.discard(id(who))
+
+    def is_claimed(self, master: Tensor) -> bool:
+        """Whether somebody still has to step the gradient of a master."""
+        return bool(self._claims.get(id(master)))
 
     def mark_stepped(self, optimizer: Optimizer) -> None:
         """Say that an optimizer is about to move its masters: :meth:`refresh` must not undo it."""
@@ -153,8 +169,12 @@ class Masters:
             return low.detach().to(high.dtype)
         if low.device != high.device:
             return _merge(low.detach(), high.detach().to(low.device))
-        if index not in self._stepped and (low._version, low.data_ptr()) != self._marks[index]:
-            self._follow(index)
+        if index in self._stepped or (low._version, low.data_ptr()) == self._marks[index]:
+            return high
+        if self._marks[index] != _UNSEEN:
+            # Looking must not change anything: who swaps weights in and out again keeps what they were worth.
+            return _merge(low.detach(), high.detach())
+        self._follow(index)
         return high
 
     def _follow(self, index: int) -> None:
@@ -198,9 +218,12 @@ class Masters:
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
         self._high.append(high)
-        # -1 is never a version: the first refresh compares values, so that writes through .data before it are seen.
-        self._marks.append((-1, 0))
+        self._marks.append(_UNSEEN)
         return high
+
+
+_UNSEEN: Final = (-1, 0)
+"""No parameter's version: the first refresh compares values, so that writes through .data before it are seen."""
 
 
 def _merge(low: Tensor, high: Tensor) -> Tensor:

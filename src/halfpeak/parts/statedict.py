@@ -33,6 +33,11 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
     return handles
 
 
+def speaks_float32(module: nn.Module) -> bool:
+    """Whether :func:`hook_state_dict` has been here."""
+    return any(isinstance(hook, ValuesOut) for hook in module._state_dict_hooks.values())
+
+
 class _Hook:
     """A module hook that knows the masters. A deep copy or a pickle of the model lets go of them."""
 
