@@ -38,9 +38,13 @@ def check_stage(stage: str, hooks: Sequence[Hook]) -> None:
         ConfigError: one has no method of that name.
     """
     if not all(callable(getattr(hook, stage, None)) for hook in hooks):
-        raise ConfigError(
-            f"unknown stage {stage!r}; the stages are {', '.join((*Hook.stages, *dict.fromkeys(GENERIC.values())))}"
-        )
+        raise unknown_stage(stage)
+
+
+def unknown_stage(stage: str) -> ConfigError:
+    """What is raised for a stage that does not exist."""
+    names = ", ".join((*Hook.stages, *dict.fromkeys(GENERIC.values())))
+    return ConfigError(f"unknown stage {stage!r}; the stages are {names}")
 
 
 def describe(hooks: Sequence[Hook]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.runner.hook import GENERIC, Hook
-from halfpeak.runner.hook_list import check_stage
+from halfpeak.runner.hook_list import unknown_stage
 
 if TYPE_CHECKING:
     from halfpeak.runner.base import BaseRunner
@@ -28,7 +28,7 @@ class ClosureHook(Hook):
         if not callable(fn):
             raise ConfigTypeError(f"fn={fn!r} must be a function of the runner")
         if fn_name not in (*Hook.stages, *GENERIC.values()):
-            check_stage(fn_name, [])
+            raise unknown_stage(fn_name)
         self.fn_name, self.fn = fn_name, fn
         setattr(self, fn_name, fn)
 

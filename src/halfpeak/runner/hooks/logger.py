@@ -78,8 +78,9 @@ class LoggerHook(Hook):
         self._log_if_ready(runner)
 
     def get_mode(self, runner: BaseRunner) -> str:
-        """``"train"`` or ``"val"``: an evaluation during training has no ``time``."""
-        return "train" if runner.mode == "train" and "time" in runner.log_buffer.output else "val"
+        """``"train"`` or ``"val"``: what an evaluation during training leaves has no ``time``, or says whose it is."""
+        output = runner.log_buffer.output
+        return "train" if runner.mode == "train" and "time" in output and EVAL_ITERS not in output else "val"
 
     def get_epoch(self, runner: BaseRunner) -> int:
         """The number of the epoch, counted from 1."""

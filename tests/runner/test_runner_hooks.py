@@ -1,0 +1,519 @@
+"""The hooks beside optimizer and schedules: averages, evaluation, logs, checkpoints, samplers, buffers, closures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+import halfpeak.runner as hr
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.outcome import StepResult
+from halfpeak.optim import AmpOptimWrapper
+from halfpeak.runner.iter_loader import IterLoader
+from runner import zoo
+
+DATA = [torch.ones(2, 3)] * 4
+TRAIN = [("train", 1)]
+
+
+class Line(nn.Module):
+    """One weight, which is the number of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def train_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            self.weight.add_(1)
+        return {"log_vars": {"loss": 1.0}, "num_samples": 2}
+
+    def val_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        return {"log_vars": {"acc": 0.5}, "num_samples": 2}
+
+    def forward(self, x: Tensor, return_loss: bool = True) -> Any:
+        assert [return_loss, self.training, torch.is_grad_enabled()] == [False] * 3
+        return [float(self.weight)] * len(x)
+
+
+class Results(hr.Hook):
+    def __init__(self, *results: StepResult | None) -> None:
+        self.results = results
+
+    def after_train_iter(self, runner: Any) -> None:
+        runner.step_result = self.results[runner.iter]
+
+
+def result(overflow: bool = False, boundary: bool = True) -> StepResult:
+    return StepResult(torch.tensor(float(overflow)), torch.tensor(1.0), boundary=boundary)
+
+
+def epochs(folder: Path | None = None, count: int = 2, **options: Any) -> hr.EpochBasedRunner:
+    return hr.EpochBasedRunner(Line(), work_dir=folder, max_epochs=count, logger=zoo.quiet(), **options)
+
+
+# --- averages of the weights ------------------------------------------------------------------------------------------
+
+
+def test_an_average_moves_on_real_steps_only() -> None:
+    made = epochs(count=1)
+    made.register_hook(Results(result(), result(overflow=True), result(boundary=False), None))
+    hook = hr.EMAHook(momentum=0.5, warm_up=1)
+    made.register_hook(hook)
+    made.run([DATA], TRAIN)
+    # Steps 1 and 4: 0.5 * 1 = 0.5, then 0.5 * 0.5 + 0.5 * 4. In the model after the epoch, and the weight in the hook.
+    assert made.model.weight.item() == 2.25
+    assert hook.averages["weight"].item() == 4.0
+
+
+def test_an_interval_averages_with_the_momentum_of_as_many_steps() -> None:
+    """mmcv raised the momentum to that power, which all but stopped the average."""
+    made = epochs(count=1)
+    made.register_hook(hr.EMAHook(momentum=0.5, interval=2, warm_up=1))
+    made.run([DATA], TRAIN)
+    assert made.model.weight.item() == pytest.approx(0.25 * (0.25 * 0 + 0.75 * 1) + 0.75 * 3)
+
+
+def test_validation_sees_the_average_and_training_the_weights() -> None:
+    seen: list[tuple[str, float]] = []
+    made = epochs()
+    made.register_hook(hr.EMAHook(momentum=0.5, warm_up=1))
+    for stage in ("before_train_iter", "before_val_iter"):
+        made.register_hook(
+            hr.ClosureHook(stage, lambda runner: seen.append((runner.mode, runner.model.weight.item())))
+        )
+    made.run([DATA[:1], DATA[:1]], [("train", 1), ("val", 1)])
+    assert seen == [("train", 0.0), ("val", 0.5), ("train", 1.0), ("val", 1.25)]
+
+
+def test_masters_come_back_exactly_from_under_the_average(tmp_path: Path) -> None:
+    """The weights are float16 and their masters are not: a run with averages trains as one without."""
+    found: list[Tensor] = []
+    for averaged in (True, False):
+        made = zoo.build("EpochBasedRunner", tmp_path, "fp16")
+        if averaged:
+            hooks = [hook for hook in made.hooks if isinstance(hook, hr.EMAHook)]
+            made.register_hook(
+                hr.ClosureHook("after_train_epoch", lambda runner: found.append(master(runner)))
+            )
+        else:
+            made.hooks[:] = [hook for hook in made.hooks if not isinstance(hook, hr.EMAHook)]
+        zoo.run(made)
+        found.append(
+            hooks[0].averages["first.weight"] if averaged else made.model.state_dict()["first.weight"]
+        )
+    assert found[-1].dtype is torch.float32
+    assert torch.equal(found[-2], found[-1])
+
+
+def master(runner: Any) -> Tensor:
+    return runner.model.state_dict()["first.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 0}, "momentum=0 must"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"interval": 0}, "interval=0"),
+        ({"warm_up": 0}, "warm_up=0"),
+    ],
+)
+def test_refused_averages(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hr.EMAHook(**options)
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_tells_what_its_step_did() -> None:
+    model = zoo.Model()
+    wrapper = AmpOptimWrapper(
+        {"init": 2.0}, "float16", optimizer=zoo.sgd(model), accumulative_counts=2, clip_grad={"max_norm": 1.0}
+    )
+    made = hr.EpochBasedRunner(model, optimizer=wrapper, max_epochs=1)
+    seen: list[Any] = []
+    made.register_hook(zoo.Overflow(3), "HIGHEST")
+    made.register_optimizer_hook({})
+    made.register_hook(
+        hr.ClosureHook(
+            "after_train_iter",
+            lambda runner: seen.append((runner.step_result.boundary, runner.step_result.stepped())),
+        ),
+        "LOWEST",
+    )
+    made.run([[torch.ones(4, 3)] * 5], TRAIN)
+    assert seen == [(False, False), (True, True), (False, False), (True, False), (True, True)]
+    assert len(made.log_buffer.val_history["grad_norm"]) == 3
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Scored:
+    """Three samples; its score follows a list, one per evaluation."""
+
+    def __init__(self, *scores: float, name: str = "acc") -> None:
+        self.scores, self.name, self.seen = list(scores), name, []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(1)}
+
+    def evaluate(self, results: list[float], logger: Any = None, **options: Any) -> dict[str, Any]:
+        self.seen.append((results, options))
+        return {self.name: self.scores.pop(0), "other": 0.0}
+
+
+def evaluated(folder: Path, data: Scored, count: int = 3, **options: Any) -> hr.EpochBasedRunner:
+    made = epochs(folder, count)
+    loader: Any = DataLoader(data)  # type: ignore[arg-type]
+    made.register_hook(hr.EvalHook(loader, **options), "LOW")
+    made.register_logger_hooks({"interval": 10, "hooks": [{"type": "TextLoggerHook"}]})
+    made.run([DATA], TRAIN)
+    return made
+
+
+def test_evaluation_keeps_the_best(tmp_path: Path) -> None:
+    data = Scored(0.1, 0.3, 0.2)
+    made = evaluated(tmp_path, data, save_best="auto", flag=1)
+    assert data.seen == [([n] * 3, {"flag": 1}) for n in (4.0, 8.0, 12.0)]
+    assert made.meta["hook_msgs"] == {"best_score": 0.3, "best_ckpt": str(tmp_path / "best_acc_epoch_2.pth")}
+    assert [path.name for path in tmp_path.glob("*.pth")] == ["best_acc_epoch_2.pth"]
+    best = epochs()
+    best.resume(tmp_path / "best_acc_epoch_2.pth")
+    assert (best.epoch, best.iter, best.model.weight.item()) == (2, 8, 8.0)
+    rows = [json.loads(line) for line in next(tmp_path.glob("*.json")).read_text().splitlines()]
+    assert [row["acc"] for row in rows if row.get("mode") == "val"] == [0.1, 0.3, 0.2]
+    assert made.model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "best"),
+    [
+        ("loss", {}, 0.1),
+        ("bbox_mAP", {}, 0.3),
+        ("mIoU", {}, 0.3),
+        ("distance", {"rule": "less"}, 0.1),
+        ("distance", {"less_keys": ["dist"]}, 0.1),
+        ("distance", {"greater_keys": ["dist"]}, 0.3),
+    ],
+)
+def test_what_is_better(name: str, options: dict[str, Any], best: float, tmp_path: Path) -> None:
+    made = evaluated(tmp_path, Scored(0.2, math.nan, 0.1, 0.3, name=name), 4, save_best=name, **options)
+    assert made.meta["hook_msgs"]["best_score"] == best
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({}, [1, 2, 3, 4, 5]),
+        ({"interval": 2}, [2, 4]),
+        ({"start": 3}, [3, 4, 5]),
+        ({"start": 2, "interval": 3}, [2, 5]),
+    ],
+)
+def test_when_it_evaluates(options: dict[str, Any], at: list[int]) -> None:
+    data = Scored(*[0.0] * 5)
+    made = epochs(count=5)
+    made.register_hook(hr.EvalHook(DataLoader(data), **options))  # type: ignore[arg-type]
+    made.run([DATA[:1]], TRAIN)
+    assert [results[0] for results, _ in data.seen] == at
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_evaluation_by_iteration_does_not_mix_with_the_log_of_training(first: bool, tmp_path: Path) -> None:
+    made = hr.IterBasedRunner(Line(), work_dir=tmp_path, max_iters=6, logger=zoo.quiet())
+    hook = hr.EvalHook(DataLoader(Scored(0.1, 0.2)), interval=3, by_epoch=False)  # type: ignore[arg-type]
+    if first:  # before the timer, which has the same priority
+        made.register_hook(hook, "LOW")
+    made.register_training_hooks(None, log_config={"interval": 3, "hooks": [{"type": "TextLoggerHook"}]})
+    if not first:
+        made.register_hook(hook, "LOW")
+    made.run([DATA], TRAIN)
+    rows = [json.loads(line) for line in next(tmp_path.glob("*.json")).read_text().splitlines()]
+    assert [(row["mode"], row["iter"], "acc" in row, "loss" in row) for row in rows] == [
+        ("train", 3, False, True),
+        ("val", 3, True, False),
+        ("train", 6, False, True),
+        ("val", 3, True, False),
+    ]
+
+
+def test_a_test_function_may_give_the_scores() -> None:
+    made = epochs(count=1)
+    made.register_hook(hr.EvalHook(DATA, test_fn=lambda model, loader: {"acc": len(loader) / 8}))
+    made.run([DATA], TRAIN)
+    assert made.log_buffer.output["acc"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataloader": 3}, "dataloader must be a DataLoader, not int"),
+        ({"interval": 0}, "interval=0 must be an integer of 1"),
+        ({"start": -1}, "start=-1"),
+        ({"rule": "more"}, "rule='more' must be 'greater', 'less' or None"),
+        ({"by_epoch": 1}, "by_epoch=1"),
+        ({"save_best": "speed"}, "whether 'speed' should be great or small"),
+    ],
+)
+def test_refused_evaluations(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hr.EvalHook(**{"dataloader": DATA, **options})
+
+
+@pytest.mark.parametrize(
+    ("test_fn", "options", "message"),
+    [
+        (None, {"dataloader": [{"x": torch.ones(1)}]}, "NoneType has no evaluate"),
+        (lambda model, loader: {"acc": 1.0}, {"save_best": "mAP"}, "save_best='mAP' is not among the scores"),
+        (lambda model, loader: {"speed": 1.0}, {"save_best": "auto"}, "write rule='greater'"),
+    ],
+)
+def test_scores_that_cannot_be_used(
+    test_fn: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    made = epochs(tmp_path)
+    made.register_hook(hr.EvalHook(**{"dataloader": DATA, "test_fn": test_fn, **options}))
+    with pytest.raises(ConfigError, match=message):
+        made.run([DATA], TRAIN)
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_buffer_averages_the_last_values_of_each_name() -> None:
+    buffer = hr.LogBuffer()
+    for value, count in ((1.0, 1), (2.0, 3), (4.0, 1)):
+        buffer.update({"a": torch.tensor(value)}, count)
+    buffer.update({"b": 7})
+    buffer.average(2)
+    assert (buffer.output, buffer.ready) == ({"a": 2.5, "b": 7.0}, True)
+    buffer.average()
+    assert buffer.output["a"] == 2.2
+    buffer.update({"c": 1.0}, 0)
+    buffer.average()
+    assert math.isnan(buffer.output["c"])
+    buffer.clear_output()
+    assert (buffer.output, buffer.ready, len(buffer.val_history)) == ({}, False, 3)
+    buffer.clear()
+    assert not buffer.val_history
+
+
+def test_a_tensor_in_the_log_may_change_later() -> None:
+    buffer, value = hr.LogBuffer(), torch.tensor(1.0)
+    buffer.update({"a": value})
+    value.fill_(9)
+    buffer.average()
+    assert buffer.output == {"a": 1.0}
+
+
+@pytest.mark.parametrize("values", [[1], {"a": "x"}, {"a": torch.ones(2)}, {"a": None}])
+def test_refused_numbers_add_nothing(values: Any) -> None:
+    buffer = hr.LogBuffer()
+    with pytest.raises(ConfigTypeError, match="number"):
+        buffer.update({"b": 1.0, **values} if isinstance(values, dict) else values)
+    with pytest.raises(ConfigError, match="n=-1"):
+        buffer.average(-1)
+    assert not buffer.val_history
+
+
+def test_the_last_logger_empties_the_output(tmp_path: Path) -> None:
+    """And one that comes earlier does not take it away from the others."""
+    seen: list[Any] = []
+
+    class Copy(hr.LoggerHook):
+        def log(self, runner: Any) -> None:
+            seen.append({**self.get_loggable_tags(runner, tags_to_skip=("time", "data_time"))})
+
+    made = epochs(tmp_path, 1, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.25))
+    made.register_training_hooks(
+        None, log_config={"interval": 2, "hooks": [Copy(interval=2), Copy(interval=2)]}
+    )
+    made.run([DATA], TRAIN)
+    assert seen == [{"train/loss": 1.0, "learning_rate": 0.5, "momentum": 0.25}] * 4
+    assert not made.log_buffer.ready
+
+
+def test_lines_of_several_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    two = {name: torch.optim.SGD([torch.zeros(1)], lr=lr) for name, lr in (("g", 0.5), ("d", 0.25))}
+    made = hr.EpochBasedRunner(Line(), optimizer=two, max_epochs=1)
+    made.register_training_hooks(None, log_config={"interval": 4, "hooks": [{"type": "TextLoggerHook"}]})
+    made.run([DATA], TRAIN)
+    line = next(message for message in caplog.messages if message.startswith("Epoch"))
+    assert line.startswith("Epoch [1][4/4]\tlr_g: 5.000e-01 lr_d: 2.500e-01, eta: 0:00:00, time: 0.")
+    assert line.endswith(", loss: 1.0000")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = epochs(tmp_path, 1, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.5))
+    made.register_logger_hooks({"interval": 2, "hooks": [{"type": "TensorboardLoggerHook"}]})
+    made.register_hook(hr.IterTimerHook())
+    made.run([DATA, DATA], [("train", 1), ("val", 1)])
+    events = EventAccumulator(str(tmp_path / "tf_logs"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "val/acc", "learning_rate", "momentum"}
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 1.0), (4, 1.0)]
+
+
+def test_tensorboard_needs_a_place() -> None:
+    made = epochs()
+    made.register_logger_hooks({"hooks": [{"type": "TensorboardLoggerHook"}]})
+    with pytest.raises(ConfigError, match="no place to write"):
+        made.run([DATA], TRAIN)
+
+
+@pytest.mark.parametrize(
+    "options", [{"interval": 0}, {"interval": 1.5}, {"ignore_last": 1}, {"by_epoch": None}]
+)
+def test_refused_loggers(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        hr.TextLoggerHook(**options)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_old_files_go_also_where_the_last_one_comes_in_between(tmp_path: Path) -> None:
+    made = epochs(tmp_path, 5)
+    made.register_checkpoint_hook({"interval": 2, "max_keep_ckpts": 2})
+    made.run([DATA], TRAIN)
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_4.pth", "epoch_5.pth"]
+    assert (tmp_path / "latest.pth").resolve().name == "epoch_5.pth"
+
+
+def test_another_directory_and_name(tmp_path: Path) -> None:
+    made = epochs(tmp_path / "run", 1)
+    made.register_checkpoint_hook(
+        {
+            "out_dir": tmp_path / "store",
+            "filename_tmpl": "e{}.pth",
+            "meta": {"note": 1},
+            "create_symlink": False,
+            "save_optimizer": False,
+        }
+    )
+    made.run([DATA], TRAIN)
+    assert [path.name for path in (tmp_path / "store" / "run").iterdir()] == ["e1.pth"]
+    saved = torch.load(tmp_path / "store" / "run" / "e1.pth", weights_only=True)
+    assert saved["meta"]["note"] == 1
+    assert "optimizer" not in saved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "interval=0 must be"),
+        ({"max_keep_ckpts": 1.0}, "max_keep_ckpts=1.0"),
+        ({"by_epoch": 1}, "by_epoch=1 must be True or False"),
+        ({"file_client_args": {}}, "takes no 'file_client_args'"),
+        ({"sync_buffer": None}, "sync_buffer=None"),
+    ],
+)
+def test_refused_checkpoint_hooks(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hr.CheckpointHook(**options)
+
+
+def test_a_checkpoint_hook_needs_a_place_and_a_template(tmp_path: Path) -> None:
+    made = epochs()
+    made.register_checkpoint_hook({})
+    with pytest.raises(ConfigError, match="CheckpointHook has no place to save"):
+        made.run([DATA], TRAIN)
+    made = epochs(tmp_path, 1)
+    made.register_checkpoint_hook({"filename_tmpl": "{}_{}.pth"})
+    with pytest.raises(ConfigError, match="must have one place for the number"):
+        made.run([DATA], TRAIN)
+
+
+# --- the small ones ---------------------------------------------------------------------------------------------------
+
+
+class Seeded(SequentialSampler):
+    epochs: list[int]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.__dict__.setdefault("epochs", []).append(epoch)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_samplers_are_told_the_epoch(inner: bool) -> None:
+    sampler = Seeded(range(4))
+    batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if inner else {"sampler": sampler}
+    loader = DataLoader(torch.ones(4, 3), **batches)  # type: ignore[arg-type]
+    made = epochs(count=3)
+    made.register_custom_hooks({"type": "DistSamplerSeedHook"})
+    made.run([loader], TRAIN)
+    assert sampler.epochs == [0, 1, 2]
+    endless = IterLoader(loader)
+    for _ in range(2 * len(loader) + 1):
+        next(endless)
+    assert sampler.epochs[3:] == [1, 2]
+
+
+def test_an_endless_loader_without_batches() -> None:
+    with pytest.raises(ConfigError, match="gives no batch"):
+        next(IterLoader(DataLoader(torch.ones(1, 3), batch_size=2, drop_last=True)))
+    loader = IterLoader(DataLoader(torch.ones(4), sampler=RandomSampler(range(4))))
+    assert (len(loader), len(loader.data_loader)) == (4, 4)
+
+
+def test_closures() -> None:
+    calls: list[int] = []
+    made = epochs(count=1)
+    made.register_hook(hr.ClosureHook("after_iter", lambda runner: calls.append(runner.iter)))
+    made.run([DATA], TRAIN)
+    assert calls == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="unknown stage 'after_step'"):
+        hr.ClosureHook("after_step", print)
+    with pytest.raises(ConfigTypeError, match="fn=3"):
+        hr.ClosureHook("after_run", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("moments", "count"),
+    [
+        ({}, 2),
+        ({"before_epoch": True}, 4),
+        ({"after_epoch": False}, 0),
+        ({"after_epoch": False, "after_iter": True}, 8),
+    ],
+)
+def test_memory_is_given_back(moments: dict[str, bool], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: calls.append(1))
+    made = epochs()
+    made.register_hook(hr.EmptyCacheHook(**moments))
+    made.run([DATA], TRAIN)
+    assert len(calls) == count
+
+
+def test_flags_are_flags() -> None:
+    with pytest.raises(ConfigTypeError, match="after_iter=1"):
+        hr.EmptyCacheHook(after_iter=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigTypeError, match="distributed='no'"):
+        hr.SyncBuffersHook(distributed="no")  # type: ignore[arg-type]
+
+
+def test_buffers_of_one_rank_stay() -> None:
+    made = hr.EpochBasedRunner(zoo.Model(), optimizer=None, max_epochs=1)
+    made.register_hook(hr.SyncBuffersHook())
+    made.run([[torch.randn(4, 3)]], TRAIN)
+    assert made.model.norm.num_batches_tracked == 1

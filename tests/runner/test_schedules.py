@@ -1,0 +1,291 @@
+"""Schedules: on what they act, when they stand still, and what they refuse. Their curves are in test_agreement.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak.runner as hr
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.core.outcome import StepResult
+from halfpeak.optim import OptimWrapper, OptimWrapperDict
+from halfpeak.runner.progress import Progress
+from runner import zoo
+
+DATA = [torch.ones(2, 3)] * 4
+
+
+class Idle(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def train_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+
+class Results(hr.Hook):
+    """Tells the runner a made-up result for each iteration."""
+
+    def __init__(self, results: list[StepResult | None]) -> None:
+        self.results = results
+
+    def after_train_iter(self, runner: Any) -> None:
+        runner.step_result = self.results[runner.iter]
+
+
+class See(hr.Hook):
+    def __init__(self, read: Any) -> None:
+        self.read, self.seen = read, []
+
+    def after_train_iter(self, runner: Any) -> None:
+        self.seen.append(self.read(runner))
+
+
+def result(overflow: bool = False, boundary: bool = True) -> StepResult:
+    return StepResult(torch.tensor(float(overflow)), torch.tensor(1.0), boundary=boundary)
+
+
+def run(
+    optimizer: Any, config: Any, *, which: str = "lr", epochs: int = 2, results: Any = None, read: Any = None
+) -> list[Any]:
+    made = hr.EpochBasedRunner(Idle(), optimizer=optimizer, max_epochs=epochs)
+    getattr(made, f"register_{which}_hook")(config)
+    see = See(read or (lambda runner: runner.current_lr()))
+    if results is not None:
+        made.register_hook(Results(results))
+    made.register_hook(see, "LOWEST")
+    made.run([DATA], [("train", 1)])
+    return see.seen
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1))
+
+
+def sgd(lr: Any = 1.0, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter()], lr=lr, **options)
+
+
+EXP = {"policy": "exp", "gamma": 0.5, "by_epoch": False}
+
+
+def test_a_skipped_step_does_not_move_the_schedule() -> None:
+    results = [result(), result(overflow=True), result(), result()]
+    assert run(sgd(), EXP, epochs=1, results=results) == [[1.0], [0.5], [0.5], [0.25]]
+
+
+def test_a_skipped_window_is_repeated_as_a_whole() -> None:
+    inside, good, bad = result(boundary=False), result(), result(overflow=True)
+    results = [inside, good, inside, bad, inside, good, inside, good]
+    rates = [rate for (rate,) in run(sgd(), EXP, results=results)]
+    assert rates == [0.5**n for n in (0, 1, 2, 3, 2, 3, 4, 5)]
+
+
+def test_a_schedule_by_epoch_goes_on() -> None:
+    results = [result(overflow=True)] * 8
+    assert run(sgd(), {"policy": "exp", "gamma": 0.5}, results=results) == [[1.0]] * 4 + [[0.5]] * 4
+
+
+def test_warm_up_waits_for_real_steps() -> None:
+    config = {"policy": "fixed", "warmup": "linear", "warmup_iters": 4, "warmup_ratio": 0.5}
+    results = [result(), result(overflow=True), *[result()] * 6]
+    rates = [rate for (rate,) in run(sgd(), config, results=results)]
+    assert rates == [0.5, 0.625, 0.625, 0.75, 0.875, 1.0, 1.0, 1.0]
+
+
+def test_a_result_is_read_when_the_next_one_comes() -> None:
+    """Nothing waits for a step that has only just begun."""
+    progress = Progress()
+    first = result(overflow=True)
+    progress.note(0, first)
+    first.found_inf.fill_(0)
+    assert (progress.read_steps(), progress.read_lost()) == (1, 0)
+    progress.note(0, result())
+    assert progress.read_steps() == 1
+    progress.note(1, None)
+    progress.note(2, result(boundary=False))
+    again = Progress()
+    again.load_state_dict(progress.state_dict())
+    again.note(3, result(overflow=True))
+    assert (again.read_steps(), again.read_lost()) == (2, 2)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.Adam([parameter()], lr=rate)
+    assert run(optimizer, EXP, epochs=1) == [[1.0], [0.5], [0.25], [0.125]]
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_every_group_of_every_optimizer() -> None:
+    two = torch.optim.SGD([{"params": [parameter()], "lr": 4.0}, {"params": [parameter()]}], lr=1.0)
+    rates = run({"a": two, "b": sgd(8.0)}, EXP, epochs=1)
+    assert rates[1] == {"a": [2.0, 0.5], "b": [4.0]}
+    assert run(OptimWrapperDict(a=OptimWrapper(sgd())), EXP, epochs=1)[1] == {"a": [0.5]}
+
+
+def test_a_wrappers_base_rate_moves_too() -> None:
+    two = torch.optim.SGD([{"params": [parameter()], "lr": 4.0}, {"params": [parameter()]}], lr=1.0)
+    rates = run(OptimWrapper(two), EXP, epochs=1, read=lambda runner: runner.optimizer.get_lr())
+    assert rates[1] == {"base_lr": [0.5], "lr": [2.0, 0.5]}
+
+
+def test_momentum_is_the_first_beta_too() -> None:
+    config = {"policy": "step", "step": [1], "gamma": 0.5}
+    optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
+    seen = run(optimizer, config, which="momentum", read=lambda runner: optimizer.param_groups[0]["betas"])
+    assert (seen[0], seen[-1]) == ((0.8, 0.99), (0.4, 0.99))
+    seen = run(sgd(momentum=0.8), config, which="momentum", read=lambda runner: runner.current_momentum())
+    assert (seen[0], seen[-1]) == ([0.8], [0.4])
+
+
+def test_one_cycle_has_a_number_per_group_and_optimizer() -> None:
+    two = torch.optim.SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=1.0, momentum=0.9)
+    config = {"policy": "OneCycle", "max_lr": {"a": [1.0, 2.0], "b": 4.0}, "pct_start": 0.5, "div_factor": 4}
+    rates = run({"a": two, "b": sgd()}, config)
+    assert rates[0] == {"a": [0.25, 0.5], "b": [1.0]}
+    assert rates[3] == {"a": [1.0, 2.0], "b": [4.0]}
+    config = {
+        "policy": "OneCycle",
+        "base_momentum": [0.5, 0.6],
+        "max_momentum": [0.9, 0.95],
+        "pct_start": 0.5,
+    }
+    momenta = run(two, config, which="momentum", read=lambda runner: runner.current_momentum())
+    assert (momenta[0], momenta[3], momenta[-1]) == ([0.9, 0.95], [0.5, 0.6], [0.9, 0.95])
+
+
+def test_a_policy_of_ones_own() -> None:
+    class Halves(hr.LrUpdaterHook):
+        def get_lr(self, runner: Any, base_lr: float) -> float:
+            return base_lr / 2**runner.epoch
+
+    hook = Halves()
+    assert run(sgd(), hook) == [[1.0]] * 4 + [[0.5]] * 4
+    assert hook.base_lr == [1.0]
+
+
+def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:
+    """The optimizer's groups remember it, whatever the rate is when the run goes on."""
+    optimizer = sgd()
+    run(optimizer, EXP, epochs=1)
+    again = sgd()
+    again.load_state_dict(optimizer.state_dict())
+    assert run(again, EXP, epochs=1)[0] == [1.0]
+
+
+def test_by_iterations_a_schedule_by_epoch_follows_the_passes() -> None:
+    """mmcv's never moved there."""
+    made = hr.IterBasedRunner(Idle(), optimizer=sgd(), max_iters=10)
+    made.register_lr_hook({"policy": "exp", "gamma": 0.5})
+    see = See(lambda runner: runner.current_lr()[0])
+    made.register_hook(see, "LOWEST")
+    made.run([DATA], [("train", 1)])
+    assert see.seen == [1.0] * 4 + [0.5] * 4 + [0.25] * 2
+
+
+LR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "fixed", "by_epoch": 1}, ConfigTypeError, "by_epoch=1 must be True or False"),
+    ({"policy": "fixed", "warmup": "cubic"}, ConfigError, "warmup='cubic' must be None or one of 'constant'"),
+    ({"policy": "fixed", "warmup": "linear"}, ConfigError, "warmup_iters=0 must be an integer of 1 or more"),
+    (
+        {"policy": "fixed", "warmup": "exp", "warmup_iters": 2, "warmup_ratio": 0},
+        ConfigError,
+        "warmup_ratio=0 must be",
+    ),
+    ({"policy": "fixed", "gama": 1}, TypeError, "gama"),
+    ({"policy": "step", "step": "8"}, ConfigTypeError, "step='8' must be an integer or a list"),
+    ({"policy": "step", "step": []}, ConfigTypeError, "must be an integer or a list"),
+    ({"policy": "step", "step": [0]}, ConfigError, "must be above 0"),
+    ({"policy": "exp", "gamma": "x"}, ConfigTypeError, "gamma='x' must be a finite number"),
+    ({"policy": "CosineAnnealing"}, ConfigError, "exactly one of min_lr=None and min_lr_ratio=None"),
+    ({"policy": "LinearAnnealing", "min_lr": 0, "min_lr_ratio": 0}, ConfigError, "exactly one of"),
+    (
+        {"policy": "FlatCosineAnnealing", "min_lr": 0, "start_percent": 2},
+        ConfigError,
+        "start_percent=2 must be from 0",
+    ),
+    (
+        {"policy": "CosineRestart", "periods": [1, 2], "min_lr": 0},
+        ConfigError,
+        "2 periods and 1 restart_weights",
+    ),
+    ({"policy": "CosineRestart", "periods": [0], "min_lr": 0}, ConfigError, "periods="),
+    ({"policy": "cyclic", "by_epoch": True}, ConfigError, "goes by iterations only"),
+    ({"policy": "cyclic", "target_ratio": (1, 2, 3)}, ConfigError, "must be one number or a pair"),
+    ({"policy": "cyclic", "cyclic_times": 0}, ConfigError, "cyclic_times=0"),
+    ({"policy": "cyclic", "step_ratio_up": 1.0}, ConfigError, "step_ratio_up=1.0"),
+    ({"policy": "cyclic", "gamma": 2}, ConfigError, "gamma=2 must be above 0 and at most 1"),
+    (
+        {"policy": "cyclic", "anneal_strategy": "sin"},
+        ConfigError,
+        "anneal_strategy='sin' must be one of 'cos', 'linear'",
+    ),
+    ({"policy": "OneCycle", "max_lr": 1.0, "by_epoch": True}, ConfigError, "goes by iterations only"),
+    ({"policy": "OneCycle", "max_lr": 1.0, "pct_start": 1}, ConfigError, "pct_start=1 must be a float"),
+    ({"policy": "OneCycle", "max_lr": 1.0, "total_steps": 0}, ConfigError, "total_steps=0"),
+    ({"policy": "OneCycle", "max_lr": 1.0, "three_phase": 1}, ConfigTypeError, "three_phase=1"),
+]
+
+
+@pytest.mark.parametrize(("config", "error", "message"), LR_ERRORS)
+def test_refused_schedules(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    made = hr.EpochBasedRunner(Idle(), optimizer=sgd(), max_epochs=1)
+    with pytest.raises(error, match=message):
+        made.register_lr_hook(config)
+    assert not made.hooks
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "which", "config", "error", "message"),
+    [
+        (None, "lr", EXP, OrderError, "this runner has no optimizer"),
+        (
+            sgd(),
+            "lr",
+            {"policy": "OneCycle", "max_lr": 1.0, "total_steps": 7},
+            ConfigError,
+            "less than the 8 iterations",
+        ),
+        (sgd(), "lr", {"policy": "OneCycle", "max_lr": []}, ConfigError, "no number for group 0"),
+        (
+            sgd(),
+            "lr",
+            {"policy": "CosineRestart", "periods": [1], "min_lr": 0},
+            ConfigError,
+            "iteration 1 comes after",
+        ),
+        (
+            torch.optim.Adagrad([parameter()]),
+            "momentum",
+            {"policy": "cyclic"},
+            ConfigError,
+            "neither 'momentum' nor 'betas'",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit_the_run(
+    optimizer: Any, which: str, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(optimizer, config, which=which)
+
+
+def test_a_schedule_by_epoch_needs_epochs() -> None:
+    made = hr.IterBasedRunner(Idle(), optimizer=sgd(), max_iters=3)
+    made.register_lr_hook({"policy": "poly"})
+    with pytest.raises(ConfigError, match="this runner has max_iters; write by_epoch=False"):
+        made.run([DATA], [("train", 1)])
+
+
+def test_zoo_is_scheduled(tmp_path: Path) -> None:
+    """The runs of the resume tests do move their rates and momenta."""
+    made = zoo.build("IterBasedRunner", tmp_path)
+    see = See(lambda runner: (runner.current_lr()[0], runner.current_momentum()[0]))
+    made.register_hook(see, "LOWEST")
+    zoo.run(made)
+    assert len(set(see.seen)) == zoo.LENGTH - 1  # one step is skipped
