@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -160,11 +160,11 @@ def build(
     return engine
 
 
-def _listed[T](given: T | Sequence[T], kind: type[T]) -> list[T]:
+def _listed(given: Any, kind: type[Any]) -> list[Any]:
     if isinstance(given, kind):
         return [given]
     try:
-        return list(given)  # type: ignore[arg-type]
+        return list(given)
     except TypeError:
         raise ConfigTypeError(
             f"{type(given).__name__} is neither a torch {kind.__name__} nor a list of them; write prepare(model, optimizer, "
