@@ -48,14 +48,17 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "halfpeak needs Python 3.11 or newer and '$(PYTHON)' is not; write: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
 	  exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	touch $@
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@touch $@
 
 $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[all]'
-	touch $@
+	@echo "installing halfpeak and its extras into $(VENV), a minute or more ..."
+	@$(INSTALL) --editable '.[all]'
+	@touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(INSTALL) --group test --group check --group docs
-	touch $@
+	@echo "installing the tools of tests, checks and docs into $(VENV) ..."
+	@$(INSTALL) --group test --group check --group docs
+	@touch $@
