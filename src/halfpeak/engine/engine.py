@@ -286,7 +286,8 @@ class Engine:
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.
 
-        Models keep the dtypes they were converted to.
+        Models keep the dtypes they were converted to and the rounded values; what the masters knew beyond them is gone, as
+        are the gradients of an open window. Take :meth:`state_dict` before, to prepare again where this engine was.
         """
         for handle in self.handles:
             handle.remove()
