@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from halfpeak import runner
 from halfpeak.core.errors import CheckpointError, StateError
@@ -42,6 +42,31 @@ def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
         again.resume(tmp_path / f"epoch_{epoch}.pth")
         assert (again.epoch, again.iter) == (epoch, 4 * epoch)
         assert not differences(end, run(again, validated=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(kind: str, tmp_path: Path) -> None:
+    """By a hook that comes last and calls ``save_checkpoint`` itself."""
+    places: list[str] = []
+
+    class Save(runner.Hook):
+        def save(self, runner: Any) -> None:
+            places.append(f"{len(places)}.{{}}.pth")
+            runner.save_checkpoint(tmp_path, places[-1], create_symlink=False)
+
+    for stage in (
+        "after_train_iter",
+        "after_val_iter",
+        *(["after_train_epoch", "after_val_epoch"] * ("Epoch" in kind)),
+    ):
+        setattr(Save, stage, Save.save)
+    whole = build(kind, tmp_path / "whole", interval=100)
+    whole.register_hook(Save(), "LOWEST")
+    end = run(whole, validated=True)
+    for number in range(0, len(places), 2):
+        again = build(kind, tmp_path / str(number), interval=100)
+        again.resume(next(tmp_path.glob(f"{number}.*.pth")))
+        assert not differences(end, run(again, validated=True)), number
 
 
 def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
@@ -89,6 +114,19 @@ def test_an_endless_loader_is_taken_up_where_it_was_left() -> None:
     again.load_state_dict(state)
     assert again.epoch == 1
     assert all(torch.equal(a, next(again)) for a in following)
+
+
+def test_an_endless_loader_tells_its_sampler_which_pass_it_resumes() -> None:
+    def make() -> IterLoader:
+        data = torch.arange(8.0)
+        return IterLoader(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)))  # type: ignore[arg-type]
+
+    loader = make()
+    for _ in range(6):
+        next(loader)
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert [next(again).item() for _ in range(6)] == [next(loader).item() for _ in range(6)]
 
 
 def test_a_resume_needs_the_data_it_had(tmp_path: Path) -> None:

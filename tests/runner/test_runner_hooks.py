@@ -211,7 +211,9 @@ def test_evaluation_keeps_the_best(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_better(name: str, options: dict[str, Any], best: float, tmp_path: Path) -> None:
-    made = evaluated(tmp_path, Scored(0.2, math.nan, 0.1, 0.3, name=name), 4, save_best=name, **options)
+    made = evaluated(
+        tmp_path, Scored(math.nan, 0.2, math.nan, 0.1, 0.3, name=name), 5, save_best=name, **options
+    )
     assert made.meta["hook_msgs"]["best_score"] == best
 
 

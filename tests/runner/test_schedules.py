@@ -85,6 +85,20 @@ def test_a_skipped_window_is_repeated_as_a_whole() -> None:
     assert rates == [0.5**n for n in (0, 1, 2, 3, 2, 3, 4, 5)]
 
 
+def test_a_result_is_that_of_its_own_iteration() -> None:
+    """A hook that tells nothing in the next one has stepped, as far as anybody knows."""
+
+    class Once(hr.Hook):
+        def after_train_iter(self, runner: Any) -> None:
+            if runner.iter == 0:
+                runner.step_result = result(overflow=True)
+
+    made = hr.EpochBasedRunner(Idle(), optimizer=sgd(), max_epochs=1)
+    made.register_hook(Once())
+    made.run([DATA], [("train", 1)])
+    assert (made.steps, made.scheduled_iter) == (3, 3)
+
+
 def test_a_schedule_by_epoch_goes_on() -> None:
     results = [result(overflow=True)] * 8
     assert run(sgd(), {"policy": "exp", "gamma": 0.5}, results=results) == [[1.0]] * 4 + [[0.5]] * 4
