@@ -32,10 +32,8 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
             raise ConfigTypeError(
                 f"{type(model).__name__} is not a torch.nn.Module; pass a module or a list of modules"
             )
-        part = next(
-            (name for name, part in model.named_modules() if is_prepared(part) or speaks_float32(part)), None
-        )
-        if part is not None:
+        part = next((name for name, part in model.named_modules() if speaks_float32(part)), None)
+        if part is not None or is_prepared(model):
             what = f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
             raise OrderError(
                 f"{what} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
