@@ -26,8 +26,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
             wide = [grad.float() for grad in group]
             torch._foreach_mul_(wide, inv_scale.to(device))
             torch._foreach_copy_(group, wide)
-    # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
-    check_(dense, found_inf)
+        # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
+        _check_group_(group, device, dtype, found_inf)
     if rest:
         reference.unscale_(rest, inv_scale, found_inf)
 
@@ -69,11 +69,7 @@ def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf`` to 1 if any element is not finite; see :func:`halfpeak.ops.reference.check_`."""
     dense, rest = _split(tensors)
     for device, dtype, group in _groups(dense):
-        if _has_amp_kernel(device, dtype):
-            _amp_(group, torch.ones((), device=device), found_inf)
-        else:
-            largest = torch.stack(torch._foreach_norm(group, float("inf"))).max()
-            _raise_flag_(found_inf, ~torch.isfinite(largest))
+        _check_group_(group, device, dtype, found_inf)
     if rest:
         reference.check_(rest, found_inf)
 
@@ -140,6 +136,14 @@ def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     local = torch.zeros((), device=device)
     torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device))
     _raise_flag_(found_inf, local)
+
+
+def _check_group_(group: list[Tensor], device: torch.device, dtype: torch.dtype, found_inf: Tensor) -> None:
+    if _has_amp_kernel(device, dtype):
+        _amp_(group, torch.ones((), device=device), found_inf)
+    else:
+        largest = torch.stack(torch._foreach_norm(group, float("inf"))).max()
+        _raise_flag_(found_inf, ~torch.isfinite(largest))
 
 
 def _raise_flag_(found_inf: Tensor, bad: Tensor) -> None:
