@@ -17,6 +17,7 @@ from halfpeak.cli.options import Request, parse
 from halfpeak.cli.progress import progress
 from halfpeak.cli.run_folder import RunFolder, existing_folder, new_folder
 from halfpeak.cli.summary import finish
+from halfpeak.cli.train_runner import RunnerJob, Settled
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
 from halfpeak.insight.events import TensorBoard
 from halfpeak.insight.extras import MissingExtraError, needs
@@ -84,6 +85,8 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
         origin = _origin(existing_folder(request.resume, plan.output), say)
         plan = draft(origin.state["plan"], _length(origin.folder), *given)
     with repeatable(plan.deterministic), threads(plan.threads):
+        if plan.runner is not None:
+            return _run_runner(plan, origin, console, say, stop)
         start = _begin(plan, say) if origin is None else _resume(plan, origin, say)
         return _run(start, console, say, stop)
 
@@ -116,6 +119,12 @@ def _resume(plan: Plan, origin: Origin, say: Say) -> Start:
 
 def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> tuple[Training, str | None]:
     """The training of a plan, and the reason for its level where nobody asked for one."""
+    plan, recipe, order, device, _, reason = _settle(plan, say, saved)
+    return Training(plan, recipe, order, device, drive), reason
+
+
+def _settle(plan: Plan, say: Say, saved: Mapping[str, Any] | None) -> Settled:
+    """Decide what the plan leaves open."""
     device = find_device(plan.device)
     if ":" in plan.device:
         torch.accelerator.set_device_index(device.index)
@@ -123,13 +132,13 @@ def _build(plan: Plan, say: Say, *, saved: Mapping[str, Any] | None = None) -> t
     if saved is not None:
         require_same(saved, plan)
     recipe = find_recipe(plan.recipe).build(plan, device)
+    epochs = plan.epochs
     plan, order = measure(plan, recipe)
-    training = Training(plan, recipe, order, device, drive)
     say(f"{plan.recipe} at level {plan.level} on {device}" + (f": {reason}" if reason else ""))
     slow = slow_float16(device, uses_float16=properties(plan).policy().compute is torch.float16)
     if slow is not None:
         say(f"note: {slow}")
-    return training, reason
+    return Settled(plan, recipe, order, device, epochs, reason)
 
 
 def _origin(folder: RunFolder, say: Say) -> Origin:
@@ -144,7 +153,9 @@ def _origin(folder: RunFolder, say: Say) -> Origin:
             ) from None
     for warning in caught:
         say(f"note: {warning.message}")
-    return Origin(folder, require_checkpoint(state, folder.checkpoint))
+    # A runner keeps in meta what the loop keeps at the top.
+    meta = state.get("meta")
+    return Origin(folder, require_checkpoint(meta if isinstance(meta, dict) else state, folder.checkpoint))
 
 
 def _length(folder: RunFolder) -> Mapping[str, Any]:
@@ -153,14 +164,14 @@ def _length(folder: RunFolder) -> Mapping[str, Any]:
         settings = read_config(folder.config)
     except ConfigError:
         return {}
-    return {name: value for name, value in settings.items() if name == "steps"}
+    return {name: value for name, value in settings.items() if name in ("steps", "epochs")}
 
 
 def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:
     training, folder = start.training, start.folder
     training.plan = replace(training.plan, output=str(folder.path))
     write_config(folder.config, {**training.plan.values(), "output": None})
-    history = History(_sinks(start, say), every=training.plan.log_every)
+    history = History(_sinks(training.plan, folder, start.after, say), every=training.plan.log_every)
 
     def save() -> None:
         checkpoint.save(folder.checkpoint, training.state_dict())
@@ -181,11 +192,33 @@ def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:
     return finished
 
 
-def _sinks(start: Start, say: Say) -> list[Sink]:
-    sinks: list[Sink] = [JsonLines(start.folder.metrics, after=start.after)]
-    if start.training.plan.tensorboard:
+def _run_runner(plan: Plan, origin: Origin | None, console: Console, say: Say, stop: Stop) -> bool:
+    settled = _settle(plan, say, None if origin is None else origin.state["plan"])
+    plan = settled.plan
+    folder = new_folder(plan.output, plan.recipe, plan.level) if origin is None else origin.folder
+    job = RunnerJob(settled, folder, say)
+    if origin is not None:
+        job.resume(origin.state)
+        say(f"continuing {folder.path} after step {job.step}")
+    write_config(folder.config, {**job.kept.values(), "output": None})
+    sinks = _sinks(plan, folder, None if origin is None else job.step, say)
+    try:
+        finished = job.run(sinks, stop)
+    except LossScaleCollapse:
+        finish(job, folder, console, settled.reason)
+        raise
+    finish(job, folder, console, settled.reason)
+    if not finished:
+        say(f"stopped after step {job.step} of {plan.steps}, saved. Continue with:")
+        say(f"  halfpeak train --resume {shlex.quote(str(folder.path))}")
+    return finished
+
+
+def _sinks(plan: Plan, folder: RunFolder, after: int | None, say: Say) -> list[Sink]:
+    sinks: list[Sink] = [JsonLines(folder.metrics, after=after)]
+    if plan.tensorboard:
         try:
-            sinks.append(TensorBoard(start.folder.events, after=start.after))
+            sinks.append(TensorBoard(folder.events, after=after))
         except MissingExtraError as error:
             say(f"no TensorBoard events: {error}")
     return sinks

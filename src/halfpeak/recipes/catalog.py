@@ -19,6 +19,7 @@ from halfpeak.recipes.base import Recipe, Spec
 from halfpeak.recipes.driver import properties
 from halfpeak.recipes.order import Order
 from halfpeak.recipes.plan import Plan, check
+from halfpeak.recipes.runner_job import check_runner
 from halfpeak.recipes.wrapper_driver import check_wrapper, suited
 
 RECIPES: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in (digits.SPEC, pysource.SPEC)})
@@ -79,6 +80,7 @@ def draft(*layers: Mapping[str, Any]) -> Plan:
     if plan.level != AUTO:
         properties(plan)
     check_wrapper(plan)
+    check_runner(plan)
     return plan
 
 

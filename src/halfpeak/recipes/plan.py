@@ -101,6 +101,9 @@ class Plan:
         "Drive the run through OptimWrapper, AmpOptimWrapper or ApexOptimWrapper, instead of the engine itself.",
         None,
     )
+    runner: Literal["epoch", "iter"] | None = _setting(
+        "run", "Let an EpochBasedRunner or an IterBasedRunner take the loop's place.", None
+    )
     device: str = _setting("run", "auto, cpu, cuda, cuda:1, mps, xpu, ...", "auto")
     threads: int | None = _setting(
         "run", "Threads that share one operation on a CPU. None: torch's own.", None, least=1, most=1024

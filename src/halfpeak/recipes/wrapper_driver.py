@@ -113,7 +113,7 @@ def _wrap(plan: Plan, optimizer: Optimizer) -> OptimWrapper:
     common: dict[str, Any] = {
         "optimizer": optimizer,
         "accumulative_counts": plan.accumulate,
-        "clip_grad": _clip_grad(plan),
+        "clip_grad": clip_grad(plan),
         "sink": ScalarHistory(limit=1),
     }
     if plan.wrapper == "optim":
@@ -131,7 +131,8 @@ def _wrap(plan: Plan, optimizer: Optimizer) -> OptimWrapper:
     )
 
 
-def _clip_grad(plan: Plan) -> dict[str, Any]:
+def clip_grad(plan: Plan) -> dict[str, Any]:
+    """The plan's clipping as wrappers and optimizer hooks take it."""
     if plan.clip_value:
         return {"type": "value", "clip_value": plan.clip_value}
     # An infinite limit clips nothing and shows the norm.
