@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
 from halfpeak.runner.dist import get_dist_info, master_only
 from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
@@ -94,6 +95,37 @@ def through_hook(
         return train(HOOKS[kind](**options), net, net, poisoned, idle)
 
     return run
+
+
+class Steps(nn.Module):
+    """A model that takes its steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make()
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        return {"loss": mse_loss(self.net(data[0]), data[1]), "num_samples": 4}
+
+    def val_step(self, data: Any) -> dict[str, Any]:
+        return {"loss": mse_loss(self.net(data[0]), data[1])}
+
+
+def through_steps() -> dict[str, Any]:
+    """The data of :func:`train` through a runner; rank 1 validates on fewer batches."""
+    model = Steps()
+    runner = EpochBasedRunner(
+        MMDistributedDataParallel(model),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        max_epochs=1,
+    )
+    runner.register_optimizer_hook({"grad_clip": {"max_norm": 0.5}})
+    data = []
+    for number in range(TOTAL):
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        data.append((torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)))
+    runner.run([data, data[dist.get_rank() :]], [("train", 1), ("val", 1)])
+    return {"parameters": [p.detach().clone() for p in model.parameters()]}
 
 
 def leaves(seed: int, exact: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -204,6 +236,7 @@ def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
         found |= {
             "collectives": collectives,
             "large": large_halves,
+            "steps": through_steps,
             "alone": alone,
             "idle": through_hook("master", None, idle=True),
         }

@@ -84,6 +84,11 @@ def test_ranks_agree(seen: Seen, kind: str, way: str, poisoned: int | None) -> N
         )
 
 
+def test_a_runner_steps_through_ddp(two: Seen) -> None:
+    for one, other in zip(two["steps"], two["ddp fp32 None"], strict=True):
+        assert same(one["parameters"], other["parameters"])
+
+
 @pytest.mark.parametrize("kind", ["autocast", "master"])
 @pytest.mark.parametrize("poisoned", [None, POISONED])
 def test_the_hook_averages_as_ddp_does(seen: Seen, kind: str, poisoned: int | None) -> None:

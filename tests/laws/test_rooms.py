@@ -33,6 +33,7 @@ DISTRIBUTED = {
     "parts/verdict.py": "one verdict per step",
     "runner/dist.py": "init_dist and get_dist_info are the helpers that scripts of mmcv call",
     "runner/allreduce.py": "allreduce_grads and allreduce_params average over the ranks",
+    "runner/ddp.py": "a runner steps a model through DistributedDataParallel",
     "runner/gather.py": "one checkpoint file holds the random generators of all ranks",
 }
 """Files that may talk to other ranks, each with its reason."""

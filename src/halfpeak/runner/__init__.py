@@ -6,6 +6,7 @@ Answers to mmcv 1.7.2 and does not need it.
 from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
 from halfpeak.runner.base import BaseRunner
 from halfpeak.runner.builder import DefaultRunnerConstructor, build_runner, build_runner_constructor
+from halfpeak.runner.ddp import MMDistributedDataParallel
 from halfpeak.runner.dist import get_dist_info, init_dist, master_only
 from halfpeak.runner.epoch import EpochBasedRunner
 from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32
@@ -91,6 +92,7 @@ __all__ = [
     "LoggerHook",
     "LossScaler",
     "LrUpdaterHook",
+    "MMDistributedDataParallel",
     "MomentumUpdaterHook",
     "OneCycleLrUpdaterHook",
     "OneCycleMomentumUpdaterHook",
