@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.launching import fork_ranks
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
 from halfpeak.runner.dist import get_dist_info, master_only
@@ -258,22 +257,5 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Fork the ranks, so that torch is imported once. Returns how many of them failed."""
-    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
-    forking = multiprocessing.get_context("fork")
-    processes = [forking.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in wait(list(running)):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]
-            ended.join()
-            for other in running.values() if ended.exitcode else ():
-                other.kill()  # it would wait for ever
-    return sum(process.exitcode != 0 for process in processes)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fork_ranks(rank_main))

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from distributed.launching import Seen, launch
 from distributed.runner_ranks import HOOKS, POISONED, TOTAL
-from laws.source import ROOT
-
-Seen = dict[str, list[Any]]
-
-
-def launch(ranks: int, folder: Path) -> Seen:
-    """What every rank saw, by scenario."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    script = Path(__file__).with_name("runner_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(ranks), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {name: [one[name] for one in files] for name in files[0]}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch(2, tmp_path_factory.mktemp("two"))
+    return launch("runner_ranks.py", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch(4, tmp_path_factory.mktemp("four"))
+    return launch("runner_ranks.py", 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(params=["two", "four"])

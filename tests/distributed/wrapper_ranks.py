@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.launching import fork_ranks
 from halfpeak.core.errors import HalfpeakError
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
@@ -249,22 +248,5 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Fork the ranks, so that torch is imported once. Returns how many of them failed."""
-    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
-    forking = multiprocessing.get_context("fork")
-    processes = [forking.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in wait(list(running)):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]
-            ended.join()
-            for other in running.values() if ended.exitcode else ():
-                other.kill()  # it would wait for ever
-    return sum(process.exitcode != 0 for process in processes)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fork_ranks(rank_main))

@@ -40,7 +40,7 @@ def _has_native_bf16(device: torch.device) -> bool:
         return bool(module.is_bf16_supported())
     try:
         return torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
-    except (RuntimeError, NotImplementedError, KeyError):
+    except (RuntimeError, NotImplementedError, KeyError):  # a backend that does not say: take the safe level
         return False
 
 

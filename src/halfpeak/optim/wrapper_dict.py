@@ -182,4 +182,4 @@ class OptimWrapperDict(OptimWrapper):
 
 
 class WrapperDictError(OrderError, NotImplementedError):
-    """A call that is meant for one wrapper reached the dict of them."""
+    """A call that is meant for one wrapper reached the dict of them: final, and what mmengine raised in its place."""

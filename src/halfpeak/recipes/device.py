@@ -109,7 +109,7 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     try:
         return torch.accelerator.max_memory_allocated(device)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
         return None
 
 

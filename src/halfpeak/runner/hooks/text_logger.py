@@ -127,5 +127,5 @@ def _peak_memory() -> int | None:
         return None
     try:
         return int(torch.accelerator.memory.max_memory_allocated() / 2**20)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
         return None
