@@ -1,0 +1,3 @@
+"""``apex.amp``."""
+
+from halfpeak.amp import *  # noqa: F403
