@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
-from halfpeak.optim.registry import Factory, keywords_of, name_of
+from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
 from halfpeak.optim.rules import (
     Place,
     check_custom_options,
@@ -65,6 +65,9 @@ class DefaultOptimWrapperConstructor:
     [(0.5, 0.25), (1.0, 0.25), (0.5, 0.0), (0.5, 0.0)]
     """
 
+    _optimizers: ClassVar[Registry] = OPTIMIZERS
+    _wrappers: ClassVar[Registry] = OPTIM_WRAPPERS
+
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
@@ -99,12 +102,12 @@ class DefaultOptimWrapperConstructor:
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         wrapper_cfg = {"type": "OptimWrapper", **self.optim_wrapper_cfg}
-        OPTIM_WRAPPERS.resolve(wrapper_cfg)
-        factory = OPTIMIZERS.resolve(self.optimizer_cfg)
+        self._wrappers.resolve(wrapper_cfg)
+        factory = self._optimizers.resolve(self.optimizer_cfg)
         argument = self._check_options(factory)
         groups = self._groups(_inner(model))
-        optimizer = OPTIMIZERS.build({**self.optimizer_cfg, argument: groups})
-        return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"optimizer": optimizer})
+        optimizer = self._optimizers.build({**self.optimizer_cfg, argument: groups})
+        return self._wrappers.build(wrapper_cfg, default_args={"optimizer": optimizer})
 
     def add_params(
         self,

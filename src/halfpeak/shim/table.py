@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from halfpeak.shim.description import Shim
+from halfpeak.shim.mmengine import set_up as set_up_mmengine
 
 _APEX = Shim(
     packages={"apex": "apex", "amp_C": "amp_C.py"},
@@ -21,5 +22,7 @@ _APEX = Shim(
     },
 )
 
-SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": _APEX})
+_MMENGINE = Shim(setup=set_up_mmengine, page="docs/compat/mmengine.md")
+
+SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": _APEX, "mmengine": _MMENGINE})
 """The name that ``install`` takes -> what it brings."""
