@@ -1,0 +1,275 @@
+"""``install("mmengine")`` against mmengine itself: its registries, its Runner, its hooks.
+
+Set ``HALFPEAK_TEST_MMENGINE`` to a folder that holds another mmengine (``pip install --no-deps --target FOLDER
+onedl-mmengine``), and the runs are repeated with that one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak.optim
+import halfpeak.shim
+from halfpeak.core.errors import ConfigError, RegistryError
+from halfpeak.insight.extras import MissingExtraError
+from optim.original import ConfigDict, mmengine
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import mmengine.optim as original
+    from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+
+WRAPPERS = ("OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper", "OptimWrapperDict")
+CONSTRUCTOR = "DefaultOptimWrapperConstructor"
+RUNS = Path(__file__).with_name("mmengine_runs")
+OTHER = os.environ.get("HALFPEAK_TEST_MMENGINE")
+
+
+def entries() -> list[list[tuple[str, Any]]]:
+    return [list(registry.module_dict.items()) for registry in (OPTIM_WRAPPERS, OPTIM_WRAPPER_CONSTRUCTORS)]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    before = entries()
+    halfpeak.shim.install("mmengine")
+    yield
+    halfpeak.shim.uninstall("mmengine")
+    assert entries() == before
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def build(**cfg: Any) -> Any:
+    return original.build_optim_wrapper(model(), {"optimizer": {"type": "SGD", "lr": 0.1}, **cfg})
+
+
+def test_names_mean_ours_until_they_are_given_back() -> None:
+    before = entries()
+    path = list(sys.meta_path)
+    assert type(build()) is original.OptimWrapper
+    halfpeak.shim.install("mmengine")
+    assert {*WRAPPERS} <= OPTIM_WRAPPERS.module_dict.keys()
+    for name in WRAPPERS:
+        registered: Any = OPTIM_WRAPPERS.get(name)
+        assert issubclass(registered, (getattr(halfpeak.optim, name)))
+        assert issubclass(registered, getattr(original, name))
+    assert issubclass(
+        OPTIM_WRAPPER_CONSTRUCTORS.get(CONSTRUCTOR), halfpeak.optim.DefaultOptimWrapperConstructor
+    )
+    halfpeak.shim.uninstall("mmengine")
+    assert entries() == before
+    assert sys.meta_path == path
+    assert type(build()) is original.OptimWrapper
+
+
+def test_a_name_that_somebody_else_took_since_stays_theirs() -> None:
+    mine = original.AmpOptimWrapper
+    before = entries()
+    halfpeak.shim.install("mmengine")
+    taken = type("AmpOptimWrapper", (mine,), {})
+    OPTIM_WRAPPERS.register_module(module=taken, force=True)
+    halfpeak.shim.uninstall("mmengine")
+    assert OPTIM_WRAPPERS.get("AmpOptimWrapper") is taken
+    OPTIM_WRAPPERS.register_module(module=mine, force=True)
+    assert entries() == before
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_no_call_reaches_the_original(installed: None, name: str) -> None:
+    """All that is left to mmengine's class: what ours has not, and what only its own methods use."""
+    registered: Any = OPTIM_WRAPPERS.get(name)
+    left = {
+        attribute
+        for attribute in dir(registered)
+        if owner(registered, attribute).__module__.startswith("mmengine.")
+        and not (attribute.startswith("__") and attribute.endswith("__"))
+    }
+    assert left <= {"_clip_grad", "valid_dtypes"}
+    assert owner(registered, "__init__").__module__.startswith("halfpeak.")
+    assert owner(registered, "__repr__").__module__.startswith("halfpeak.")
+
+
+def owner(cls: type, attribute: str) -> type:
+    return next(one for one in cls.__mro__ if attribute in vars(one))
+
+
+def test_the_runner_takes_each_of_them_as_its_own(installed: None) -> None:
+    for name in WRAPPERS[:3]:
+        wrapper = build(type=name)
+        assert isinstance(wrapper, getattr(halfpeak.optim, name))
+        assert isinstance(wrapper, getattr(original, name))
+        assert repr(wrapper).startswith(f"Type: {name}\n")
+    wrappers = OPTIM_WRAPPERS.build(
+        {"type": "OptimWrapperDict", "one": build(), "two": build(type="AmpOptimWrapper")}
+    )
+    assert isinstance(wrappers, original.OptimWrapperDict)
+    wrappers.initialize_count_status(model(), 0, 5)
+    assert [wrapper._max_counts for wrapper in wrappers.values()] == [5, 5]
+    # A constructor of somebody's own returns mmengine's dict, which takes them too.
+    assert original.OptimWrapperDict(one=build())["one"].get_lr() == {"lr": [0.1]}
+
+
+def test_a_copy_is_of_the_same_class(installed: None) -> None:
+    wrapper = build(type="AmpOptimWrapper")
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is type(wrapper)
+    assert twin.optimizer is not wrapper.optimizer
+
+
+def test_a_configuration_may_name_the_class_itself(installed: None) -> None:
+    cfg = ConfigDict(
+        type=original.AmpOptimWrapper, dtype="bfloat16", optimizer={"type": torch.optim.SGD, "lr": 0.1}
+    )
+    wrapper = original.build_optim_wrapper(model(), cfg)
+    assert isinstance(wrapper, halfpeak.optim.AmpOptimWrapper)  # mmengine's own refuses a CPU
+    assert cfg.type is original.AmpOptimWrapper
+
+
+def test_optimizers_come_from_the_registry_of_mmengine(installed: None) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    OPTIMIZERS.register_module(module=Mine)
+    try:
+        assert type(build(optimizer={"type": "Mine", "lr": 0.1}).optimizer) is Mine
+    finally:
+        del OPTIMIZERS.module_dict["Mine"]
+
+
+def test_scopes_of_inherited_configurations_are_for_the_registry_only(installed: None) -> None:
+    wrapper = build(
+        type="OptimWrapper",
+        _scope_="mmengine",
+        clip_grad={"max_norm": 1.0, "_scope_": "mmengine"},
+        optimizer={"type": "SGD", "lr": 0.1, "weight_decay": 0.1, "_scope_": "mmengine"},
+        paramwise_cfg={"norm_decay_mult": 0.0, "_scope_": "mmengine"},
+    )
+    assert wrapper.clip_grad_kwargs == {"max_norm": 1.0}
+    assert [group["weight_decay"] for group in wrapper.optimizer.param_groups] == [
+        0.1,
+        0.1,
+        0.0,
+        0.0,
+        0.1,
+        0.1,
+    ]
+
+
+def test_unknown_names_are_refused_with_those_that_there_are(installed: None) -> None:
+    with pytest.raises(
+        RegistryError, match=r"'AmpOptimWraper' is not a registered optimizer wrapper.*AmpOptimWrapper"
+    ):
+        build(type="AmpOptimWraper")
+    with pytest.raises(RegistryError, match=r"'SDG' is not a registered optimizer of mmengine.*SGD"):
+        build(optimizer={"type": "SDG", "lr": 0.1})
+    with pytest.raises(ConfigError, match=r"there is no shim 'mmengin'; write one of .*'mmengine'"):
+        halfpeak.shim.install("mmengin")
+
+
+def test_without_mmengine_there_is_nothing_to_register_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mmengine", None)
+    path = list(sys.meta_path)
+    with pytest.raises(MissingExtraError, match="pip install mmengine-lite"):
+        halfpeak.shim.install("mmengine")
+    assert sys.meta_path == path
+
+
+def test_its_schedulers_do_not_miss_a_step_inside_a_window(installed: None) -> None:
+    """Warnings are errors here: mmengine's own wrapper gets one at the first iteration."""
+    net = model()
+    wrapper = original.build_optim_wrapper(
+        net, {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 3}
+    )
+    schedule = original.LinearLR(wrapper, start_factor=0.5, by_epoch=False, end=2)
+    for _ in range(3):
+        with wrapper.optim_context(net):
+            loss = net(torch.ones(4, 4)).mean()
+        wrapper.update_params(loss)
+        schedule.step()
+    assert wrapper.get_lr() == {"lr": [0.1]}
+
+
+@pytest.fixture(scope="module", params=["installed", "other"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``mmengine_runs`` found."""
+    if request.param == "other" and OTHER is None:
+        pytest.skip("HALFPEAK_TEST_MMENGINE names no other mmengine")
+    path = [str(Path(halfpeak.__file__).parents[1])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if request.param == "other":
+        path.insert(0, str(OTHER))
+    else:
+        # mmengine-lite 0.10.7 cannot read its own checkpoints with today's torch otherwise.
+        environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-W", "ignore", str(RUNS), str(folder / "found.json")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+LEVELS = (
+    "OptimWrapper",
+    "default",
+    "AmpOptimWrapper",
+    "AmpOptimWrapper float16",
+    "ApexOptimWrapper O1",
+    "ApexOptimWrapper O2",
+    "ApexOptimWrapper O5",
+)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_an_unchanged_configuration_trains(runs: dict[str, Any], name: str) -> None:
+    found = runs[f"loop {name}"]
+    kind = "OptimWrapper" if name == "default" else name.split()[0]
+    assert found["wrapper"] == ["halfpeak.shim.mmengine_classes", kind]
+    assert found["last"] < found["first"] / 4
+    assert found["accuracy"] > 0.7
+    assert found["equal"], "not the same bits as a loop with halfpeak.optim"
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_hooks_of_the_runner_see_what_they_need(runs: dict[str, Any], name: str) -> None:
+    found = runs[f"loop {name}"]
+    warm_up = [0.1 * (0.1 + 0.9 * min(i, 7) / 7) for i in range(20)]
+    assert found["lr"] == pytest.approx(warm_up)  # ParamSchedulerHook; RuntimeInfoHook logged it
+    assert found["norms"] == 7  # once per step: six windows of three, and one of two
+    assert {"loss", "lr", "base_lr", "grad_norm", "accuracy"} <= set(found["logged"])  # LoggerHook
+
+
+@pytest.mark.parametrize("name", ["AmpOptimWrapper float16", "ApexOptimWrapper O1", "ApexOptimWrapper O2"])
+def test_a_resumed_run_goes_on_bit_for_bit(runs: dict[str, Any], name: str) -> None:
+    found = runs[f"resume {name}"]
+    assert found["trained"] == [1]
+    assert found["window"], "the epoch should end inside a window"
+    assert found["weights"]
+    assert found["momenta"]
+
+
+@pytest.mark.parametrize("name", ["ema", "ema O2"])
+def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any], name: str) -> None:
+    found = runs[name]
+    assert found["weights"]
+    assert found["averages"]
+
+
+def test_the_installed_mmengine_is_the_one_the_pages_name() -> None:
+    assert mmengine.__version__ == "0.10.7"
