@@ -5,7 +5,8 @@ Answers to apex 25.04 and, for O4 and O5, to its ROCm fork; ``docs/compat/apex.m
 
 from halfpeak.amp.checkpointing import load_state_dict, state_dict
 from halfpeak.amp.frontend import initialize
-from halfpeak.amp.handle import disable_casts, init, master_params, scale_loss
+from halfpeak.amp.handle import disable_casts, master_params, scale_loss
+from halfpeak.amp.old_entry import init
 from halfpeak.amp.registration import (
     bfloat16_function,
     float_function,

@@ -1,4 +1,4 @@
-"""``scale_loss``, ``master_params``, ``disable_casts`` and the older entry ``init``."""
+"""``scale_loss``, ``master_params`` and ``disable_casts``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.amp.ambient import Handle, disable_casts
-from halfpeak.amp.registration import make_casts
+from halfpeak.amp.ambient import disable_casts
 from halfpeak.amp.session import Run, _amp_state
-from halfpeak.core.errors import ConfigError, OrderError
+from halfpeak.core.errors import OrderError
 from halfpeak.engine.checks import lane_of
 from halfpeak.engine.lane import Lane
 from halfpeak.parts.loss_scaler import LossScaler as Part
@@ -91,36 +90,6 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def init(
-    enabled: bool = True,
-    loss_scale: Any = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-    *,
-    patch_type: torch.dtype = torch.float16,
-) -> Handle:
-    """Switch per-operation casts on for this thread, without a model: the entry that came before ``initialize``.
-
-    Args:
-        enabled: False returns a handle that does nothing.
-        loss_scale: accepted as apex did, which passed it on to optimizers wrapped by the handle.
-        enable_caching: share the cast of a weight among its uses.
-        verbose: print every cast.
-        allow_banned: compute binary cross-entropy of low input in float32 rather than refuse it.
-        patch_type: the low dtype.
-    """
-    if loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
-        raise ConfigError(f"loss_scale={loss_scale!r} must be 'dynamic' or a number")
-    if not enabled:
-        return Handle(None)
-    casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
-    _amp_state.handle = Handle(casts, cache=enable_caching, verbose=verbose)
-    return _amp_state.handle
-
-
 def _run_of(optimizer: Any) -> Run | None:
     try:
         return _amp_state.run_of(optimizer)
@@ -140,4 +109,4 @@ def _lane(optimizer: Any) -> Lane:
     return lane
 
 
-__all__ = ["disable_casts", "init", "master_params", "scale_loss"]
+__all__ = ["disable_casts", "master_params", "scale_loss"]

@@ -15,6 +15,10 @@ bfloat16_function = low_function
 """Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on decide."""
 
 
+Saved = list[tuple[list[Place], list[Place]]]
+"""Each list of registrations with what it held."""
+
+
 class _Book:
     """What has been registered in this process. Later casts take all of it; earlier ones stay as they were."""
 
@@ -22,6 +26,9 @@ class _Book:
         self.low: list[Place] = []
         self.float32: list[Place] = []
         self.promote: list[Place] = []
+
+    def saved(self) -> Saved:
+        return [(kind, list(kind)) for kind in (self.low, self.float32, self.promote)]
 
     def add(self, kind: list[Place], module: Any, name: str) -> None:
         place = (module, name)
@@ -63,6 +70,17 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Run ``module.name`` in the widest dtype of its arguments. See :func:`register_half_function`."""
     _book.add(_book.promote, module, name)
+
+
+def saved() -> Saved:
+    """Everything registered so far, for :func:`restore`."""
+    return _book.saved()
+
+
+def restore(state: Saved) -> None:
+    """Forget what was registered since :func:`saved`."""
+    for kind, held in state:
+        kind[:] = held
 
 
 def make_casts(

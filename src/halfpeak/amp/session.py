@@ -101,6 +101,10 @@ class AmpState:
             if isinstance(optimizer, Optimizer):
                 self._runs.setdefault(optimizer, None)
 
+    def optimizers(self) -> list[Any]:
+        """Every optimizer that lives and that an ``initialize`` saw."""
+        return list(self._runs)
+
     def run_of(self, optimizer: object) -> Run | None:
         """The run of an optimizer; None where amp was disabled for it.
 

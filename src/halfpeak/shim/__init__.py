@@ -12,9 +12,11 @@ names it brings and the folder or file behind each, which names it refuses with 
 install and undone at uninstall. The files below ``shim/apex/`` are laid out as apex is and loaded as ``apex...``, never
 as ``halfpeak.shim.apex...``; where a real package is installed, single files of the tree fill its gaps. So they
 
-* import from ``halfpeak`` by absolute names, never from ``apex`` or relatively: a neighbour may be the real one;
-* re-export, and define nothing: classes live in a room of halfpeak, where they stay the same over every install;
-* are found by being there: a new file is importable, as an attribute of its package too at the top level;
+* import from ``halfpeak`` by absolute names, or relatively within their own folder; never from ``apex``: a neighbouring
+  folder may be the real one;
+* re-export, and define no class: those live in a room of halfpeak (``shim/emulated/`` for what nobody else needs), where
+  they stay the same over every install;
+* are found by being there: a new file is importable, as an attribute of its package too;
 * leave out what is not provided; the row's ``absent`` says what to use for it and for everything below it.
 """
 

@@ -50,7 +50,13 @@ class Completion:
             return importlib.import_module(fullname)
         if self._before is not None:
             return self._before(name)
-        raise AttributeError(self._shim.refusal(fullname), name=name, obj=self._package)
+        known = self._shim.made(self._package) or self._shim.advice(fullname)
+        message = (
+            self._shim.refusal(fullname)
+            if known
+            else f"module {self._package.__name__!r} has no attribute {name!r}"
+        )
+        raise AttributeError(message, name=name, obj=self._package)
 
     def undo(self) -> None:
         """Give the package its own ``__getattr__``, or none, again."""

@@ -66,10 +66,11 @@ class Shim:
 
     def made(self, module: ModuleType | None) -> bool:
         """Whether a module comes from one of the shim's trees."""
-        file = getattr(getattr(module, "__spec__", None), "origin", None)
-        return file is not None and self.has(file)
+        return self.has(getattr(getattr(module, "__spec__", None), "origin", None))
 
-    def has(self, path: str) -> bool:
+    def has(self, path: str | None) -> bool:
         """Whether a file or folder is in one of the shim's trees."""
+        if path is None:
+            return False
         places = [ROOT / place for place in self.packages.values()]
         return any(place == Path(path) or place in Path(path).parents for place in places)

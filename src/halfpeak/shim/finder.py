@@ -68,7 +68,7 @@ class Finder(MetaPathFinder):
             return None
         spec = self._ask_others(fullname, path, target) or self._own(fullname)
         if spec is not None:
-            if fullname in self.shim.packages:
+            if fullname in self.shim.packages or self.shim.has(spec.origin):
                 spec.loader = AfterImport(spec.loader, self._complete)
             return spec
         # Who asks whether a module is there, and does not import it, has another way in mind.

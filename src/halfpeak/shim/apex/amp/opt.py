@@ -1,0 +1,5 @@
+"""``apex.amp.opt``."""
+
+from halfpeak.amp.old_entry import OptimWrapper
+
+__all__ = ["OptimWrapper"]

@@ -1,0 +1,5 @@
+"""``apex.amp.scaler``."""
+
+from halfpeak.amp.scaler import LossScaler
+
+__all__ = ["LossScaler"]
