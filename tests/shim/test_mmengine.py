@@ -205,24 +205,30 @@ def test_its_schedulers_do_not_miss_a_step_inside_a_window(installed: None) -> N
     assert wrapper.get_lr() == {"lr": [0.1]}
 
 
-@pytest.fixture(scope="module", params=["installed", "other"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(shim: str, folder: Path, other: str | None = None) -> dict[str, Any]:
     """What ``mmengine_runs`` found."""
-    if request.param == "other" and OTHER is None:
-        pytest.skip("HALFPEAK_TEST_MMENGINE names no other mmengine")
     path = [str(Path(halfpeak.__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if request.param == "other":
-        path.insert(0, str(OTHER))
+    if other is not None:
+        path.insert(0, other)
     else:
         # mmengine-lite 0.10.7 cannot read its own checkpoints with today's torch otherwise.
         environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-W", "ignore", str(RUNS), str(folder / "found.json")]
+    command = [sys.executable, "-W", "ignore", str(RUNS), shim, str(folder / "found.json")]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module", params=["installed", *(["other"] if OTHER else [])])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("mmengine", tmp_path_factory.mktemp("runs"), OTHER if request.param == "other" else None)
+
+
+@pytest.fixture(scope="module", params=["installed", *(["other"] if OTHER else [])])
+def own_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("apex", tmp_path_factory.mktemp("runs"), OTHER if request.param == "other" else None)
 
 
 LEVELS = (
@@ -269,6 +275,18 @@ def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any], name: str) ->
     found = runs[name]
     assert found["weights"]
     assert found["averages"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any], level: str) -> None:
+    found = own_runs[f"loop ApexOptimWrapper {level}"]
+    assert found["wrapper"] == ["mmengine.optim.optimizer.apex_optimizer_wrapper", "ApexOptimWrapper"]
+    assert found["last"] < found["first"] / 4
+    assert found["equal"], "not the same bits as a loop with halfpeak.optim"
+    resumed = own_runs[f"resume ApexOptimWrapper {level}"]
+    assert resumed["trained"] == [1]
+    assert resumed["weights"]
+    assert resumed["momenta"]
 
 
 def test_the_installed_mmengine_is_the_one_the_pages_name() -> None:

@@ -2,11 +2,12 @@
 
 A process of its own: mmengine keeps loggers, hubs and registries for as long as a process lives. Writes what it found as
 JSON into the file that it is given.
+
+    python mmengine_runs (mmengine | apex) FILE
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import shutil
@@ -25,7 +26,9 @@ from torch.nn import functional
 import halfpeak.optim
 import halfpeak.shim
 
-halfpeak.shim.install("mmengine")
+# "mmengine": halfpeak's wrappers in its registries; "apex": mmengine's own ApexOptimWrapper over halfpeak's apex.
+SHIM = sys.argv[1]
+halfpeak.shim.install(SHIM)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -95,13 +98,13 @@ def samples(begin: int, end: int) -> list[dict[str, Any]]:
 
 
 def config(wrapper: dict[str, Any]) -> dict[str, Any]:
-    return dict(
+    return {
+        "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+        "accumulative_counts": EVERY,
+        "clip_grad": {"max_norm": 5.0},
+        "paramwise_cfg": {"norm_decay_mult": 0.0},
         **wrapper,
-        optimizer={"type": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
-        accumulative_counts=EVERY,
-        clip_grad={"max_norm": 5.0},
-        paramwise_cfg={"norm_decay_mult": 0.0},
-    )
+    }
 
 
 def train(
@@ -180,8 +183,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def loop(root: Path, name: str) -> dict[str, Any]:
-    runner = train(root, WRAPPERS[name])
+def loop(root: Path, wrapper: dict[str, Any]) -> dict[str, Any]:
+    runner = train(root, wrapper)
     hub = MessageHub.get_current_instance()
     losses = [float(loss) for loss in hub.get_scalar("train/loss").data[0]]
     logged = [
@@ -195,20 +198,20 @@ def loop(root: Path, name: str) -> dict[str, Any]:
         "norms": len(hub.get_scalar("train/grad_norm").data[0]),
         "lr": [float(lr) for lr in hub.get_scalar("train/lr").data[0]],
         "logged": sorted({key for line in logged for key in line}),
-        "equal": same(weights(runner.model), by_hand(WRAPPERS[name])),
+        "equal": same(weights(runner.model), by_hand(wrapper)),
     }
 
 
-def resumed(root: Path, name: str, hooks: tuple[Any, ...] = ()) -> dict[str, Any]:
+def resumed(root: Path, wrapper: dict[str, Any], hooks: tuple[Any, ...] = ()) -> dict[str, Any]:
     """One run of two epochs, and one that goes on from the file after the first; accumulation is inside a window there."""
-    whole = train(root / "whole", WRAPPERS[name], shuffle=True, hooks=hooks)
+    whole = train(root / "whole", wrapper, shuffle=True, hooks=hooks)
     part = root / "part"
     part.mkdir()
     shutil.copy(root / "whole/epoch_1.pth", part)
     (part / "last_checkpoint").write_text(str(part / "epoch_1.pth"))
     window = "halfpeak" in torch.load(part / "epoch_1.pth", weights_only=False)["optimizer"]
     epochs = Epochs()
-    rest = train(part, WRAPPERS[name], shuffle=True, hooks=(*hooks, epochs), resume=True)
+    rest = train(part, wrapper, shuffle=True, hooks=(*hooks, epochs), resume=True)
     one, other = (torch.load(path / "epoch_2.pth", weights_only=False) for path in (root / "whole", part))
     states = [file["optimizer"]["state"] for file in (one, other)]
     averages = "ema_state_dict"
@@ -222,20 +225,37 @@ def resumed(root: Path, name: str, hooks: tuple[Any, ...] = ()) -> dict[str, Any
     }
 
 
+def our_wrappers(root: Path) -> dict[str, Any]:
+    found = {f"loop {name}": loop(root / f"loop {name}", wrapper) for name, wrapper in WRAPPERS.items()}
+    for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O1", "ApexOptimWrapper O2"):
+        found[f"resume {name}"] = resumed(root / f"resume {name}", WRAPPERS[name])
+    ema = {"type": "EMAHook", "momentum": 0.05}
+    found["ema"] = resumed(root / "ema", WRAPPERS["ApexOptimWrapper O1"], (dict(ema),))
+    # At O2 the weights are half and the averages are not; the state dict of the model has float32 for both.
+    found["ema O2"] = resumed(
+        root / "ema O2", WRAPPERS["ApexOptimWrapper O2"], ({**ema, "update_buffers": True},)
+    )
+    return found
+
+
+def own_apex_wrapper(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("ApexOptimWrapper O1", "ApexOptimWrapper O2"):
+        found[f"loop {name}"] = loop(root / f"loop {name}", WRAPPERS[name])
+        # Its state has no place for an open window.
+        found[f"resume {name}"] = resumed(
+            root / f"resume {name}", {**WRAPPERS[name], "accumulative_counts": 1}
+        )
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for name in WRAPPERS:
-            found[f"loop {name}"] = loop(root / f"loop {name}", name)
-        for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O1", "ApexOptimWrapper O2"):
-            found[f"resume {name}"] = resumed(root / f"resume {name}", name)
-        ema = {"type": "EMAHook", "momentum": 0.05}
-        found["ema"] = resumed(root / "ema", "ApexOptimWrapper O1", (copy.deepcopy(ema),))
-        found["ema O2"] = resumed(root / "ema O2", "ApexOptimWrapper O2", (dict(ema, update_buffers=True),))
-    Path(sys.argv[1]).write_text(json.dumps(found))
+        found = own_apex_wrapper(root) if SHIM == "apex" else our_wrappers(root)
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
