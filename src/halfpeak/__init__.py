@@ -31,6 +31,7 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
+from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.parts.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigError",
     "ConfigTypeError",
     "Engine",
+    "GradScaler",
     "HalfpeakError",
     "Level",
     "LossIdError",

@@ -1,0 +1,346 @@
+"""GradScaler: the interface of ``torch.amp.GradScaler`` as of torch 2.13, without its traps, on every device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.casting.containers import map_tree
+from halfpeak.checkpoint.foreign import from_grad_scaler, read_config
+from halfpeak.core.dtypes import largest
+from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.core.outcome import StepResult
+from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.engine.closures import take_closure
+from halfpeak.engine.fused import hand_over, take_back, takes_found_inf
+from halfpeak.integrations.taken import Taken, gradients
+from halfpeak.integrations.torch_names import TorchNames
+from halfpeak.parts.lagged import Lagged
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.verdict import Group, Verdict
+
+
+class GradScaler(TorchNames):
+    """A drop-in for ``torch.amp.GradScaler``: the same calls, the same numbers, the same ``state_dict``.
+
+    ::
+
+        scale(loss)        the loss in float32 or wider, times the scale
+        unscale_           gradients / scale, once: a second call finds them true-sized and leaves them
+        step               unscale_, then the optimizer steps, or is not called
+        update             the scale moves by what the steps since the last update found
+
+    Where torch raises, wedges or goes wrong in silence:
+
+    - Gradients that a scaled backward pass adds after ``unscale_`` are divided as they arrive.
+    - A window that was dropped (an exception, ``zero_grad``) leaves nothing behind for the next one.
+    - An optimizer without gradients is stepped as ever, and the scale does not move by it.
+    - float16 gradients are divided in float32 and rounded once, complex and sparse ones too; one that two optimizers share
+      is divided once; nothing depends on how many devices found an overflow.
+    - Closures work: one whose gradients overflow is called again at a lower scale.
+    - The scale has a floor and a ceiling, and gradients that never become finite raise.
+
+    Args:
+        device: accepted as in torch. The scale follows the first loss to its device.
+        init_scale: the first scale.
+        growth_factor: factor after ``growth_interval`` updates without overflow. Powers of two are exact.
+        backoff_factor: factor after an overflow.
+        growth_interval: updates without overflow before the scale grows.
+        enabled: False makes every call pass through.
+        floor: the scale does not fall below it; None means 2**-14, or ``init_scale`` where that is lower.
+        ceiling: the scale does not grow above it; None means the largest float32.
+        patience: overflows in a row at the floor before :class:`~halfpeak.LossScaleCollapse`; None never raises.
+        group: ranks that must agree on skipping although nothing reduces their gradients.
+
+    Attributes:
+        last: what the last :meth:`step` did; None before the first.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+
+    Example:
+        >>> import torch, halfpeak
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = halfpeak.GradScaler("cpu", init_scale=1024.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> scaler.unscale_(optimizer)
+        >>> weight.grad
+        tensor([1., 1.])
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.last.stepped(), weight.tolist()
+        (True, [0.5, 0.5])
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        floor: float | None = None,
+        ceiling: float | None = None,
+        patience: int | None = 100,
+        group: Group = None,
+    ) -> None:
+        if not isinstance(device, (str, torch.device)):
+            raise ConfigTypeError(
+                f"device={device!r} must be a device type; write GradScaler('cuda', init_scale=65536.0)"
+            )
+        init = require_scale("init_scale", init_scale)
+        config = ScaleConfig(
+            init=init,
+            growth=growth_factor,
+            backoff=backoff_factor,
+            interval=growth_interval,
+            floor=min(2.0**-14, init) if floor is None else floor,
+            ceiling=largest(torch.float32) if ceiling is None else ceiling,
+            patience=patience,
+        )
+        self._device = torch.device(device).type
+        self._enabled = bool(enabled)
+        self._scaler = LossScaler(config)
+        self._verdict = Verdict(group)
+        self.last: StepResult | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scalings = 0
+        self._taken: dict[Optimizer, Taken] = {}
+        self._found: list[Tensor] = []
+        self._arriving: list[RemovableHandle] = []
+        self._stuck: Lagged | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or every tensor in a list, tuple, dict or other iterable, in float32 or wider, times the scale.
+
+        Raises:
+            ConfigTypeError: something else.
+        """
+        return self._scaled(outputs) if self._enabled else outputs
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            return self._scaled_tensor(outputs)
+        if isinstance(outputs, Mapping):
+            return map_tree(outputs, self._scaled)
+        if isinstance(outputs, (list, tuple)):
+            parts = [self._scaled(value) for value in outputs]
+            return outputs._make(parts) if hasattr(outputs, "_make") else type(outputs)(parts)  # type: ignore[union-attr]
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            return map(self._scaled, outputs)
+        raise ConfigTypeError(
+            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}"
+        )
+
+    def _scaled_tensor(self, output: Tensor) -> Tensor:
+        if not self._scalings:
+            self._scaler.to(output.device)
+        self._scalings += 1
+        scaled = self._scaler.scale(output)
+        if scaled.requires_grad and not torch.compiler.is_compiling():
+            scaled.register_hook(partial(self._watch_backward, self._scaler.state.scale))
+        return scaled
+
+    def _watch_backward(self, scale: Tensor, _: Tensor) -> None:
+        """A scaled backward pass begins: where gradients lie true-sized, what it adds must be divided on the way."""
+        self._leave_backward()
+        for optimizer, taken in list(self._taken.items()):
+            if taken.is_gone():
+                del self._taken[optimizer]
+            elif not taken.has_stepped:
+                self._arriving += taken.divide_arrivals(scale.reciprocal())
+        if self._arriving:
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        for handle in self._arriving:
+            handle.remove()
+        self._arriving.clear()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, where that has not been done. Does not wait for the device.
+
+        Raises:
+            OrderError: there are gradients, but no loss was ever scaled.
+        """
+        if self._enabled:
+            self._take(optimizer)
+
+    def _take(self, optimizer: Optimizer) -> Taken:
+        taken = self._taken.get(optimizer)
+        if taken is not None and taken.is_current():
+            return taken
+        if not self._scalings and gradients(optimizer):
+            raise OrderError(
+                "this scaler has scaled no loss, so these gradients are not scaled; write scaler.scale(loss).backward()"
+            )
+        known = [grad for other in self._taken.values() if other.is_current() for grad in other.grads]
+        taken = Taken(optimizer, self._scaler.state.scale.reciprocal(), known)
+        self._taken[optimizer] = taken
+        return taken
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer, unless a gradient is not finite; what it did is in :attr:`last`.
+
+        Waits for the device once, or never with an optimizer that takes ``found_inf``
+        (``torch.optim.AdamW(fused=True)`` and its like).
+
+        Args:
+            optimizer: which.
+            args: for ``optimizer.step``, which may be a closure that calls ``scaler.scale(loss).backward()``; so may
+                kwargs.
+
+        Returns:
+            What ``optimizer.step`` returned; None if it was not called.
+
+        Raises:
+            ClosureError: the closure did not scale its loss.
+            LossScaleCollapse: the closure's gradients stay non-finite although the scale cannot fall.
+        """
+        if not self._enabled:
+            self.last = StepResult(torch.zeros(()), torch.ones(()))
+            return optimizer.step(*args, **kwargs)
+        closure, rebuild = take_closure((optimizer, *args), kwargs)
+        if closure is not None:
+            (_, *args), kwargs = rebuild(partial(self._evaluate, optimizer, closure))  # type: ignore[assignment]
+            result = optimizer.step(*args, **kwargs)
+            taken, found_inf = self._take(optimizer), torch.zeros_like(self._scaler.state.scale)
+        else:
+            taken = self._take(optimizer)
+            found_inf = taken.verdict()
+            self._verdict.agree_(found_inf)
+            result = self._step(optimizer, found_inf, args, kwargs)
+        self.last = StepResult(found_inf, self._scaler.state.scale)
+        if (taken.grads or not self._verdict.local) and not taken.is_counted:
+            self._found.append(found_inf)
+        taken.close()
+        return result
+
+    def _step(self, optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
+        if self._may_skip_itself(optimizer):
+            hand_over(optimizer, found_inf)
+            try:
+                return optimizer.step(*args, **kwargs)
+            finally:
+                take_back(optimizer)
+        return None if bool(found_inf) else optimizer.step(*args, **kwargs)
+
+    def _may_skip_itself(self, optimizer: Optimizer) -> bool:
+        return takes_found_inf(optimizer)
+
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Call a closure until its gradients are finite, lowering the scale in between."""
+        while True:
+            before = self._scalings
+            self._taken.pop(optimizer, None)
+            loss = closure()
+            if self._scalings == before:
+                raise ClosureError(
+                    "the closure did not scale its loss, so dividing its gradients would be wrong; write "
+                    "scaler.scale(loss).backward() inside the closure"
+                )
+            found_inf = self._take(optimizer).found_inf.clone()
+            self._verdict.agree_(found_inf)
+            if not bool(found_inf):
+                return loss
+            self._scaler.update(found_inf)
+            if self._scaler.read_exhausted():
+                raise self._collapse()
+            optimizer.zero_grad()
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by what was found since the last update; or set it.
+
+        Raises:
+            ConfigError: ``new_scale`` is not one finite number above zero.
+            LossScaleCollapse: gradients stay non-finite although the scale cannot fall. The model is unchanged.
+        """
+        if not self._enabled:
+            return
+        self._leave_backward()
+        waiting = [t for t in self._taken.values() if not t.has_stepped]
+        collapse = None
+        if new_scale is not None:
+            self._scaler.set_scale(_number(new_scale))
+        else:
+            found = self._found + [t.found_inf for t in waiting if t.grads and not t.is_counted]
+            if found:
+                self._scaler.update(torch.stack([one.to(found[0].device) for one in found]).max())
+                collapse = self._collapse() if self._is_exhausted() else None
+        self._found.clear()
+        for taken in waiting:
+            taken.is_counted = True
+        self._taken = {taken.optimizer: taken for taken in waiting if not taken.is_gone()}
+        if collapse is not None:
+            raise collapse
+
+    def _is_exhausted(self) -> bool:
+        """Whether the patience is used up, by what has been read already, so that a good step waits for nothing."""
+        patience, stuck = self._scaler.config.patience, self._scaler.state.stuck
+        if patience is None:
+            return False
+        self._stuck = self._stuck or Lagged(stuck.device)
+        self._stuck.push(stuck)
+        return self._stuck.value >= patience and self._scaler.read_exhausted()
+
+    def _collapse(self) -> LossScaleCollapse:
+        names = tuple(name for taken in self._taken.values() for name in taken.culprits())
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return LossScaleCollapse(
+            f"gradients stay non-finite at a loss scale of {self._scaler.read_scale():g}, which cannot fall any further. "
+            f"Not finite: {shown or 'nothing that still lies there'}. Lower the learning rate, clip, or use bfloat16",
+            names,
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler takes nothing.
+
+        ``{}`` is what a disabled scaler saved: there is nothing in it, so the scale stays, with a warning.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
+        """
+        if not self._enabled:
+            return
+        if isinstance(state_dict, Mapping) and not state_dict:
+            warnings.warn(
+                "the state is that of a disabled GradScaler and holds no scale; this one keeps its own",
+                stacklevel=2,
+            )
+            return
+        numbers = from_grad_scaler(state_dict)
+        self._scaler.config = read_config(state_dict, self._scaler.config)
+        self._scaler.load_state_dict({**numbers, "grace": self._scaler.config.hysteresis})
+        self._taken.clear()
+        self._found.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the window: a copy begins a new one."""
+        window = ("_scalings", "_taken", "_found", "_arriving", "_stuck", "last")
+        return {name: value for name, value in self.__dict__.items() if name not in window}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.last = None
+        self._begin()
+
+
+def _number(scale: float | Tensor) -> float:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or scale.requires_grad:
+            raise ConfigError("new_scale must be a float or a tensor of one element without requires_grad")
+        return float(scale)
+    return require_scale("new_scale", scale)
