@@ -1,0 +1,121 @@
+"""Blocks: the flat pieces of memory that one kernel of a fused optimizer works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ALONE = 2**18
+"""A parameter of this many elements or more is a block by itself, in its own memory."""
+
+ARENA = 2**19
+"""Smaller ones are joined in arenas of at most this many elements: one gathered gradient stays in the cache."""
+
+ALIGN = 16
+"""Parameters begin at a multiple of this many elements, so that vector loads are aligned in every dtype."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Block:
+    """Parameters in one piece of memory: every tensor is flat, and all are of one length.
+
+    Attributes:
+        weight: what the rule moves: float32, or low where nothing keeps float32.  # [n]
+        low: the model's weight, which follows it; None where they are one.         # f16[n] or bf16[n]
+        slots: the rule's state.                                                    # f32[n] each
+        members: indices of the parameters in the order of their groups.
+        spans: where each of them lies.
+        shapes: the shape and the stride of each.
+    """
+
+    weight: Tensor
+    low: Tensor | None
+    slots: tuple[Tensor, ...]
+    members: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def __len__(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is all of one parameter, whose gradient can be read where it lies."""
+        return self.spans == ((0, len(self)),)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether elements lie between the parameters that are no parameter's."""
+        return sum(stop - start for start, stop in self.spans) < len(self)
+
+    def part(self, first: int, last: int) -> Block:
+        """The block of the members ``first`` to ``last - 1`` alone, over the same memory."""
+        if (first, last) == (0, len(self.members)):
+            return self
+        start, stop = self.spans[first][0], self.spans[last - 1][1]
+        return Block(
+            weight=self.weight[start:stop],
+            low=None if self.low is None else self.low[start:stop],
+            slots=tuple(slot[start:stop] for slot in self.slots),
+            members=self.members[first:last],
+            spans=tuple((a - start, b - start) for a, b in self.spans[first:last]),
+            shapes=self.shapes[first:last],
+        )
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """``vector``, of this block's length or more, seen as tensors of the members' shapes and strides."""
+        offset = vector.storage_offset()
+        return [
+            vector.as_strided(shape, stride, offset + start)
+            for (start, _), (shape, stride) in zip(self.spans, self.shapes, strict=True)
+        ]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as a vector, in the order in which it lies."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gap or overlap, in whatever order.
+
+    >>> import torch
+    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2])
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def cut(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of ``sizes`` in runs that share an arena, the large ones alone.
+
+    >>> half = ARENA // 2 - ALIGN
+    >>> list(cut([half, ALONE, half, half, 4]))
+    [[1], [0, 2], [3, 4]]
+    """
+    run: list[int] = []
+    room = ARENA
+    for index, size in enumerate(sizes):
+        if size >= ALONE:
+            yield [index]
+            continue
+        if run and padded(size) > room:
+            yield run
+            run, room = [], ARENA
+        run.append(index)
+        room -= padded(size)
+    if run:
+        yield run
+
+
+def padded(size: int) -> int:
+    """``size`` rounded up to :data:`ALIGN`."""
+    return -(-size // ALIGN) * ALIGN

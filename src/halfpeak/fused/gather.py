@@ -1,0 +1,82 @@
+"""Gather: the gradients of a block as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.blocks import Block, flat
+
+
+class Gather:
+    """Copies the gradients of an arena's parameters side by side into a scratch vector, one block at a time.
+
+    The scratch is as long as the longest arena. The gradient of a parameter that is alone in its block is read where it
+    lies. What was gathered last is not gathered again until :meth:`forget`.
+    """
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._views: dict[int, tuple[Block, torch.dtype, list[Tensor], bool]] = {}
+        self._last: tuple[Block, Sequence[Tensor | None], Tensor] | None = None
+
+    def __call__(self, block: Block, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of ``block`` as they are.
+
+        Args:
+            block: whose gradients.
+            grads: of all parameters, those of the block's members among them.
+
+        Returns:
+            A vector as long as the block; it holds until the next call.  # of the gradients' dtype
+        """
+        last = self._last
+        if last is not None and last[0] is block and last[1] is grads:
+            return last[2]
+        own = [grad for member in block.members if (grad := grads[member]) is not None]
+        if block.is_alone:
+            return _in_order(own[0], block)
+        dtype = own[0].dtype
+        if any(grad.dtype != dtype for grad in own):
+            dtype = torch.float32
+        vector, views = self._room(block, dtype, own[0].device)
+        torch._foreach_copy_(views, own)
+        self._last = (block, grads, vector)
+        return vector
+
+    def forget(self) -> None:
+        """The gradients change from here on."""
+        self._last = None
+
+    def clear(self) -> None:
+        """The blocks change from here on."""
+        self._views.clear()
+        self._scratch.clear()
+        self._last = None
+
+    def _room(self, block: Block, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        scratch = self._scratch.get(dtype)
+        if scratch is None or len(scratch) < len(block) or scratch.device != device:
+            scratch = torch.zeros(len(block), dtype=dtype, device=device)
+            self._scratch[dtype] = scratch
+            self._views.clear()
+        vector = scratch[: len(block)]
+        known = self._views.get(id(block))
+        if known is None or known[1] != dtype:
+            known = self._views[id(block)] = (block, dtype, block.views(vector), block.has_gaps)
+        _, _, views, has_gaps = known
+        if has_gaps:
+            # Between the parameters lies what other blocks have left.
+            vector.zero_()
+        return vector, views
+
+
+def _in_order(grad: Tensor, block: Block) -> Tensor:
+    """A gradient as a vector in the order of its parameter's memory."""
+    shape, stride = block.shapes[0]
+    if grad.stride() == stride:
+        return flat(grad)
+    ordered = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
+    return flat(ordered.copy_(grad))

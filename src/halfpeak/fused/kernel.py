@@ -1,0 +1,46 @@
+"""The two kernels of a step as functions of vectors: measure the gradients, update the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.rules.base import Rule
+
+Update: TypeAlias = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], None]
+"""``update(weight, low, slots, grad, numbers)`` moves all but the last two in place."""
+
+
+def measure(grad: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of squares of the true-sized gradients, and whether one is not finite, in one read.
+
+    Args:
+        grad: in any dtype, scaled.
+        factor: what makes it true-sized; it is applied first, because the square of a scaled gradient may overflow. # f32[]
+
+    Returns:
+        ``sum((grad * factor)**2)``, and a flag that stays false where only the sum overflows.  # f32[], bool[]
+    """
+    true = grad.float() * factor
+    return true.square().sum(), torch.isfinite(true).logical_not().any()
+
+
+def update_of(rule: Rule) -> Update:
+    """The second pass: make true-sized and clip, apply ``rule``, round into the model's weight, for one block."""
+
+    def update(
+        weight: Tensor, low: Tensor | None, slots: Sequence[Tensor], grad: Tensor, numbers: Tensor
+    ) -> None:
+        wide = numbers.dtype
+        factor, *constants = numbers.unbind()
+        moved = rule(weight.to(wide), grad.to(wide) * factor, [slot.to(wide) for slot in slots], constants)
+        weight.copy_(moved[0])
+        for slot, value in zip(slots, moved[1:], strict=True):
+            slot.copy_(value)
+        if low is not None:
+            low.copy_(moved[0])
+
+    return update

@@ -1,0 +1,304 @@
+"""Layout: where the weights and states of one optimizer lie, and whether they still lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ParameterError
+from halfpeak.fused.blocks import Block, cut, flat, is_dense, padded
+from halfpeak.fused.rules.base import Rule
+
+
+@dataclass(eq=False, slots=True)
+class Counter:
+    """The steps of parameters that have always been stepped together.
+
+    Attributes:
+        step: how many; each of these parameters has this tensor in its state.  # f32[]
+    """
+
+    step: Tensor
+
+    def count(self) -> None:
+        """One more."""
+        self.step += 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """A block, or a part of one, whose parameters are all stepped now, by one rule and from one step count."""
+
+    block: Block
+    counter: Counter
+    group: int
+
+
+class _Column(NamedTuple):
+    """What the states of parameters hold under one name."""
+
+    name: str
+    rows: list[Any]
+    tensors: list[Tensor]
+
+
+class Layout:
+    """The blocks of an optimizer's parameters.
+
+    Small parameters are moved into arenas: their ``data`` and the tensors of their state become views. Whoever puts
+    another tensor there - ``load_state_dict``, ``parameter.data = ...``, a new group - is noticed by
+    :meth:`is_current`, and the next layout starts from what was put there.
+
+    Args:
+        optimizer: its state gets a row for every parameter laid out.
+        rules: one per group.
+        lows: the model's weight for each parameter that is a master of one, else the parameter itself; in the order of
+            the groups.
+        has_gradient: which of them are to be laid out now, beside those that have a state.
+
+    Raises:
+        ParameterError: a parameter that no kernel here can step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rules: Sequence[Rule],
+        lows: Sequence[Tensor],
+        has_gradient: Sequence[bool],
+    ) -> None:
+        self.rules = list(rules)
+        self.targets = targets_of(optimizer)
+        self.lows = list(lows)
+        self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
+        for index in wanted:
+            _check(self.targets[index])
+        self._counters = self._count(optimizer, wanted)
+        self._blocks: list[tuple[int, Block]] = []
+        for (group, _), members in _sorted_groups(wanted, self._kind):
+            for run in cut([self.targets[i].numel() for i in members]):
+                block = self._lay_out(optimizer, group, [members[i] for i in run])
+                self._blocks.append((group, block))
+        self._state = optimizer.state
+        self._rows = list(optimizer.state.values())
+        self._in_rows = self._state_tensors(optimizer.state)
+        self._places = _places(self.targets)
+        self._low_places = _places(self.lows)
+        self._mask: list[bool] = []
+        self._pieces: list[Piece] = []
+
+    def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], lows: Sequence[Tensor]) -> bool:
+        """Whether everything is still where this layout put it."""
+        targets = targets_of(optimizer)
+        return (
+            len(targets) == len(self.targets)
+            and all(map(is_, targets, self.targets))
+            and all(map(is_, lows, self.lows))
+            and list(rules) == self.rules
+            and _places(targets) == self._places
+            and _places(lows) == self._low_places
+            and self._holds_state(optimizer)
+        )
+
+    def pieces(self, mask: list[bool]) -> list[Piece] | None:
+        """What is to be stepped where ``mask`` says which parameters have a gradient; None if one is not laid out."""
+        if mask == self._mask:
+            return self._pieces
+        if any(has and i not in self._counters for i, has in enumerate(mask)):
+            return None
+        self._part_company(mask)
+        self._pieces = [
+            Piece(block.part(run[0], run[-1] + 1), counter, group)
+            for group, block in self._blocks
+            for counter, run in self._runs(block, mask)
+        ]
+        self._mask = list(mask)
+        return self._pieces
+
+    def counters(self, pieces: Sequence[Piece]) -> list[Counter]:
+        """The counters of some pieces, each once."""
+        return list({id(piece.counter): piece.counter for piece in pieces}.values())
+
+    def _runs(self, block: Block, mask: Sequence[bool]) -> Iterator[tuple[Counter, list[int]]]:
+        """Neighbours in a block that have a gradient and one counter."""
+        keyed = [
+            (self._counters[member] if mask[member] else None, i) for i, member in enumerate(block.members)
+        ]
+        for _, run in groupby(keyed, key=lambda pair: id(pair[0])):
+            pairs = list(run)
+            if pairs[0][0] is not None:
+                yield pairs[0][0], [i for _, i in pairs]
+
+    def _part_company(self, mask: Sequence[bool]) -> None:
+        """Parameters that stay behind get a counter of their own."""
+        moving = {id(counter) for i, counter in self._counters.items() if mask[i]}
+        left: dict[int, Counter] = {}
+        for index, counter in self._counters.items():
+            if not mask[index] and id(counter) in moving:
+                own = left.setdefault(id(counter), Counter(counter.step.clone()))
+                self._counters[index] = own
+                self._state[self.targets[index]]["step"] = own.step
+        if left:
+            self._in_rows = self._state_tensors(self._state)
+
+    def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
+        target, low = self.targets[index], self.lows[index]
+        return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
+
+    def _count(self, optimizer: Optimizer, wanted: Sequence[int]) -> dict[int, Counter]:
+        counters: dict[tuple[Any, ...], Counter] = {}
+        found: dict[int, Counter] = {}
+        for index in wanted:
+            target = self.targets[index]
+            row = optimizer.state[target]
+            # torch's SGD keeps no count: what has a state has been stepped.
+            taken = float(row.get("step", bool(row)))
+            key = (self._group_of[index], target.device, taken)
+            if key not in counters:
+                counters[key] = Counter(torch.full((), taken, device=target.device))
+            found[index] = counters[key]
+        return found
+
+    def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> Block:
+        targets = [self.targets[i] for i in members]
+        lows = [self.lows[i] for i in members]
+        rule, settings = self.rules[group], optimizer.param_groups[group]
+        spans: list[tuple[int, int]] = []
+        for target in targets:
+            start = padded(spans[-1][1]) if spans else 0
+            spans.append((start, start + target.numel()))
+        strides = [_dense_stride(target) for target in targets]
+        block = Block(
+            weight=_join(targets, spans, strides),
+            low=None if lows[0] is targets[0] else _join(lows, spans, strides),
+            slots=(),
+            members=tuple(members),
+            spans=tuple(spans),
+            shapes=tuple(
+                (tuple(target.shape), stride) for target, stride in zip(targets, strides, strict=True)
+            ),
+        )
+        rows = [optimizer.state[target] for target in targets]
+        slots: list[Tensor] = []
+        for name, start in zip(rule.slots, rule.initial(settings), strict=True):
+            known = [row.get(name) for row in rows]
+            vector = _vector(targets, known, len(block), start)
+            for row, target, view, value in zip(rows, targets, block.views(vector), known, strict=True):
+                if value is not None and value.data_ptr() != view.data_ptr():
+                    _check_state(name, value, target)
+                    view.copy_(value)
+                row[name] = view
+            slots.append(vector)
+        if rule.counts:
+            for index, row in zip(members, rows, strict=True):
+                row["step"] = self._counters[index].step
+        return Block(block.weight, block.low, tuple(slots), block.members, block.spans, block.shapes)
+
+    def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
+        """For each name in the states of parameters laid out, the rows that have it and what they hold."""
+        found: dict[str, _Column] = {}
+        for index in self._counters:
+            row = state[self.targets[index]]
+            rule = self.rules[self._group_of[index]]
+            for name in (*rule.slots, "step") if rule.counts else rule.slots:
+                column = found.setdefault(name, _Column(name, [], []))
+                column.rows.append(row)
+                column.tensors.append(row[name])
+        return list(found.values())
+
+    def _holds_state(self, optimizer: Optimizer) -> bool:
+        if optimizer.state is not self._state or len(optimizer.state) != len(self._rows):
+            return False
+        try:
+            return all(map(is_, optimizer.state.values(), self._rows)) and all(
+                all(map(is_, map(itemgetter(column.name), column.rows), column.tensors))
+                for column in self._in_rows
+            )
+        except KeyError:
+            return False
+
+
+def targets_of(optimizer: Optimizer) -> list[Tensor]:
+    """Whatever stands in an optimizer's groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+_GRAD: Final = attrgetter("grad")
+
+
+def gradients_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each, or None."""
+    return list(map(_GRAD, tensors))
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _check(target: Tensor) -> None:
+    if (
+        not target.is_floating_point()
+        or target.layout is not torch.strided
+        or type(target.data) is not Tensor
+    ):
+        kind = (
+            type(target.data).__name__
+            if type(target.data) is not Tensor
+            else f"{target.layout} {target.dtype}"
+        )
+        raise ParameterError(
+            f"a fused optimizer steps dense real tensors, and this parameter is a {kind}; use torch.optim for it"
+        )
+
+
+def _check_state(name: str, value: Tensor, target: Tensor) -> None:
+    if value.shape != target.shape:
+        raise ParameterError(
+            f"the state {name!r} of a parameter of shape {tuple(target.shape)} has shape {tuple(value.shape)}; "
+            "load the state of this model's optimizer"
+        )
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The stride of a tensor, or where it has gaps that of a contiguous one of its shape."""
+    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+
+
+def _join(
+    tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]], strides: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """One tensor as a vector where it lies, or several moved into an arena."""
+    if len(tensors) == 1 and tensors[0].stride() == strides[0]:
+        return flat(tensors[0])
+    arena = tensors[0].new_zeros(padded(spans[-1][1]))
+    for tensor, (start, _), stride in zip(tensors, spans, strides, strict=True):
+        view = arena.as_strided(tensor.shape, stride, start)
+        view.copy_(tensor.detach())
+        # The parameter stays the same object; only its memory moves.
+        tensor.data = view
+    return arena
+
+
+def _vector(targets: Sequence[Tensor], known: Sequence[Tensor | None], length: int, start: float) -> Tensor:
+    """Memory for one kind of state: the tensor that is there, where it fits, else a new vector."""
+    wide, target, there = torch.promote_types(targets[0].dtype, torch.float32), targets[0], known[0]
+    if len(targets) == 1 and there is not None:
+        form = (there.dtype, there.device, there.shape, there.stride())
+        if form == (wide, target.device, target.shape, target.stride()):
+            return flat(there)
+    return torch.full((length,), start, dtype=wide, device=target.device)
+
+
+def _sorted_groups(members: Sequence[int], key: Any) -> list[tuple[Any, list[int]]]:
+    found: dict[Any, list[int]] = {}
+    for member in members:
+        found.setdefault(key(member), []).append(member)
+    return list(found.items())

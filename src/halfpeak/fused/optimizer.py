@@ -1,0 +1,182 @@
+"""FusedOptimizer: a torch optimizer whose step is one read and one pass over blocks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
+from halfpeak.fused.roads.base import Order, Reading, Road
+from halfpeak.fused.roads.choose import RoadName, choose
+from halfpeak.fused.rules.base import Rule
+
+
+class Feed(NamedTuple):
+    """What a step reads instead of the parameters' own gradients. Lists go by the order of the groups.
+
+    Attributes:
+        grads: the gradient for each parameter, or None.
+        lows: the model's weight for each parameter that is a master of one, else the parameter itself.
+        factor: what a gradient is multiplied by before the rule sees it: it unscales and clips.  # f32[]
+    """
+
+    grads: Sequence[Tensor | None]
+    lows: Sequence[Tensor]
+    factor: Tensor
+
+
+class FusedOptimizer(Optimizer):
+    """What the fused optimizers share. A subclass says by which rule a group is stepped.
+
+    Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
+
+    Args:
+        params: parameters or groups, as for every torch optimizer. Dense, real, floating point.
+        defaults: hyper-parameters.
+        road: how kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, road: RoadName = "auto") -> None:
+        super().__init__(params, defaults)
+        self._wish: RoadName = road
+        self._begin()
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule by which a group is stepped."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient.
+
+        Nothing moves where a gradient scaler has set ``found_inf`` on the optimizer to anything but zero.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        feed = self._feed or self._own_feed()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None or not bool(found_inf):
+            self._move(feed)
+        return loss
+
+    def measure(self, feed: Feed) -> Reading:
+        """The sum of squares of the gradients that a step would read, and whether one is not finite."""
+        with torch.no_grad():
+            pieces = self._pieces(feed)
+            if not pieces:
+                nothing = torch.zeros_like(feed.factor)
+                return Reading(nothing, nothing.clone())
+            return self._road_for(pieces).measure(pieces, feed.grads, feed.factor)
+
+    def feed(self, feed: Feed | None) -> None:
+        """What the coming steps read; None for the parameters' own gradients again."""
+        self._feed = feed
+        if feed is None and self._road is not None:
+            self._road.forget()
+
+    @property
+    def road(self) -> str:
+        """How kernels run, once a step has been taken."""
+        return self._wish if self._road is None else self._road.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's layout, with a step count for each parameter."""
+        state = super().state_dict()
+        # Parameters stepped together share one count here; torch's optimizers would count it up once for each of them.
+        state["state"] = {
+            key: {**row, "step": row["step"].clone()} if "step" in row else row
+            for key, row in state["state"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype."""
+        super().load_state_dict(cast("dict[str, Any]", state_dict))
+        _keep_dtypes(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_wish": self._wish}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._layout: Layout | None = None
+        self._road: Road | None = None
+        self._feed: Feed | None = None
+
+    def _own_feed(self) -> Feed:
+        targets = targets_of(self)
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        one = torch.ones((), device=targets[0].device if targets else None)
+        return Feed(gradients_of(targets), targets, one if grad_scale is None else grad_scale.reciprocal())
+
+    def _move(self, feed: Feed) -> None:
+        pieces = self._pieces(feed)
+        if not pieces:
+            return
+        layout = cast(Layout, self._layout)
+        for counter in layout.counters(pieces):
+            counter.count()
+        orders = self._orders(pieces, layout.rules, feed.factor)
+        self._road_for(pieces).update(orders, feed.grads)
+        self._road_for(pieces).forget()
+        # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
+        moved = [layout.targets[i] for piece in pieces for i in piece.block.members]
+        torch.autograd.graph.increment_version(moved)
+        if feed.lows is not layout.targets:
+            torch.autograd.graph.increment_version(
+                [layout.lows[i] for piece in pieces for i in piece.block.members]
+            )
+
+    def _orders(self, pieces: Sequence[Piece], rules: Sequence[Rule], factor: Tensor) -> list[Order]:
+        orders: list[Order] = []
+        numbers: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        for piece in pieces:
+            rule, group = rules[piece.group], self.param_groups[piece.group]
+            wide = torch.promote_types(piece.block.weight.dtype, torch.float32)
+            key = (piece.group, id(piece.counter), wide)
+            if key not in numbers:
+                constants = rule.constants(group, float(piece.counter.step))
+                sign = -1.0 if group.get("maximize") else 1.0
+                values = [sign * float(factor), *map(float, constants)]
+                numbers[key] = torch.tensor(values, dtype=wide, device=piece.block.weight.device)
+            orders.append(Order(piece, rule, group, numbers[key]))
+        return orders
+
+    def _pieces(self, feed: Feed) -> list[Piece]:
+        """Where everything lies now."""
+        rules = [self.rule(group) for group in self.param_groups]
+        mask = [grad is not None for grad in feed.grads]
+        layout = self._layout
+        if layout is not None and layout.is_current(self, rules, feed.lows):
+            pieces = layout.pieces(mask)
+            if pieces is not None:
+                return pieces
+        layout = self._layout = Layout(self, rules, feed.lows, mask)
+        if self._road is not None:
+            self._road.clear()
+        return layout.pieces(mask) or []
+
+    def _road_for(self, pieces: Sequence[Piece]) -> Road:
+        if self._road is None:
+            self._road = choose(self._wish, [piece.block for piece in pieces])
+        return self._road
+
+
+def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    for index, target in zip(numbers, targets_of(optimizer), strict=True):
+        for name, value in loaded["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[target][name] = value.detach().to(target.device, copy=True)

@@ -1,0 +1,1 @@
+"""The ways in which the kernels of a step are run."""

@@ -1,0 +1,1 @@
+"""Update rules, each written once as a function of tensors."""
