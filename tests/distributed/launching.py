@@ -20,7 +20,7 @@ Seen = dict[str, list[Any]]
 
 
 def launch(script: str, ranks: int, folder: Path) -> Seen:
-    """Run a script of this folder, whose ranks each leave ``rank<number>.pt`` in ``folder``."""
+    """Run a script, whose path begins in this folder, and whose ranks each leave ``rank<number>.pt`` in ``folder``."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
@@ -28,7 +28,7 @@ def launch(script: str, ranks: int, folder: Path) -> Seen:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), str(ranks), str(folder)],
+        [sys.executable, str(Path(__file__).parent / script), str(ranks), str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "optim/wrapper.py": "tests/optim",
     "insight/extras.py": "tests/insight",
     "recipes/device.py": "tests/cli",
+    "runner/hook_list.py": "tests/runner",
 }
 """Files whose context managers change no state of training, and where they are tested."""
 

@@ -1,22 +1,41 @@
-"""What test_ranks.py runs on several ranks: a run, and the same resumed in the middle."""
+"""The ranks of ``test_ranks.py``: runs, resumed in the middle of an epoch or of a window. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import halfpeak.runner as hr
+from distributed.launching import fork_ranks
+from halfpeak.core.errors import StateError
+from halfpeak.optim import AmpOptimWrapper
 from runner import zoo
 
 KINDS = ("EpochBasedRunner", "IterBasedRunner")
 STOPS = (2, 3, 5)
+EVERY, OPEN = 4, (1, 3, 5)
+WINDOWS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "ddp float32": (True, {"type": "GradientCumulativeOptimizerHook"}),
+    **{
+        f"{way} {mode}": (
+            way == "ddp",
+            {"type": "GradientCumulativeFp16OptimizerHook", "mode": mode, "loss_scale": 64.0},
+        )
+        for way in ("ddp", "hook")
+        for mode in ("autocast", "master")
+    },
+    "ddp wrapper": (True, {"type": "OptimWrapperHook"}),
+}
+"""Whether DDP is around the model, and the hook."""
 
 
 class Model(zoo.Model):
@@ -40,16 +59,29 @@ def build(kind: str, folder: Path) -> Any:
     return made
 
 
+def build_window(name: str, folder: Path) -> Any:
+    """Seven iterations in windows of four, with a file after each."""
+    ddp, config = WINDOWS[name]
+    model: nn.Module = Model()
+    optimizer: Any = zoo.sgd(model)
+    if "wrapper" in name:
+        optimizer = AmpOptimWrapper("dynamic", "float16", optimizer=optimizer, accumulative_counts=EVERY)
+    else:
+        config = {**config, "cumulative_iters": EVERY}
+    wrapped = hr.MMDistributedDataParallel(model) if ddp and dist.is_initialized() else model
+    made = hr.IterBasedRunner(wrapped, optimizer=optimizer, work_dir=folder, logger=zoo.quiet(), max_iters=7)
+    made.register_training_hooks(None, config, {"interval": 1})
+    return made
+
+
 def run(made: Any) -> Any:
-    data = zoo.Noisy()
-    made.run([DataLoader(data, batch_size=2, sampler=DistributedSampler(data, seed=3))], [("train", 1)])
+    data, (rank, ranks) = zoo.Noisy(), hr.get_dist_info()
+    sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, seed=3)
+    made.run([DataLoader(data, batch_size=2, sampler=sampler)], [("train", 1)])
     return made.checkpoint()
 
 
-def rank_main(rank: int, ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def resumes(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in KINDS:
         whole = build(kind, folder / kind)
@@ -60,25 +92,100 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
             again = build(kind, folder / f"{kind} {stop}")
             again.resume(folder / kind / f"iter_{stop}.pth")
             found[f"{kind} {stop}"] = zoo.differences(end, run(again))
-        dist.barrier()
+    return found
+
+
+def windows(rank: int, folder: Path) -> dict[str, Any]:
+    """Each way to accumulate: the whole run, and what is different after a resume inside a window."""
+    found: dict[str, Any] = {}
+    for name in WINDOWS:
+        torch.manual_seed(100 + rank)
+        whole = build_window(name, folder / name)
+        end = run(whole)
+        found[f"{name} weight"] = end["state_dict"]["first.weight"]
+        for stop in OPEN:
+            again = build_window(name, folder / f"{name} {stop}")
+            again.resume(folder / name / f"iter_{stop}.pth")
+            found[f"{name} {stop}"] = zoo.differences(end, run(again))
+    return found
+
+
+def of_rank_0(rank: int, folder: Path) -> dict[str, Any]:
+    """A file that only rank 0 wrote, inside a window: what every rank says of it, and whether it changed anything."""
+
+    class Saves(hr.Hook):
+        def after_train_iter(self, runner: Any) -> None:
+            if runner.iter == 1 and rank == 0:
+                runner.save_checkpoint(folder, "alone.pth", create_symlink=False)
+
+    whole = build_window("hook autocast", folder / "first")
+    whole.register_hook(Saves())
+    run(whole)
+    dist.barrier()
+    again = build_window("hook autocast", folder / "second")
+    before = again.checkpoint()
+    try:
+        again.resume(folder / "alone.pth")
+    except StateError as error:
+        return {"says": str(error), "changed": zoo.differences(before, again.checkpoint())}
+    return {"says": "nothing"}
+
+
+class Whole(nn.Linear):
+    """Whole numbers everywhere, so that sums are exact in any order and in half."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        return {"loss": (self(data[0]).float() * data[1]).sum()}
+
+
+def whole_batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return tuple(torch.randint(-4, 5, (4, n), generator=generator).float() for n in (3, 2))  # type: ignore[return-value]
+
+
+def count_reductions(wrapped: DistributedDataParallel) -> list[int]:
+    """Grows by one with each bucket that is reduced."""
+    counted: list[int] = []
+    # A lambda, because torch looks at annotations and does not read those that are text.
+    wrapped.register_comm_hook(None, lambda state, bucket: counted.append(1) or allreduce_hook(state, bucket))  # type: ignore[arg-type]
+    return counted
+
+
+def reductions(rank: int, folder: Path) -> dict[str, Any]:
+    """Windows of four iterations and of two: how often DDP reduces, and the weights; also where it is told to every time."""
+    found: dict[str, Any] = {}
+    for name in ("ddp float32", "ddp autocast", "ddp master"):
+        for always in (False, True):
+            model = Whole()
+            wrapped = hr.MMDistributedDataParallel(model)
+            counted = count_reductions(wrapped)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            made = hr.IterBasedRunner(wrapped, optimizer=optimizer, logger=zoo.quiet(), max_iters=6)
+            made.register_optimizer_hook({**WINDOWS[name][1], "cumulative_iters": EVERY})
+            hook = made.hooks[0]
+            if always:
+                hook._can_wait = lambda runner: False  # type: ignore[attr-defined]
+            made.run([[whole_batch(number, rank) for number in range(6)]], [("train", 1)])
+            key = f"{name} {'always' if always else 'once'}"
+            found[key] = {"count": len(counted), "weights": [p.detach().float() for p in model.parameters()]}
+    return found
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, windows, reductions)
+    found = {name: value for part in parts for name, value in part(rank, folder).items()}
+    found["alone"] = of_rank_0(rank, folder)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Fork the ranks, so that torch is imported once. Returns how many of them failed."""
-    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
-    forking = multiprocessing.get_context("fork")
-    processes = [forking.Process(target=rank_main, args=(rank, ranks, folder)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        if process.exitcode != 0:
-            for other in processes:
-                other.kill()  # it would wait for ever
-    return sum(process.exitcode != 0 for process in processes)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fork_ranks(rank_main))

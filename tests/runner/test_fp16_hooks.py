@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 from halfpeak import amp
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError, StateError
+from halfpeak.runner.epoch import EpochBasedRunner
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
 from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
@@ -144,6 +145,7 @@ def test_autocast_as_torch_amp(
         every,
         grad_clip=None if clip is None else {"max_norm": clip},
         loss_scale={"init_scale": 256.0, "growth_interval": 3} if dynamic else loss_scale,
+        mode="autocast",
         dtype=dtype,
     )
     loop = run(make_loop(make(), "sgd"), hook, range(12), OVERFLOWS)
@@ -169,6 +171,77 @@ def test_autocast_as_torch_amp(
     if dynamic:
         assert dict(ours) == theirs
     assert all(p.dtype is torch.float32 for p in loop.model.parameters())
+
+
+def test_the_default_is_the_five_steps_that_mmcv_documents() -> None:
+    """Scale, backward in half, copy to float32, unscale and update, copy back: a half model, which has float32 masters."""
+    assert Fp16OptimizerHook().mode == GradientCumulativeFp16OptimizerHook(4).mode == "master"
+    loop = run(make_loop(make_plain()), Fp16OptimizerHook(), range(3))
+    masters = [p for group in loop.optimizer.param_groups for p in group["params"]]
+    assert [p.dtype for p in loop.model.parameters()][::5] == [torch.float16] * 2
+    assert all(master.dtype is torch.float32 for master in masters)
+    for low, master in zip(loop.model.parameters(), masters, strict=True):
+        assert torch.equal(low, master.to(low.dtype))
+
+
+class Written(nn.Module):
+    """Written for torch.autocast: nothing here was written for low weights."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net, self.criterion, self.how = make_plain(), nn.MSELoss(), how
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.net(x) if y is None else mse_loss(self.net(x), y)
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        x, y = data
+        match self.how:
+            case "forward":
+                loss = mse_loss(self(x), y)
+            case "loss in forward":
+                loss = self(x, y)
+            case "past forward":
+                loss = self.criterion(self.net(x), y)
+            case "a function of weights":
+                loss = mse_loss(nn.functional.linear(self.net[:3](x), self.net[3].weight), y)
+            case _:
+                with torch.autocast("cpu", torch.float16):
+                    loss = mse_loss(self.net(x), y)
+        return {"loss": loss, "log_vars": {"loss": loss.detach()}, "num_samples": len(x)}
+
+    def val_step(self, data: Any, optimizer: Any = None) -> dict[str, Any]:
+        return self.train_step(data, optimizer)
+
+
+WAYS = ["forward", "loss in forward", "past forward", "a function of weights", "own autocast"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_masters_train_what_was_written_for_autocast(how: str) -> None:
+    """As autocast does up to rounding; in validation too."""
+    found: dict[str, Any] = {}
+    for mode in ("autocast", "master"):
+        model = Written(how)
+        made = EpochBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=8)
+        made.register_optimizer_hook({"type": "Fp16OptimizerHook", "mode": mode})
+        seen: list[torch.dtype] = []
+        model.net[0].register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        made.run([[make_batch(0)] * 4, [make_batch(0)]], [("train", 1), ("val", 1)])
+        assert seen == [torch.float16] * 40
+        assert made.steps == 32
+        found[mode] = made.log_buffer.val_history["loss"][-1].item()
+    assert found["master"] == pytest.approx(found["autocast"], rel=0.02)
+    x, y = make_batch(0)
+    assert found["master"] < 0.9 * mse_loss(make_plain()(x), y).item()
+
+
+def test_autocast_is_as_it_was_where_forward_raises() -> None:
+    loop = run(make_loop(make_plain()), Fp16OptimizerHook(), range(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="shapes"):
+            loop.model(torch.ones(2, 5))
+        assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("mode", ["autocast", "master"])

@@ -1,54 +1,103 @@
-"""Two ranks (gloo) share one file, and each goes on with random numbers and data of its own."""
+"""Two ranks (gloo) share one file, and each goes on with random numbers, data and an open window of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from distributed.launching import Seen, launch
 from halfpeak.runner.gather import gather
-from laws.source import ROOT
-from runner.resume_ranks import KINDS, STOPS
+from runner.resume_ranks import KINDS, OPEN, STOPS, WINDOWS, build_window, run, whole_batch
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    script = Path(__file__).with_name("resume_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "2", str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Seen:
+    return launch("../runner/resume_ranks.py", 2, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_resume_is_bitwise_on_every_rank(ranks: list[dict[str, Any]], kind: str, stop: int) -> None:
-    assert [rank[f"{kind} {stop}"] for rank in ranks] == [[], []]
+def test_a_resume_is_bitwise_on_every_rank(ranks: Seen, kind: str, stop: int) -> None:
+    assert ranks[f"{kind} {stop}"] == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_draw_differently_and_stay_equal(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_the_ranks_draw_differently_and_stay_equal(ranks: Seen, kind: str) -> None:
     """Otherwise the test above could pass with the random numbers of one rank for all."""
-    first, second = (rank[kind] for rank in ranks)
+    first, second = ranks[kind]
     assert not torch.equal(first["random"], second["random"])
     assert torch.equal(first["weight"], second["weight"])
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("stop", OPEN)
+def test_a_resume_inside_a_window_is_bitwise_on_every_rank(ranks: Seen, name: str, stop: int) -> None:
+    assert ranks[f"{name} {stop}"] == [[], []]
+    first, second = ranks[f"{name} weight"]
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "ddp master"])
+def test_the_windows_of_the_ranks_differ(ranks: Seen, folder: Path, name: str) -> None:
+    """Otherwise the test above could pass with the gradients of one rank for all."""
+    saved = torch.load(folder / name / "iter_3.pth", weights_only=True)["ranks"]
+    first, second = (gradients(rank["windows"]) for rank in saved)
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(first[index], second[index]) for index in first)
+
+
+def gradients(windows: Any) -> dict[int, torch.Tensor]:
+    (exact,) = (*(hook["halfpeak"] for hook in windows["hooks"].values()), *windows["optimizer"].values())
+    (lane,) = exact["window"]["lanes"]
+    return lane["true_sized"]
+
+
+def test_a_window_of_rank_0_alone_is_refused(ranks: Seen) -> None:
+    for seen in ranks["alone"]:
+        assert "saved by rank 0 alone and inside an accumulation window" in seen["says"]
+        assert seen["changed"] == []
+
+
+@pytest.mark.parametrize("name", ["hook master", "ddp wrapper"])
+def test_another_number_of_ranks_leaves_the_window_out(
+    ranks: Seen, folder: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = build_window(name, tmp_path)
+    made.logger = logging.getLogger("alone")
+    with caplog.at_level(logging.WARNING, "alone"):
+        made.resume(folder / name / "iter_3.pth")
+        run(made)
+    assert "on 2 ranks inside an accumulation window, whose gradients are left out on 1" in caplog.text
+    assert made.iter == 7
+
+
+@pytest.mark.parametrize("name", ["ddp float32", "ddp autocast", "ddp master"])
+def test_a_window_is_reduced_once(ranks: Seen, name: str) -> None:
+    """Six iterations are two windows. Gradients of masters are summed in float32, so DDP reduces each before."""
+    for rank in range(2):
+        once, always = ranks[f"{name} once"][rank], ranks[f"{name} always"][rank]
+        assert (once["count"], always["count"]) == (6 if "master" in name else 2, 6)
+        for ours, theirs in zip(once["weights"], always["weights"], strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(ours, ranks[f"{name} once"][0]["weights"][len(ours.shape) == 1])
+
+
+def test_what_the_reduced_windows_come_to(ranks: Seen) -> None:
+    """By hand: the mean gradient over ranks and over the iterations of each window, and two steps."""
+    weight = torch.zeros(2, 3)
+    for window in (range(4), range(4, 6)):
+        batches = [whole_batch(number, rank) for number in window for rank in range(2)]
+        weight -= 0.5 * sum(y.T @ x for x, y in batches) / len(batches)
+    assert torch.allclose(ranks["ddp float32 once"][0]["weights"][0], weight)
 
 
 def test_one_rank_alone_gathers_itself() -> None:

@@ -258,6 +258,30 @@ def test_contexts_of_hooks_surround_the_step_and_end_with_it() -> None:
     assert events == ["in", "out"] * 2
 
 
+def test_what_hooks_put_around_validation_is_around_evaluation_too() -> None:
+    seen: list[tuple[str, torch.dtype]] = []
+
+    class Casts(hr.Hook):
+        def around_val_step(self, runner: Any) -> Any:
+            return torch.autocast("cpu", torch.bfloat16)
+
+    def note(where: str, result: Any) -> Any:
+        seen.append((where, (torch.ones(1, 1) @ torch.ones(1, 1)).dtype))
+        return result
+
+    made = epochs(max_epochs=1)
+    made.register_hook(Casts())
+    made.register_hook(hr.EvalHook(DATA[:1], test_fn=lambda model, data: note("evaluation", {"acc": 1.0})))
+    made.model.train_step = lambda data, optimizer: note("train", {})
+    made.model.val_step = lambda data: note("val", {})
+    made.run([DATA[:1], DATA[:1]], [("train", 1), ("val", 1)])
+    low = torch.bfloat16
+    assert seen == [("train", torch.float32), ("evaluation", low), ("val", low)]
+    with made.validation_step():
+        note("own", None)
+    assert seen[-1] == ("own", low)
+
+
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 

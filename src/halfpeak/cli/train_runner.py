@@ -189,7 +189,7 @@ class RunnerJob(Hook):
         model = self.runner.model
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.runner.validation_step():
                 total = torch.zeros(3, device=self.device)
                 for batch in self.recipe.validation():
                     log_vars = model.val_step(batch, None)["log_vars"]

@@ -34,7 +34,7 @@ _SCALE: Final = ("loss_scale", "init_loss_scale", "loss_scale_interval", "min_lo
 
 
 class StepModel(nn.Module):
-    """A recipe's model with the two methods that a runner calls. ``val_step`` computes in the dtype of the weights."""
+    """A recipe's model with the two methods that a runner calls."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +168,20 @@ class BaseRunner(Registration, Persistence):
 
     def run_iter(self, data_batch: Any, train_mode: bool, **kwargs: Any) -> None:
         """Let the model take one batch, log what it returns and keep it in :attr:`outputs`."""
-        with ExitStack() as stack:
-            if train_mode:
-                for context in [hook.around_train_step(self) for hook in self._hooks]:
-                    if context is not None:
-                        stack.enter_context(context)
+        with self.training_step() if train_mode else self.validation_step():
             outputs, source = self._call_model(data_batch, train_mode, kwargs)
         outputs = stepping.require_outputs(outputs, source)
         if "log_vars" in outputs:
             self.log_buffer.update(outputs["log_vars"], outputs.get("num_samples", 1))
         self.outputs = outputs
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """What ``train_step`` runs in: the casts of the hooks, and no gradient reduction where it would be in vain."""
+        return hook_list.nested(hook.around_train_step(self) for hook in self._hooks)
+
+    def validation_step(self) -> AbstractContextManager[Any]:
+        """What ``val_step`` runs in; enter it to call the model for an evaluation of your own."""
+        return hook_list.nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
         """Call one stage of every hook.

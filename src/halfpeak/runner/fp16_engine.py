@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.levels import Properties, resolve
 from halfpeak.core.policy import Policy
@@ -63,8 +64,43 @@ def build_fp16_engine(
     engine = build(plan, [inner], [optimizer], verdict=verdict)
     for parameter, value in exact:
         engine.masters.take(parameter, value)
+    if not is_decorated(inner):
+        engine.handles += suspend_autocast(inner, engine.device.type)
     reconnect(model)
     return engine
+
+
+def suspend_autocast(model: nn.Module, device_type: str) -> list[RemovableHandle]:
+    """Switch autocast off inside the model's ``forward``, which casts at its boundary and stores what it computes in.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handles = suspend_autocast(model, "cpu")
+    >>> with torch.autocast("cpu"):
+    ...     inside, outside = model(torch.ones(1, 2)).dtype, torch.relu(model.weight @ torch.ones(2)).dtype
+    >>> inside, outside
+    (torch.float32, torch.bfloat16)
+    """
+    pause = _Pause(device_type)
+    return [
+        model.register_forward_pre_hook(pause.begin, prepend=True),
+        model.register_forward_hook(pause.end, always_call=True),
+    ]
+
+
+class _Pause:
+    """The two ends of a stretch without autocast; stretches nest. Plain flags, because a compiled model runs its hooks."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._before: list[bool] = []
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        self._before.append(torch.is_autocast_enabled(self._device_type))
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def end(self, module: nn.Module, args: object, output: object) -> None:
+        if self._before:  # else an earlier hook raised before the stretch began
+            torch.set_autocast_enabled(self._device_type, self._before.pop())
 
 
 def reduces_itself(model: nn.Module, optimizer: Optimizer) -> bool:

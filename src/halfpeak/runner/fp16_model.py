@@ -20,8 +20,8 @@ from halfpeak.casting.modules import (
 from halfpeak.core.dtypes import LOW, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 
-Mode: TypeAlias = Literal["autocast", "master"]
-"""``"autocast"``: float32 weights, operations cast one by one. ``"master"``: low weights, float32 masters."""
+Mode: TypeAlias = Literal["master", "autocast"]
+"""``"master"``: low weights, float32 masters. ``"autocast"``: float32 weights, operations cast one by one."""
 
 _ATTRIBUTE: Final = "fp16_casts"
 
@@ -110,7 +110,7 @@ def parse_mode(mode: Any) -> Mode:
     """
     if mode not in get_args(Mode):
         raise ConfigError(
-            f"mode={mode!r} must be 'autocast' (float32 weights) or 'master' (low weights, float32 masters)"
+            f"mode={mode!r} must be 'master' (low weights, float32 masters) or 'autocast' (float32 weights)"
         )
     return mode
 

@@ -14,7 +14,9 @@ from halfpeak.runner.dist import get_dist_info
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of each rank, in their order, on every rank. All ranks must call it.
+    """The value of each rank, in their order, on rank 0; nothing elsewhere. All ranks must call it.
+
+    One rank after the other sends, so that rank 0 holds one more value at a time on the device, and the rest on the host.
 
     Raises:
         CheckpointError: ``value`` is not plain data.
@@ -23,25 +25,27 @@ def gather(value: Any) -> list[Any]:
     [{'seed': 1}]
     """
     value = plain(value)
-    world = get_dist_info()[1]
+    rank, world = get_dist_info()
     if world == 1:
         return [value]
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
     device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
-    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
-    lengths = _all(torch.tensor(mine.numel(), device=device), world)
-    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    parts = _all(padded, world)
-    return [_read(part[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
-
-
-def _all(tensor: Tensor, world: int) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(world)]
-    dist.all_gather(found, tensor)
+    mine = torch.empty(0, dtype=torch.uint8) if rank == 0 else _write(value)
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([mine.numel()], device=device))
+    if rank > 0:
+        dist.send(mine.to(device), 0)
+        return []
+    found = [value]
+    for source in range(1, world):
+        received = torch.empty(int(lengths[source]), dtype=torch.uint8, device=device)
+        dist.recv(received, source)
+        file = bytearray(received.numel())
+        torch.frombuffer(file, dtype=torch.uint8).copy_(received)
+        found.append(torch.load(io.BytesIO(file), map_location="cpu", weights_only=True))
     return found
 
 
-def _read(part: Tensor) -> Any:
-    return torch.load(io.BytesIO(bytes(part.tolist())), map_location="cpu", weights_only=True)
+def _write(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

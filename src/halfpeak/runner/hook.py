@@ -112,8 +112,12 @@ class Hook:
         """A context that ``model.train_step`` runs in, such as the casts of a precision; None for none."""
         return None
 
+    def around_val_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+        """A context that ``model.val_step`` and the ``test_fn`` of ``EvalHook`` run in; None for none."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this hook, as plain data."""
+        """What a resumed run needs of this hook, as plain data. That of rank 0 is kept, and every rank's open windows."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

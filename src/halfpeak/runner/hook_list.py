@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -45,6 +46,16 @@ def unknown_stage(stage: str) -> ConfigError:
     """What is raised for a stage that does not exist."""
     names = ", ".join((*Hook.stages, *dict.fromkeys(GENERIC.values())))
     return ConfigError(f"unknown stage {stage!r}; the stages are {names}")
+
+
+@contextmanager
+def nested(contexts: Iterable[AbstractContextManager[Any] | None]) -> Generator[None]:
+    """Enter the contexts that hooks gave, in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            if context is not None:
+                stack.enter_context(context)
+        yield
 
 
 def describe(hooks: Sequence[Hook]) -> str:

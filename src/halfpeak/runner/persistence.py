@@ -18,7 +18,7 @@ from halfpeak.core.outcome import StepResult
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.wrapped import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
-from halfpeak.runner import hook_list, optimizers, random_state
+from halfpeak.runner import hook_list, optimizers, random_state, windows
 from halfpeak.runner.checkpoint import Location, ReviseKeys, StrPath, link_latest, load_weights, read
 from halfpeak.runner.gather import gather
 from halfpeak.runner.hook import Hook
@@ -111,6 +111,14 @@ class Persistence:
         """
         state = read(checkpoint, map_location)
         meta, loop = self._check(state, checkpoint)
+        if loop is not None:
+            state, is_short = windows.of_rank(state, self._rank, self._world_size, checkpoint)
+            if is_short:
+                self.logger.warning(
+                    "the file was saved on %d ranks inside an accumulation window, whose gradients are left out on %d",
+                    loop["world_size"],
+                    self._world_size,
+                )
         if resume_optimizer:
             self._check_optimizer(state.get("optimizer"))
         load_weights(self.model, state, strict=loop is not None, logger=self.logger)
@@ -185,8 +193,8 @@ class Persistence:
             save_optimizer: whether to save the optimizer's state.
             meta: to be saved beside the runner's ``meta``.
             create_symlink: let ``latest.pth`` in the same directory lead to it.
-            every_rank: keep the random generators and data positions of all ranks, each of which must call this then;
-                otherwise those of rank 0.
+            every_rank: keep the random generators, data positions and open accumulation windows of all ranks, each of
+                which must call this then; otherwise those of rank 0.
 
         Raises:
             CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
@@ -194,7 +202,8 @@ class Persistence:
         target = Path(path)
         state = self.checkpoint(save_optimizer, meta)
         if every_rank and self._world_size > 1:
-            state["ranks"] = gather({name: state[name] for name in _OF_RANK})
+            own = {name: state[name] for name in _OF_RANK}
+            state["ranks"] = gather({**own, "windows": windows.take(state)})
         if self._rank == 0:
             save(target, state, keep_previous=False)
             if create_symlink:
@@ -217,7 +226,7 @@ class Persistence:
         """Data position and random generators of this rank; those of rank 0 where the file has no others."""
         ranks = state.get("ranks", [])
         if len(ranks) == self._world_size:
-            return dict(ranks[self._rank])
+            return {name: ranks[self._rank][name] for name in _OF_RANK}
         if self._world_size > 1:
             self.logger.warning(
                 "every rank takes the random generators of rank 0: the file has no others for it"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.outcome import StepResult
+from halfpeak.engine.sync import synchronising
 from halfpeak.optim.registry import keywords_of, unknown_key
+from halfpeak.runner.hook_list import nested
 from halfpeak.runner.hooks.checks import require_loss
 from halfpeak.runner.hooks.optimizer import OptimizerHook
 
@@ -23,7 +27,8 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     """Takes one step, of the mean gradient, for every ``cumulative_iters`` iterations.
 
     Windows are counted from the first iteration of the run, whatever the epochs. The last one is shorter where the run
-    ends inside it, and its losses are divided by its own length.
+    ends inside it, and its losses are divided by its own length. ``DistributedDataParallel`` reduces the sums of a window
+    at its end, not each iteration's gradients.
 
     Args:
         cumulative_iters: iterations per step.
@@ -51,11 +56,17 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self.cumulative_iters = cumulative_iters
         self._windows: Accumulation | None = None
         self._passed = 0
+        self._waits = False
 
     def before_run(self, runner: BaseRunner) -> None:
         """Make model and optimizer ready, and look at the length of the run anew."""
         super().before_run(runner)
         self._windows = None
+
+    def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+        """No reduction by ``DistributedDataParallel`` before the last iteration of a window."""
+        self._waits = self._can_wait(runner) and not self._windows_of(runner).is_boundary(runner.iter)
+        return nested([synchronising(runner.model, not self._waits), super().around_train_step(runner)])
 
     def after_train_iter(self, runner: BaseRunner) -> None:
         """Backward; step at the end of a window.
@@ -65,8 +76,9 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             LossScaleCollapse: gradients stay non-finite.
         """
         engine, loss = self._ready(runner), require_loss(runner)
-        windows = self._windows or self._begin(runner)
-        self._backward(runner, engine, loss / windows.divisor(runner.iter))
+        windows = self._windows_of(runner)
+        self._backward(runner, engine, loss / windows.divisor(runner.iter), delay=self._waits)
+        self._waits = False
         self._passed = runner.iter + 1
         if windows.is_boundary(runner.iter):
             self._update(runner, engine, keep_gradients=False)
@@ -92,6 +104,13 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     def has_batch_norm(self, module: nn.Module) -> bool:
         """Whether ``module`` is or contains a batch norm."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def _can_wait(self, runner: BaseRunner) -> bool:
+        """Whether DDP may sum a window first. Low gradients are taken into their float32 masters one by one instead."""
+        return isinstance(runner.model, DistributedDataParallel) and not len(self._ready(runner).masters)
+
+    def _windows_of(self, runner: BaseRunner) -> Accumulation:
+        return self._windows or self._begin(runner)
 
     def _begin(self, runner: BaseRunner) -> Accumulation:
         every, total = self.cumulative_iters, runner.max_iters

@@ -140,7 +140,7 @@ class EvalHook(Hook):
         was_training = runner.model.training
         runner.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), runner.validation_step():
                 results = self.test_fn(runner.model, self.dataloader)
         finally:
             runner.model.train(was_training)

@@ -34,9 +34,13 @@ class Fp16OptimizerHook(OptimizerHook):
     ::
 
         mode       weights   forward pass                                      optimizer steps
+        master     low       low, normalisation layers float32                 float32 masters, rounded into the weights
         autocast   float32   torch.autocast: in methods with auto_fp16, or     the weights
                              around train_step where the model has none
-        master     low       low, normalisation layers float32                 float32 masters, rounded into the weights
+
+    ``master`` is what mmcv documents: scale, backward in half, copy the gradients to float32, unscale and update, copy back.
+    ``autocast`` is what mmcv 1.7.2 does where torch is 1.6 or newer. With masters and no ``auto_fp16``, ``forward`` takes
+    and computes in the low dtype and returns float32, and what ``train_step`` computes outside of it is cast by autocast.
 
     The state of the loss scale lies in ``runner.meta["fp16"]["loss_scaler"]``, is read when somebody looks, and is taken
     up from there in :meth:`before_run`.
@@ -46,10 +50,10 @@ class Fp16OptimizerHook(OptimizerHook):
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: their size in MiB; -1 for one bucket per dtype and device.
         loss_scale: a number (a static scale), ``"dynamic"``, or a dict; see
-            :func:`~halfpeak.runner.scale_rules.parse_loss_scale`. ``"dynamic"`` means torch's constants with
-            ``mode="autocast"`` and those of mmcv's ``LossScaler`` with ``mode="master"``.
+            :func:`~halfpeak.runner.scale_rules.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
+            ``LossScaler`` (from 2**32 on) with ``mode="master"`` and torch's with ``mode="autocast"``.
         distributed: with several ranks, average the gradients of a model that no ``DistributedDataParallel`` is around.
-        mode: ``"autocast"`` or ``"master"``.
+        mode: ``"master"`` or ``"autocast"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
 
     Raises:
@@ -69,7 +73,7 @@ class Fp16OptimizerHook(OptimizerHook):
         loss_scale: float | str | Mapping[str, Any] = 512.0,
         distributed: bool = True,
         *,
-        mode: Mode = "autocast",
+        mode: Mode = "master",
         dtype: torch.dtype | str = torch.float16,
     ) -> None:
         super().__init__(grad_clip)
@@ -114,6 +118,13 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
         """The casts of a model that does not say itself where it computes in the low dtype."""
+        return self._casts(runner)
+
+    def around_val_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+        """The same casts: a model with ``auto_fp16`` validates as it trains, and so does one without."""
+        return self._casts(runner)
+
+    def _casts(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
         if not self._casts_all:
             return None
         return torch.autocast(self._ready(runner).device.type, self.dtype)
@@ -135,7 +146,7 @@ class Fp16OptimizerHook(OptimizerHook):
             # Nobody else makes the ranks equal; averaged gradients keep them so.
             masters = (master for _, master in engine.masters)
             broadcast_tensors((*inner.parameters(), *inner.buffers(), *masters))
-        self._casts_all = self.mode == "autocast" and not is_decorated(inner)
+        self._casts_all = not is_decorated(inner)
         self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
         self._lagged, self._skipped = Lagged(engine.device), 0.0
         return engine

@@ -151,10 +151,11 @@ class OptimizerHook(Hook):
         verdict = Verdict("world" if has_shards(optimizer) else None)
         return build(plan, [unwrap(runner.model)], [optimizer], verdict=verdict)
 
-    def _backward(self, runner: BaseRunner, engine: Engine, loss: Tensor) -> None:
+    def _backward(self, runner: BaseRunner, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
+        """Backward; with ``delay`` its gradients stay scaled until the pass that ends the window."""
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
-        with engine.scaled(loss, lanes=engine.lanes) as scaled:
+        with engine.scaled(loss, lanes=engine.lanes, delay=delay) as scaled:
             scaled.backward()
 
     def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
