@@ -14,6 +14,7 @@ from torch import nn
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.casting.device import DeviceCasts
 from halfpeak.casting.opcasts import OpCasts, disable_casts
 from laws.source import modules
 
@@ -36,6 +37,7 @@ HERE = {
     "engine/block.py",
     "engine/engine.py",
     "engine/phases.py",
+    "casting/device.py",
     "casting/opcasts.py",
     "casting/suspend.py",
     "casting/scope.py",
@@ -97,6 +99,7 @@ CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager
     "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
     "amp.disable_casts O1": (AmpRun, "O1", lambda run: amp.disable_casts()),
     "OpCasts": (Run, "O1", lambda run: OpCasts(torch.float16)),
+    "DeviceCasts": (Run, "O1", lambda run: DeviceCasts("cpu", torch.bfloat16)),
     "disable_casts": (Run, "O1", lambda run: disable_casts()),
 }
 

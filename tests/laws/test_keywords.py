@@ -26,6 +26,8 @@ PREPARE: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "clip": {"clip": 1e-3},
     "restore_buffers": {"restore_buffers": False},
+    "op_lists": {"level": "O4", "op_lists": "torch"},
+    "shadow_weights": {"shadow_weights": True},
     "group": {"group": "world"},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""

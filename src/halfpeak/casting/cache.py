@@ -1,21 +1,15 @@
-"""The low copies of float32 weights, shared by every operation of one autograd graph."""
+"""The low copies of float32 weights: shared by the operations of one autograd graph, or held for several."""
 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from halfpeak.casting.walk import to
-
-
-class _Entry(NamedTuple):
-    copy: weakref.ref[Tensor]
-    version: int
-    address: int
 
 
 class WeightCache:
@@ -42,17 +36,22 @@ class WeightCache:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._entries: dict[int, _Entry] = {}
+        # By id: the copy, and the version and address of the weight it was made from.
+        self._entries: dict[int, tuple[Any, int, int]] = {}
         self._escaped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+        """An empty one, because a copied model has other weights."""
+        return type(self)(self._dtype)
+
     def cast(self, weight: nn.Parameter) -> Tensor:
         """The low copy of ``weight``; differentiable."""
         if (
-            not (weight.requires_grad and torch.is_grad_enabled())
-            or weight.dim() < 2
+            weight.dim() < 2
+            or not (weight.requires_grad and torch.is_grad_enabled())
             or _is_capturing(weight)
         ):
             return to(weight, self._dtype)
@@ -60,14 +59,14 @@ class WeightCache:
         # copy lives, its graph keeps the weight, so no other object has its id.
         key, version, address = id(weight), weight._version, weight.data_ptr()
         entry = self._entries.get(key)
-        if entry is not None and entry.version == version and entry.address == address:
-            copy = entry.copy()
+        if entry is not None and entry[1] == version and entry[2] == address:
+            copy = entry[0]()
             if copy is not None:
-                copy._fix_weakref()  # type: ignore[attr-defined]  # only the graph held it: own it again
+                copy._fix_weakref()  # only the graph held it: own it again
                 return copy
         copy = to(weight, self._dtype)
         if key not in self._escaped and not is_functorch_wrapped_tensor(copy):
-            self._entries[key] = _Entry(weakref.ref(copy), version, address)
+            self._entries[key] = weakref.ref(copy), version, address
         return copy
 
     def drop(self, weight: nn.Parameter) -> None:
@@ -82,6 +81,37 @@ class WeightCache:
     def clear(self) -> None:
         """Forget every copy. Weights whose memory was handed out stay excluded."""
         self._entries.clear()
+
+
+class ShadowWeights(WeightCache):
+    """Casts a weight once for all graphs until :meth:`clear`, and holds the copies itself.
+
+    Several backward passes, recomputed checkpoints and passes without gradients use one cast, biases and frozen weights
+    included. The cast is a node of autograd that saves nothing, so graph after graph passes through it and each brings
+    the weight a gradient of its own.
+
+    >>> weight, shadows = nn.Parameter(torch.eye(2)), ShadowWeights(torch.bfloat16)
+    >>> with torch.no_grad():
+    ...     first = shadows.cast(weight)
+    >>> shadows.cast(weight) is first, first.requires_grad
+    (True, True)
+    """
+
+    def cast(self, weight: nn.Parameter) -> Tensor:
+        """The low copy of ``weight``; differentiable, also where gradients are off, because later uses may need it."""
+        entry = self._entries.get(id(weight))
+        if entry is not None and entry[1] == weight._version and entry[2] == weight.data_ptr():
+            (_, copy) = entry[0]
+            if copy.requires_grad is weight.requires_grad and not _is_capturing(weight):
+                return copy
+        if torch.is_inference_mode_enabled() or _is_capturing(weight):
+            return to(weight, self._dtype)
+        with torch.enable_grad():
+            copy = to(weight, self._dtype)
+        if id(weight) not in self._escaped and not is_functorch_wrapped_tensor(copy):
+            # With the weight itself, so that no other object gets its id.
+            self._entries[id(weight)] = (weight, copy), weight._version, weight.data_ptr()
+        return copy
 
 
 def _is_capturing(weight: Tensor) -> bool:

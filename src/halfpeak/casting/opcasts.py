@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from halfpeak.casting import oplists
-from halfpeak.casting.cache import WeightCache
+from halfpeak.casting.cache import ShadowWeights, WeightCache
 from halfpeak.casting.registry import Registrations, replace, restore
 from halfpeak.casting.scope import Scope, enter, install, leave, scopes
 from halfpeak.casting.suspend import disable_casts
@@ -43,6 +43,9 @@ class OpCasts:
         registrations: functions that the user wants cast, in place of the built-in rule.
         cache: share the cast of a weight among the uses before backward (see
             :class:`~halfpeak.casting.cache.WeightCache`).
+        shadow: share it among all scopes of this object, and hold it until :meth:`clear_cache` (see
+            :class:`~halfpeak.casting.cache.ShadowWeights`). Between scopes nobody watches the weights, so call that
+            after a write then that torch cannot see, such as a fused optimizer's.
         allow_banned: compute :func:`torch.nn.functional.binary_cross_entropy` in float32 rather than refuse low input.
         on_cast: called with a text such as ``"Float->Half (linear)"`` for every cast.
 
@@ -61,6 +64,7 @@ class OpCasts:
         *,
         registrations: Registrations = NONE,
         cache: bool = True,
+        shadow: bool = False,
         allow_banned: bool = False,
         on_cast: Callable[[str], None] | None = None,
     ) -> None:
@@ -68,6 +72,8 @@ class OpCasts:
             raise ConfigError(f"dtype={dtype!r} is not low; write torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
+        self.shadow = shadow
+        self._shadows = ShadowWeights(dtype) if shadow else None
         places = registrations.places()
         changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
         self._table = Table(changes, places, on_cast)
@@ -107,10 +113,13 @@ class OpCasts:
         """Forget the low copies of weights, in every thread. Needed only after a write that torch cannot see."""
         for cache in list(self._caches):
             cache.clear()
+        if self._shadows is not None:
+            self._shadows.clear()
 
     def _open(self, place: Callable[[Scope], None]) -> Scope:
-        cache = WeightCache(self.dtype) if self._share_casts else None
-        if cache is not None:
+        cache = self._shadows
+        if cache is None and self._share_casts:
+            cache = WeightCache(self.dtype)
             self._caches.add(cache)
         replace(self._replaced)
         scope = Scope(self.dtype, self._table, cache)

@@ -32,6 +32,8 @@ class Casting(TorchFunctionMode):
 
 Rule = Callable[[Casting, Function, tuple[Any, ...], dict[str, Any]], Any]
 
+_Parameter: Final = nn.Parameter
+_FLOAT32: Final = torch.float32
 _UP_TO_FLOAT32: Final = LOW | {torch.float32}
 
 
@@ -44,11 +46,19 @@ def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
 
     def cast(tensor: Tensor) -> Tensor:
         # The exact class: what a subclass stores, or does when it is cast, is its own affair.
-        if cache is not None and type(tensor) is nn.Parameter and tensor.dtype is torch.float32:
+        if type(tensor) is _Parameter and cache is not None and tensor.dtype is _FLOAT32:
             return cache.cast(tensor)
         return to(tensor, dtype)
 
-    return _run(func, args, kwargs, cast)
+    if kwargs:
+        return _run(func, args, kwargs, cast)
+    # Most arguments are tensors or None: those are told here, without a function call each.
+    return func(
+        *[
+            cast(arg) if isinstance(arg, Tensor) else arg if arg is None else cast_value(arg, cast)
+            for arg in args
+        ]
+    )
 
 
 def float32(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

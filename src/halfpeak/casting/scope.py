@@ -72,10 +72,10 @@ class Scope(Casting):
         self._settle()
 
     def release(self, holder: object) -> None:
-        """Undo :meth:`hold`. Copies of weights go, because nothing watched the weights meanwhile."""
+        """Undo :meth:`hold`. Copies of weights go, unless the holder has watched over them meanwhile."""
         self._holders.discard(holder)
         self._settle()
-        if self.cache is not None:
+        if self.cache is not None and not (isinstance(holder, Scope) and holder.cache is self.cache):
             self.cache.clear()
 
     def stand_in(self, lookup: Lookup | None) -> None:

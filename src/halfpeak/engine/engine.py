@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.opcasts import OpCasts
 from halfpeak.casting.scope import contained
 from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.engine.block import spared
 from halfpeak.engine.copying import copy_engine
-from halfpeak.engine.hooks import CatchUp, hook_loads
+from halfpeak.engine.hooks import CatchUp, hook_loads, hook_steps
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.lookup import find_lanes, find_scaler
@@ -73,6 +74,8 @@ class Engine:
         self.models = tuple(models)
         self.masters = masters
         self.casting = casting
+        # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
+        self._recasting = casting if isinstance(casting, OpCasts) else nullcontext()
         self.device = device
         self.scalers = [LossScaler(plan.scale, device) for _ in range(plan.num_losses)]
         self.buffers = BatchNormBuffers(models if plan.restore_buffers else ())
@@ -89,6 +92,7 @@ class Engine:
             *handles,
             *(model.register_forward_pre_hook(CatchUp(self), prepend=True) for model in models),
             *(handle for model in models for handle in hook_loads(model, self)),
+            *(handle for optimizer in optimizers for handle in hook_steps(optimizer, casting)),
         ]
         self._synchronised = True
 
@@ -156,7 +160,7 @@ class Engine:
         """
         with ExitStack() as stack:
             self.buffers.begin()
-            stack.enter_context(self._casts_on())
+            stack.enter_context(_on(self.casting))
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
@@ -185,16 +189,11 @@ class Engine:
         lanes = self.lanes_of(optimizers)
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
-            self._casts_on(),
+            _on(self._recasting),
             spared([lane for lane in self.lanes if lane not in lanes], lanes),
             self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=not self._synchronised) as scaled,
         ):
             scaled.backward(**kwargs)
-
-    @contextmanager
-    def _casts_on(self) -> Generator[None]:
-        with contained(), self.casting:
-            yield
 
     def scaled(
         self,
@@ -318,3 +317,9 @@ class Engine:
     def lanes_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[Lane]:
         """The lanes of the given optimizers; see :func:`~halfpeak.engine.lookup.find_lanes`."""
         return find_lanes(self.lanes, optimizers)
+
+
+@contextmanager
+def _on(casting: AbstractContextManager[Any]) -> Generator[None]:
+    with contained(), casting:
+        yield

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_norms
+from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.policy import Policy
 from halfpeak.parts.buffers import norms_of
 from halfpeak.parts.masters import Masters
@@ -30,6 +32,20 @@ def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHa
 def hook_loads(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     """Let the layers with running statistics tell the engine that these were loaded."""
     return [norm.register_load_state_dict_post_hook(Reload(engine)) for norm in norms_of(model)]
+
+
+def hook_steps(optimizer: Optimizer, casting: object) -> list[RemovableHandle]:
+    """Let go of shadow weights before a step, which may need their memory, and of those that its closure made after it.
+
+    Whoever calls ``optimizer.step()``: a fused one writes weights without their version counters showing it.
+    """
+    if not isinstance(casting, OpCasts) or not casting.shadow:
+        return []
+
+    def forget(*_: object) -> None:
+        casting.clear_cache()
+
+    return [optimizer.register_step_pre_hook(forget), optimizer.register_step_post_hook(forget)]
 
 
 class _Weak:

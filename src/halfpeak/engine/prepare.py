@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from typing import Any, Literal
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.device import DeviceCasts
 from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
@@ -25,6 +26,9 @@ from halfpeak.engine.plan import Plan
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
+
+OpLists = Literal["apex", "torch"]
+"""Whose lists say what operations compute in."""
 
 
 def prepare(
@@ -44,6 +48,8 @@ def prepare(
     accumulate: int | Accumulation = 1,
     clip: Clip | float | None = None,
     restore_buffers: bool = True,
+    op_lists: OpLists = "apex",
+    shadow_weights: bool = False,
     group: Group = None,
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
@@ -68,6 +74,11 @@ def prepare(
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
         clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.
         restore_buffers: put batch-norm statistics back when a step is skipped.
+        op_lists: by which lists operations are cast at O1 and O4: ``"apex"``'s, the same on every device, or ``"torch"``'s
+            for the device of the model, which ``torch.autocast`` applies at less cost per operation.
+        shadow_weights: at O1 and O4 cast each weight once per step and hold the copy for all backward passes of the step
+            and their recomputed checkpoints, for 2 bytes per parameter until the step. A weight that is written through
+            ``.data`` between two of these backward passes is not noticed.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
 
@@ -106,6 +117,7 @@ def prepare(
         plan,
         _listed(models, nn.Module),
         _listed(optimizers, Optimizer),
+        casts=_parse_casts(plan.policy, op_lists, shadow_weights=shadow_weights),
         verdict=Verdict(group),
     )
 
@@ -115,7 +127,7 @@ def build(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     *,
-    casts: OpCasts | None = None,
+    casts: OpCasts | Literal["torch"] | None = None,
     verdict: Verdict | None = None,
 ) -> Engine:
     """What every door calls: prepare from a plan. See :func:`prepare`.
@@ -124,14 +136,18 @@ def build(
         plan: what to do.
         models: converted in place.
         optimizers: given masters in place.
-        casts: the casting scope of a per-operation policy; None makes one.
+        casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
         verdict: how ranks agree on skipping; None does not ask them.
     """
     policy = plan.policy
     check_models(models, policy)
     check_optimizers(optimizers, models)
-    if policy.per_op and policy.compute is not None and casts is None:
-        casts = OpCasts(policy.compute)
+    casting: AbstractContextManager[Any] = nullcontext()
+    if policy.per_op and policy.compute is not None:
+        if casts == "torch":
+            casting = DeviceCasts(_home(models, optimizers).type, policy.compute)
+        else:
+            casting = casts or OpCasts(policy.compute)
     masters = Masters(wanted=policy.masters)
     handles: list[RemovableHandle] = []
     with ExitStack() as undo:
@@ -151,13 +167,34 @@ def build(
             models,
             optimizers,
             masters=masters,
-            casting=nullcontext() if casts is None else casts,
+            casting=casting,
             verdict=verdict or Verdict(),
             device=_home(models, optimizers),
             handles=handles,
         )
         undo.pop_all()
     return engine
+
+
+def _parse_casts(
+    policy: Policy, op_lists: OpLists, *, shadow_weights: bool
+) -> OpCasts | Literal["torch"] | None:
+    if op_lists not in get_args(OpLists):
+        raise ConfigError(f"op_lists={op_lists!r} must be one of {', '.join(map(repr, get_args(OpLists)))}")
+    if op_lists == "apex" and not shadow_weights:
+        return None
+    if not policy.per_op or policy.compute is None:
+        raise ConfigError(
+            f"op_lists={op_lists!r} and shadow_weights={shadow_weights!r} are for casts per operation; leave them out, or "
+            "use level 'O1' or 'O4'"
+        )
+    if op_lists == "torch":
+        if shadow_weights:
+            raise ConfigError(
+                "torch.autocast cannot be given shadow weights; leave out shadow_weights or op_lists='torch'"
+            )
+        return "torch"
+    return OpCasts(policy.compute, shadow=True)
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:
