@@ -58,19 +58,24 @@ def lr_multiplier(cfg: Mapping[str, Any], place: Place) -> float | None:
     offset = place.in_dcn and "conv_offset" in place.prefix and isinstance(place.module, nn.Conv2d)
     if offset and cfg.get("dcn_offset_lr_mult") is not None:
         return cfg["dcn_offset_lr_mult"]
-    bias = place.name == "bias" and not place.in_dcn and not isinstance(place.module, _NORMS)
+    bias = place.name == "bias" and not place.in_dcn and not is_norm(place.module)
     return cfg.get("bias_lr_mult") if bias else None
 
 
 def decay_multiplier(cfg: Mapping[str, Any], place: Place, ndim: int) -> float | None:
     """The first that applies and is given, of norm, bias, depthwise convolution, flat (a vector); None for none."""
     applies = {
-        "norm_decay_mult": isinstance(place.module, _NORMS),
+        "norm_decay_mult": is_norm(place.module),
         "bias_decay_mult": place.name == "bias" and not place.in_dcn,
         "dwconv_decay_mult": is_depthwise(place.module),
         "flat_decay_mult": ndim == 1 and not place.in_dcn,
     }
     return next((cfg[key] for key in DECAY_RULES if applies[key] and cfg.get(key) is not None), None)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a batch, instance, group or layer norm."""
+    return isinstance(module, _NORMS)
 
 
 def is_depthwise(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ Answers to mmcv 1.7.2 and does not need it.
 from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
 from halfpeak.runner.base import BaseRunner
 from halfpeak.runner.builder import DefaultRunnerConstructor, build_runner, build_runner_constructor
+from halfpeak.runner.data_parallel import MMDataParallel
 from halfpeak.runner.ddp import MMDistributedDataParallel
 from halfpeak.runner.dist import get_dist_info, init_dist, master_only
 from halfpeak.runner.epoch import EpochBasedRunner
@@ -55,12 +56,23 @@ from halfpeak.runner.iteration import IterBasedRunner
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.runner.members import HOOKS, RUNNER_BUILDERS, RUNNERS
+from halfpeak.runner.modules import BaseModule, ModuleDict, ModuleList, Sequential
+from halfpeak.runner.optimizer_builder import (
+    OPTIMIZER_BUILDERS,
+    DefaultOptimizerConstructor,
+    build_optimizer,
+    build_optimizer_constructor,
+)
 from halfpeak.runner.priority import Priority, get_priority
+from halfpeak.runner.utilities import get_host_info, get_time_str, set_random_seed
+from halfpeak.runner.weights import load_checkpoint, load_state_dict, save_checkpoint, weights_to_cpu
 
 __all__ = [
     "HOOKS",
+    "OPTIMIZER_BUILDERS",
     "RUNNERS",
     "RUNNER_BUILDERS",
+    "BaseModule",
     "BaseRunner",
     "CheckpointHook",
     "ClosureHook",
@@ -69,6 +81,7 @@ __all__ = [
     "CosineRestartLrUpdaterHook",
     "CyclicLrUpdaterHook",
     "CyclicMomentumUpdaterHook",
+    "DefaultOptimizerConstructor",
     "DefaultRunnerConstructor",
     "DistSamplerSeedHook",
     "EMAHook",
@@ -92,7 +105,10 @@ __all__ = [
     "LoggerHook",
     "LossScaler",
     "LrUpdaterHook",
+    "MMDataParallel",
     "MMDistributedDataParallel",
+    "ModuleDict",
+    "ModuleList",
     "MomentumUpdaterHook",
     "OneCycleLrUpdaterHook",
     "OneCycleMomentumUpdaterHook",
@@ -100,6 +116,7 @@ __all__ = [
     "OptimizerHook",
     "PolyLrUpdaterHook",
     "Priority",
+    "Sequential",
     "StepLrUpdaterHook",
     "StepMomentumUpdaterHook",
     "SyncBuffersHook",
@@ -108,12 +125,21 @@ __all__ = [
     "allreduce_grads",
     "allreduce_params",
     "auto_fp16",
+    "build_optimizer",
+    "build_optimizer_constructor",
     "build_runner",
     "build_runner_constructor",
     "force_fp32",
     "get_dist_info",
+    "get_host_info",
     "get_priority",
+    "get_time_str",
     "init_dist",
+    "load_checkpoint",
+    "load_state_dict",
     "master_only",
+    "save_checkpoint",
+    "set_random_seed",
+    "weights_to_cpu",
     "wrap_fp16_model",
 ]

@@ -1,0 +1,60 @@
+"""MMDataParallel: one process, one device, and the steps that a runner calls. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner import stepping
+
+
+class MMDataParallel(DataParallel[nn.Module]):
+    """A model on one device; the tensors of each batch are moved there. Without an accelerator it is the host.
+
+    Args:
+        module: the model. To train it, it has ``train_step``.
+        device_ids: one number; ``[-1]`` means the host.
+        kwargs: of ``torch.nn.DataParallel``.
+
+    Raises:
+        ConfigError: more than one device; several need one process each.
+
+    >>> class Model(nn.Linear):
+    ...     def train_step(self, data, optimizer):
+    ...         return dict(loss=self(data).mean())
+    >>> import torch
+    >>> list(MMDataParallel(Model(2, 1)).train_step(torch.ones(1, 2), None))
+    ['loss']
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Any = (0,), **kwargs: Any) -> None:
+        if len(device_ids) != 1:
+            raise ConfigError(
+                f"device_ids={list(device_ids)!r} must name one device; use torchrun and MMDistributedDataParallel for several"
+            )
+        if device_ids[0] != -1:
+            super().__init__(module, device_ids=list(device_ids), **kwargs)
+            return
+        nn.Module.__init__(self)  # torch's wrapper takes the first accelerator where there is one
+        self.module, self.device_ids = module, []
+
+    def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's ``train_step``."""
+        inputs, kwargs = self._move(inputs, kwargs)
+        return self.module.train_step(*inputs, **kwargs)  # type: ignore[operator]
+
+    def val_step(self, data: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        """The model's ``val_step``; it gets the optimizer if it has a place for it."""
+        (data,), kwargs = self._move((data,), kwargs)
+        return stepping.val_step(self.module, data, optimizer, kwargs)
+
+    def _move(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.device_ids:
+            return inputs, kwargs
+        moved: Any = self.scatter(inputs, kwargs, self.device_ids)
+        return moved[0][0], moved[1][0]

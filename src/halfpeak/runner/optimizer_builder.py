@@ -1,0 +1,183 @@
+"""build_optimizer: a model and a flat configuration make an optimizer. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.optim import OPTIMIZERS, Registry
+from halfpeak.optim.registry import unknown_key
+from halfpeak.optim.rules import (
+    PARAMWISE_KEYS,
+    Place,
+    check_paramwise,
+    custom_key,
+    is_dcn,
+    is_depthwise,
+    is_norm,
+)
+from halfpeak.optim.wrapped import unwrap
+
+OPTIMIZER_BUILDERS: Final = Registry("optimizer constructor")
+"""What ``constructor`` of an optimizer's configuration may name."""
+
+_KEYS: Final = tuple(key for key in PARAMWISE_KEYS if key != "flat_decay_mult")
+
+
+@OPTIMIZER_BUILDERS.register_module()
+class DefaultOptimizerConstructor:
+    """Build the optimizer over the model's parameters.
+
+    Without ``paramwise_cfg`` there is one group with every parameter. With it every parameter has a group of its own, in
+    the order of ``model.named_parameters()``, and its keys are those of
+    :class:`~halfpeak.optim.DefaultOptimWrapperConstructor` but for ``flat_decay_mult``. The groups differ from that one's as
+    mmcv differs from mmengine: a parameter without gradient keeps a plain group; a multiplier that is not given is 1; the
+    bias of a depthwise convolution takes ``dwconv_decay_mult``; of ``custom_keys`` only the multipliers count.
+
+    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own.
+
+    Attributes:
+        optimizer_cfg: the optimizer's configuration.
+        paramwise_cfg: as given; ``{}`` for None.
+        base_lr: ``lr`` of ``optimizer_cfg``, or None.
+        base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
+
+    Raises:
+        ConfigTypeError: not a dict, or an unknown key.
+        ConfigError: a multiplier that is out of range, or of a value that ``optimizer_cfg`` does not set.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> construct = DefaultOptimizerConstructor({"type": "SGD", "lr": 0.5}, {"bias_lr_mult": 2.0})
+    >>> [group["lr"] for group in construct(model).param_groups]
+    [0.5, 1.0, 0.5, 0.5]
+    """
+
+    def __init__(
+        self, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
+    ) -> None:
+        if not isinstance(optimizer_cfg, Mapping):
+            raise ConfigTypeError(
+                f"optimizer_cfg must be a dict, not {type(optimizer_cfg).__name__}; write dict(type='SGD', lr=0.1)"
+            )
+        self.optimizer_cfg = optimizer_cfg
+        self.paramwise_cfg: Mapping[str, Any] = {} if paramwise_cfg is None else paramwise_cfg
+        self.base_lr: Any = optimizer_cfg.get("lr")
+        self.base_wd: Any = optimizer_cfg.get("weight_decay")
+        base = DefaultOptimizerConstructor
+        is_custom = type(self).add_params is not base.add_params or type(self).__call__ is not base.__call__
+        check_paramwise(self.paramwise_cfg, self.base_lr, self.base_wd, strict=not is_custom)
+        if "flat_decay_mult" in self.paramwise_cfg and not is_custom:
+            raise ConfigTypeError(unknown_key("paramwise_cfg", "flat_decay_mult", _KEYS))
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """Build the optimizer. A parallel wrapper around the model is looked through.
+
+        Raises:
+            RegistryError: a ``type`` that is not registered.
+            ConfigTypeError: an argument that the optimizer does not take.
+        """
+        inner = unwrap(model)
+        params: list[Any] = []
+        if self.paramwise_cfg:
+            self.add_params(params, inner)
+        else:
+            params.extend(inner.parameters())
+        return OPTIMIZERS.build({**self.optimizer_cfg, "params": params})
+
+    def add_params(
+        self,
+        params: list[dict[str, Any]],
+        module: nn.Module,
+        prefix: str = "",
+        is_dcn_module: bool | None = None,
+    ) -> None:
+        """Append the groups of a module and of everything in it to ``params``.
+
+        Args:
+            params: changed.
+            prefix: the path of ``module`` in the model.
+            is_dcn_module: whether ``module`` is part of a deformable convolution.
+        """
+        for name, parameter in module.named_parameters(recurse=False):
+            place = Place(name, module, prefix, bool(is_dcn_module))
+            if not parameter.requires_grad:
+                params.append({"params": [parameter]})
+            elif self.paramwise_cfg.get("bypass_duplicate") and _is_in(parameter, params):
+                warnings.warn(
+                    f"{prefix} is duplicate. It is skipped since bypass_duplicate=True", stacklevel=2
+                )
+            else:
+                params.append({"params": [parameter], **self._options(place)})
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
+
+    def _options(self, place: Place) -> dict[str, Any]:
+        custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
+        key = custom_key(custom, place)
+        if key is not None:
+            lr, decay = custom[key].get("lr_mult", 1.0), custom[key].get("decay_mult", 1.0)
+        else:
+            lr, decay = self._lr(place), self._decay(place)
+        options: dict[str, Any] = {}
+        if lr is not None and self.base_lr is not None:
+            options["lr"] = self.base_lr * lr
+        if decay is not None and self.base_wd is not None:
+            options["weight_decay"] = self.base_wd * decay
+        return options
+
+    def _lr(self, place: Place) -> float | None:
+        if place.in_dcn and "conv_offset" in place.prefix and isinstance(place.module, nn.Conv2d):
+            return self._multiplier("dcn_offset_lr_mult")
+        is_bias = place.name == "bias" and not place.in_dcn and not is_norm(place.module)
+        return self._multiplier("bias_lr_mult") if is_bias else None
+
+    def _decay(self, place: Place) -> float | None:
+        if is_norm(place.module):
+            return self._multiplier("norm_decay_mult")
+        if is_depthwise(place.module):
+            return self._multiplier("dwconv_decay_mult")
+        is_bias = place.name == "bias" and not place.in_dcn
+        return self._multiplier("bias_decay_mult") if is_bias else None
+
+    def _multiplier(self, key: str) -> float:
+        return self.paramwise_cfg.get(key, 1.0)
+
+
+def build_optimizer_constructor(cfg: Mapping[str, Any]) -> Any:
+    """Build what a configuration with a registered constructor's name as ``type`` describes."""
+    return OPTIMIZER_BUILDERS.build(cfg)
+
+
+def build_optimizer(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
+    """Build the optimizer that a configuration describes over the parameters of ``model``.
+
+    Args:
+        cfg: left as it is. ``type`` and arguments of the optimizer; ``paramwise_cfg`` gives parameters options of their own
+            (:class:`DefaultOptimizerConstructor`); ``constructor`` names who reads all this.
+
+    Raises:
+        RegistryError: a name that is not registered.
+        ConfigTypeError: not a dict, or an unknown key.
+        ConfigError: a value out of range.
+
+    >>> build_optimizer(nn.Linear(2, 1), {"type": "SGD", "lr": 0.1}).defaults["lr"]
+    0.1
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigTypeError(f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='SGD', lr=0.1)")
+    optimizer_cfg = dict(cfg)
+    constructor = optimizer_cfg.pop("constructor", "DefaultOptimizerConstructor")
+    paramwise_cfg = optimizer_cfg.pop("paramwise_cfg", None)
+    return build_optimizer_constructor(
+        {"type": constructor, "optimizer_cfg": optimizer_cfg, "paramwise_cfg": paramwise_cfg}
+    )(model)
+
+
+def _is_in(parameter: Tensor, params: list[dict[str, Any]]) -> bool:
+    return any(parameter is other for group in params for other in group["params"])
