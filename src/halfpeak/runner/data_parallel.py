@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.engine.checks import wrapper_of
 from halfpeak.runner import stepping
 
 
@@ -58,3 +59,12 @@ class MMDataParallel(DataParallel[nn.Module]):
             return inputs, kwargs
         moved: Any = self.scatter(inputs, kwargs, self.device_ids)
         return moved[0][0], moved[1][0]
+
+
+def is_module_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a parallel or compiling wrapper around a model.
+
+    >>> is_module_wrapper(DataParallel(nn.Linear(2, 1)))
+    True
+    """
+    return wrapper_of(module) is not None

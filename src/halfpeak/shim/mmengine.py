@@ -11,6 +11,7 @@ from halfpeak.insight.extras import MissingExtraError
 from halfpeak.shim.description import Undo
 from halfpeak.shim.later import when_imported
 from halfpeak.shim.mmengine_classes import make_constructor, make_wrappers
+from halfpeak.shim.registries import Entry, put
 
 
 def set_up() -> Undo:
@@ -38,21 +39,8 @@ def register(optim: ModuleType) -> Undo:
     registries: Any = import_module("mmengine.registry")
     wrappers = make_wrappers(optim)
     constructor = make_constructor(optim, wrappers, registries)
-    entries: list[tuple[Any, str, type]] = [
+    entries: list[Entry] = [
         *((registries.OPTIM_WRAPPERS, name, cls) for name, cls in wrappers.items()),
         (registries.OPTIM_WRAPPER_CONSTRUCTORS, constructor.__name__, constructor),
     ]
-    before = [registry.module_dict.get(name) for registry, name, _ in entries]
-    for registry, name, cls in entries:
-        registry.register_module(name=name, module=cls, force=True)
-
-    def undo() -> None:
-        for (registry, name, cls), original in zip(entries, before, strict=True):
-            if registry.module_dict.get(name) is not cls:
-                continue
-            if original is None:
-                del registry.module_dict[name]
-            else:
-                registry.module_dict[name] = original
-
-    return undo
+    return put(entries)

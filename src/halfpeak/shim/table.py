@@ -8,6 +8,7 @@ from typing import Final
 
 from halfpeak.shim.description import Shim
 from halfpeak.shim.emulated.amp import set_up as set_up_apex
+from halfpeak.shim.mmcv_hooks import set_up as set_up_mmcv
 from halfpeak.shim.mmengine import set_up as set_up_mmengine
 
 _APEX = Shim(
@@ -25,7 +26,29 @@ _APEX = Shim(
     setup=set_up_apex,
 )
 
+_MMCV_2 = "install mmcv-lite, whose version 2 has it; mmcv.runner is added to that"
+
+_MMCV = Shim(
+    packages={"mmcv": "mmcv"},
+    distribution="mmcv",
+    version="1.7.2+halfpeak",
+    absent={
+        "mmcv.Config": "use mmengine.Config, its successor",
+        "mmcv.utils.Config": "use mmengine.Config, its successor",
+        "mmcv.cnn": _MMCV_2,
+        "mmcv.image": _MMCV_2,
+        "mmcv.ops": "install mmcv of version 2; mmcv.runner is added to that",
+        "mmcv.fileio": "use mmengine.fileio",
+        "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
+        "mmcv.runner.DistEvalHook": "use EvalHook",
+        "mmcv.runner.hooks": "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks",
+        "mmcv.runner": "docs/compat/mmcv.md lists what is there",
+    },
+    setup=set_up_mmcv,
+    page="docs/compat/mmcv.md",
+)
+
 _MMENGINE = Shim(setup=set_up_mmengine, page="docs/compat/mmengine.md")
 
-SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": _APEX, "mmengine": _MMENGINE})
+SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": _APEX, "mmcv": _MMCV, "mmengine": _MMENGINE})
 """The name that ``install`` takes -> what it brings."""

@@ -1,0 +1,5 @@
+"""``mmcv.runner.hooks.evaluation`` as of 1.7.2."""
+
+from halfpeak.runner import HOOKS, EvalHook, Hook
+
+__all__ = ["HOOKS", "EvalHook", "Hook"]

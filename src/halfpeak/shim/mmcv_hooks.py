@@ -1,0 +1,67 @@
+"""``install("mmcv")`` where a real mmcv 1.x is: halfpeak's optimizer hooks in its registry, for its own runners."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.runner import (
+    HOOKS,
+    Fp16OptimizerHook,
+    GradientCumulativeFp16OptimizerHook,
+    GradientCumulativeOptimizerHook,
+    OptimizerHook,
+)
+from halfpeak.shim.description import Undo
+from halfpeak.shim.later import when_imported
+from halfpeak.shim.registries import put
+
+
+def set_up() -> Undo:
+    """Register as soon as ``mmcv.runner`` is imported, if it is a real one."""
+    return when_imported("mmcv.runner", register)
+
+
+def register(runner: ModuleType) -> Undo:
+    """Put the hooks in place of mmcv's own.
+
+    Args:
+        runner: the module ``mmcv.runner``.
+    """
+    registry: Any = vars(runner)["HOOKS"]
+    if registry is HOOKS:  # from our tree
+        return put([])
+    return put([(registry, name, cls) for name, cls in make_hooks(vars(runner)["Hook"]).items()])
+
+
+def make_hooks(base: type) -> dict[str, type]:
+    """Each of halfpeak's optimizer hooks as a subclass of mmcv's ``Hook``, which its runners ask for."""
+    made: dict[str, type] = {}
+    for own in (
+        OptimizerHook,
+        GradientCumulativeOptimizerHook,
+        Fp16OptimizerHook,
+        GradientCumulativeFp16OptimizerHook,
+    ):
+        made[own.__name__] = type(
+            own.__name__, (_Guest, own, base), {"__module__": __name__, "__doc__": own.__doc__}
+        )
+    return made
+
+
+class _Guest:
+    """What a runner of mmcv's has otherwise than ours."""
+
+    def before_run(self, runner: Any) -> None:
+        if runner.meta is None:
+            runner.meta = {}
+        super().before_run(runner)  # type: ignore[misc]
+
+    def after_train_iter(self, runner: Any) -> None:
+        super().after_train_iter(runner)  # type: ignore[misc]
+        # Its log averages with NumPy, which cannot see a tensor on an accelerator.
+        norms = runner.log_buffer.val_history.get("grad_norm", [])
+        if norms and isinstance(norms[-1], Tensor):
+            norms[-1] = float(norms[-1])
