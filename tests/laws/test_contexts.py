@@ -20,14 +20,19 @@ from laws.source import modules
 
 ELSEWHERE = {
     "amp/larc.py": "tests/amp",
+    "amp/old_entry.py": "tests/shim",
     "checkpoint/temporary.py": "tests/checkpoint",
     "cli/interrupt.py": "tests/cli",
     "cli/progress.py": "tests/cli",
+    "cli/script.py": "tests/shim",
     "engine/sync.py": "tests/distributed",
     "optim/wrapper.py": "tests/optim",
     "insight/extras.py": "tests/insight",
     "recipes/device.py": "tests/cli",
     "runner/hook_list.py": "tests/runner",
+    "shim/children.py": "tests/shim",
+    "shim/cuda_names.py": "tests/shim",
+    "shim/device.py": "tests/shim",
 }
 """Files whose context managers change no state of training, and where they are tested."""
 

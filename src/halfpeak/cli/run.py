@@ -1,0 +1,104 @@
+"""``halfpeak run``: somebody's script, unedited, with old imports that work and, if wanted, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from halfpeak import __version__
+from halfpeak.cli.script import Program
+from halfpeak.core.errors import ConfigError
+from halfpeak.shim.children import emulating
+from halfpeak.shim.table import SHIMS
+
+USAGE: Final = f"""\
+usage: halfpeak run [--device cpu] [--shim NAME]... SCRIPT [ARGUMENTS...]
+       halfpeak run [--device cpu] [--shim NAME]... -m MODULE [ARGUMENTS...]
+       torchrun --nproc-per-node N -m halfpeak run ...
+
+Run a script as python would, with an importable apex. A real apex goes first: only what it lacks is added.
+
+  --device cpu   the CPU plays one CUDA device: .cuda(), device="cuda", torch.cuda, nccl
+  --shim NAME    what to install, one of {", ".join(SHIMS)}; may be repeated (default: apex)
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for."""
+
+    program: Program
+    shims: tuple[str, ...]
+    cpu: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the script's exit status.
+
+    Raises:
+        ConfigError: the command line, or a script that is not there.
+        SystemExit: as the script raised it.
+    """
+    request = parse(arguments)
+    if request is None:
+        sys.stdout.write(USAGE)
+        return 0
+    with emulating(request.shims, cpu=request.cpu), request.program.as_started():
+        request.program.check()
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"halfpeak run: {_emulated(request)}\n")
+        return request.program.run()
+
+
+def parse(arguments: Sequence[str]) -> Request | None:
+    """Read the options up to the script; the rest is the script's. None where help is wanted.
+
+    Raises:
+        ConfigError: an unknown option or value, or no script.
+
+    >>> parse(["--device", "cpu", "train.py", "--device", "cuda"])
+    Request(program=Program(target='train.py', ... arguments=('--device', 'cuda')), shims=('apex',), cpu=True)
+    """
+    rest = list(arguments)
+    shims: list[str] = []
+    cpu = False
+    while rest and rest[0].startswith("-"):
+        option, separator, value = rest.pop(0).partition("=")
+        if option in ("-h", "--help"):
+            return None
+        if option not in ("-m", "--device", "--shim"):
+            raise ConfigError(f"unknown option {option!r}; options of the script come after its name")
+        if not separator:
+            if not rest:
+                raise ConfigError(f"{option} wants a value; halfpeak run --help lists the options")
+            value = rest.pop(0)
+        if option == "-m":
+            return Request(Program(value, True, tuple(rest)), tuple(shims) or ("apex",), cpu)
+        if option == "--device":
+            cpu = _device(value)
+        elif value not in SHIMS:
+            raise ConfigError(f"there is no shim {value!r}; write one of {', '.join(SHIMS)}")
+        else:
+            shims.append(value)
+    if not rest:
+        raise ConfigError("no script was named; write halfpeak run SCRIPT [ARGUMENTS]")
+    return Request(Program(rest[0], False, tuple(rest[1:])), tuple(shims) or ("apex",), cpu)
+
+
+def _device(value: str) -> bool:
+    if value != "cpu":
+        raise ConfigError(
+            f"--device {value!r} is none to move a script to; write --device cpu, or leave it out to run the script where "
+            "it wants to run"
+        )
+    return True
+
+
+def _emulated(request: Request) -> str:
+    parts = [f"halfpeak {__version__} answers for {' and '.join(request.shims)}"]
+    if request.cpu:
+        parts.append("the CPU plays one CUDA device (.cuda(), device='cuda', torch.cuda, nccl)")
+    return "; ".join(parts)

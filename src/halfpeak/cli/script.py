@@ -1,0 +1,123 @@
+"""Program: a script or a module, run in this process as ``python`` itself would run it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType, TracebackType
+from zipfile import is_zipfile
+
+from halfpeak.core.errors import ConfigError
+
+FAILED, INTERRUPTED = 1, 130
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run.
+
+    Attributes:
+        target: the path of a script (or of a folder or zip file with a ``__main__.py``), or the name of a module.
+        is_module: which of the two.
+        arguments: what it finds in ``sys.argv[1:]``.
+    """
+
+    target: str
+    is_module: bool
+    arguments: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Look whether it is there, with ``sys.path`` :meth:`as_started`.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if not self.is_module:
+            if not os.path.exists(self.target):
+                raise ConfigError(f"there is no file {self.target!r}; write halfpeak run SCRIPT [ARGUMENTS]")
+            return
+        try:
+            found = find_spec(self.target)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.target}.".startswith(f"{error.name}."):
+                raise  # the package is there, and something that it imports is not
+            found = None
+        if found is None:
+            raise ConfigError(f"there is no module {self.target!r}; write halfpeak run -m MODULE [ARGUMENTS]")
+
+    def run(self) -> int:
+        """Run it to its end; returns the exit status. An exception is shown without the frames above the script.
+
+        Raises:
+            SystemExit: as the script raised it.
+        """
+        threads = threading.enumerate()
+        try:
+            if self.is_module:
+                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            elif self._is_archive():
+                runpy.run_path(self.target, run_name="__main__")
+            else:
+                _MainLoader("__main__", os.path.abspath(self.target)).run()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            trace = _below(error.__traceback__)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+        finally:
+            for thread in threading.enumerate():
+                if thread not in threads and not thread.daemon:
+                    thread.join()
+        return 0
+
+    @contextmanager
+    def as_started(self) -> Generator[None]:
+        """``sys.argv``, ``sys.path`` and ``__main__`` as the program expects them, and afterwards as they were."""
+        argv, path, main = sys.argv, sys.path, sys.modules["__main__"]
+        launcher = 0 if sys.flags.safe_path else 1
+        sys.argv = [self.target, *self.arguments]
+        sys.path = [*self._home(), *path[launcher:]]
+        try:
+            yield
+        finally:
+            sys.argv, sys.path, sys.modules["__main__"] = argv, path, main
+
+    def _home(self) -> list[str]:
+        if sys.flags.safe_path:
+            return []
+        if self.is_module:
+            return [os.getcwd()]
+        if self._is_archive():
+            return []  # runpy itself puts it there
+        return [os.path.dirname(os.path.realpath(self.target))]
+
+    def _is_archive(self) -> bool:
+        return os.path.isdir(self.target) or is_zipfile(self.target)
+
+
+class _MainLoader(SourceFileLoader):
+    """Makes a file the main module, as ``python FILE`` does: no spec, no ``.pyc``."""
+
+    def run(self) -> None:
+        main = ModuleType("__main__")
+        vars(main).update(__file__=self.path, __loader__=self, __builtins__=builtins)
+        sys.modules["__main__"] = main
+        self.exec_module(main)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _below(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+        trace = trace.tb_next
+    return trace

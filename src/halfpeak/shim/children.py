@@ -1,0 +1,64 @@
+"""The scope of ``halfpeak run``: shims and the emulated device, in this process and in those that the script spawns."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import spawn
+from typing import Any
+
+from halfpeak.shim.device import on_cpu
+from halfpeak.shim.installing import install, installed, uninstall
+
+
+@contextmanager
+def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
+    """Install some shims, and let the CPU play a CUDA device if ``cpu``; take both back however the block ends.
+
+    A process that is spawned, rather than forked, imports the main script anew. It finds the same scope.
+    """
+    before = installed()
+    with ExitStack() as undo:
+        undo.callback(_uninstall_but, before)
+        for name in shims:
+            install(name)
+        if cpu:
+            undo.enter_context(on_cpu())
+            # Innermost: casts that a script left on lie above the device mode, and end first.
+            undo.callback(_uninstall_but, before)
+        prepare = spawn.get_preparation_data
+        undo.callback(setattr, spawn, "get_preparation_data", prepare)
+        setattr(spawn, "get_preparation_data", _telling(prepare, _Scope(shims, cpu)))  # noqa: B010
+        yield
+
+
+def enter_for_life(shims: Sequence[str], cpu: bool) -> None:
+    """Open the scope in a child, which ends with it."""
+    scope = emulating(shims, cpu=cpu)
+    scope.__enter__()
+    atexit.register(scope.__exit__, None, None, None)
+
+
+class _Scope:
+    """Opens the scope of its parent when a child unpickles it, which is before the child imports the script."""
+
+    def __init__(self, shims: Sequence[str], cpu: bool) -> None:
+        self._arguments = tuple(shims), cpu
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Sequence[str], bool]]:
+        return enter_for_life, self._arguments
+
+
+def _telling(prepare: Callable[[str], dict[str, Any]], scope: _Scope) -> Callable[[str], dict[str, Any]]:
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        # multiprocessing passes over keys that it does not know.
+        return {**prepare(name), "halfpeak": scope}
+
+    return get_preparation_data
+
+
+def _uninstall_but(names: Sequence[str]) -> None:
+    for name in installed():
+        if name not in names:
+            uninstall(name)

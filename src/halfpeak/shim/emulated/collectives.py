@@ -1,0 +1,88 @@
+"""``Reducer``, ``flat_dist_call`` and process groups of ``apex.parallel``: reducing by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigError
+
+
+class Reducer:
+    """Average gradients when the script says so.
+
+    A module starts on every rank as rank 0 has it.
+
+    Args:
+        module_or_grads_list: a module, whose ``.grad`` are reduced, or the gradients themselves.
+
+    Raises:
+        ConfigError: neither a module nor a list of tensors.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Sequence[Tensor]) -> None:
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            flat_dist_call([p.data for p in self.module.parameters()], dist.broadcast, (0,))
+            return
+        self.grads = list(module_or_grads_list)
+        if not all(isinstance(grad, Tensor) for grad in self.grads):
+            raise ConfigError("Reducer takes a module or a list of gradients; write Reducer(model)")
+
+    def reduce(self) -> None:
+        """Average them over the ranks, in place."""
+        if self.module is None:
+            grads = self.grads
+        else:
+            grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+) -> None:
+    """Run a collective on tensors as though they were one per dtype, in place.
+
+    ``all_reduce`` averages here, as it did in apex.
+
+    Args:
+        tensors: of any dtypes.
+        call: such as ``torch.distributed.broadcast``.
+        extra_args: what it takes after the tensor.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in by_type.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        with torch.no_grad():
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """The group of ``group_size`` neighbouring ranks that this rank is in; None, which means all ranks, for 0.
+
+    Every rank must call it.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    if group_size == 0:
+        return None
+    ranks = dist.get_world_size()
+    if not 0 < group_size <= ranks or ranks % group_size:
+        sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        raise ConfigError(f"group_size={group_size!r} must divide the {ranks} ranks; write one of {sizes}")
+    groups = [dist.new_group(range(first, first + group_size)) for first in range(0, ranks, group_size)]
+    return groups[dist.get_rank() // group_size]
