@@ -11,6 +11,7 @@ from torch import Tensor
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Phase, Slot
+from halfpeak.fused.layout import gradients_of
 from halfpeak.ops import foreach, reference
 from halfpeak.parts.loss_scaler import LossScaler
 
@@ -75,6 +76,16 @@ class Block:
         """Whether what was there before is intact: waiting gradients not written over, new ones not taken in."""
         waited = any(lane.phase is Phase.SCALED for lane in self._lanes)
         return not self._has_taken and not (self._has_begun and waited)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins a window, and leaves gradients that are nothing but numbers."""
+        grads = gradients_of([slot.source for slot in self._slots])
+        return (
+            all(lane.phase is Phase.CLEAN for lane in self._lanes)
+            and all(held is None for _, held in self._held)
+            and not any(grad is not None and (grad.requires_grad or grad.is_sparse) for grad in grads)
+        )
 
     def put_back(self) -> None:
         """Undo :meth:`open`."""

@@ -8,14 +8,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.device import DeviceCasts
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.casting.scope import contained
 from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
+from halfpeak.core.tracing import untraced
 from halfpeak.engine.block import spared
 from halfpeak.engine.copying import copy_engine
 from halfpeak.engine.hooks import CatchUp, hook_loads, hook_steps
@@ -160,12 +163,13 @@ class Engine:
         """
         with ExitStack() as stack:
             self.buffers.begin()
-            stack.enter_context(_on(self.casting))
+            stack.enter_context(_traced(self.casting) if is_dynamo_compiling() else _on(self.casting))
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
             yield
 
+    @untraced
     def backward(
         self,
         loss: Tensor,
@@ -217,6 +221,7 @@ class Engine:
         """
         return self.phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
 
+    @untraced
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -323,3 +328,7 @@ class Engine:
 def _on(casting: AbstractContextManager[Any]) -> Generator[None]:
     with contained(), casting:
         yield
+
+
+def _traced(casting: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting

@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.closures import Guard, take_closure
+from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import hand_over, take_back
+from halfpeak.engine.movement import Movement
+from halfpeak.engine.roster import Roster
 from halfpeak.engine.slots import Owner, Phase, Slot
+from halfpeak.engine.trace import Trace
 from halfpeak.ops import foreach
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
@@ -39,7 +43,7 @@ class Lane:
         phase: where the gradients of this window stand.
         parked: true-sized gradients set aside while others wait scaled, by ``id`` of the parameter.
         frozen: the loss scaler, and its scale then, of gradients that wait scaled.
-        marker: the master whose gradient is a zero laid there by :meth:`keep_marker`, if there is one.
+        trace: of the gradients written, to notice when somebody zeroes or replaces them.
         verdict: what the step now running must do: skip, or a ``found_inf`` for the optimizer's own kernel.
         is_stepping: whether a step has begun and not come to its end.
         has_stepped: whether the last step came to its end.
@@ -61,10 +65,12 @@ class Lane:
         self.has_stepped = False
         # The engine drops gradients when the last of its optimizers has stepped: two may share a master.
         self._is_driven = False
-        self._moving: list[tuple[Tensor, _Mark]] | None = None
-        self._trace: list[tuple[Tensor, Tensor, int]] = []
+        self._keeps = False
+        self._movement: Movement | None = None
         self._slots: list[Slot] | None = None
-        self.marker: Tensor | None = None
+        self.trace = Trace()
+        self._roster: Roster | None = None
+        self._deferred: Deferred | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -91,64 +97,88 @@ class Lane:
 
     def slots(self) -> list[Slot]:
         """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
-        return list(self._scan()) if self._slots is None else self._slots
+        return self.roster().slots if self._slots is None else self._slots
 
-    def _scan(self) -> Iterator[Slot]:
-        """The trainable parameters of the groups as they are now, each once."""
-        seen: set[int] = set()
-        for slot in self._everything():
-            if slot.source.requires_grad and id(slot.source) not in seen:
-                seen.add(id(slot.source))
-                yield slot
+    def roster(self) -> Roster:
+        """The parameters of the groups as they are now."""
+        roster = self._roster
+        if roster is None or not roster.is_current(self.optimizer):
+            roster = self._roster = Roster(self.optimizer, self.masters)
+        return roster
 
     def _everything(self) -> Iterator[Slot]:
         """Whatever stands in the groups."""
-        for group in self.optimizer.param_groups:
-            for target in group["params"]:
-                source = self.masters.low_of(target)
-                yield Slot(target if source is None else source, target)
+        roster = self.roster()
+        return map(Slot, roster.sources, roster.targets)
 
     def _rescan(self) -> list[Slot]:
         """The trainable parameters now, and those frozen inside the window whose gradients belong to it."""
-        now = list(self._scan())
+        now = self.roster().slots
+        earlier = self._slots
+        if earlier is None or earlier is now:
+            return now
         known = {id(slot.source) for slot in now}
-        earlier = self._slots or []
         return now + [s for s in earlier if id(s.source) not in known and s.has_gradient()]
 
     def look_again(self) -> None:
         """Before a backward pass: follow what happened to groups, parameters and gradients since the last one."""
         self.recover()
-        self.masters.adopt(self.optimizer)
+        if self._roster is None or not self._roster.is_current(self.optimizer):
+            self.masters.adopt(self.optimizer)
         self.masters.refresh()
+        self.take_in()
         self._slots = self._rescan()
-        if self.phase is Phase.UNSCALED and not self._is_untouched():
+        if self.phase is Phase.UNSCALED and not self.trace.is_untouched():
             self._forget_if_zeroed()
         elif self.phase is Phase.SCALED:
             self._take_marker()
 
     def keep_trace(self) -> None:
-        """Remember the gradients just written, to notice when somebody zeroes or replaces them."""
-        self._trace = [
-            (slot.target, slot.target.grad, slot.target.grad._version)
-            for slot in self.slots()
-            if slot.target.grad is not None
-        ]
+        """Remember the gradients just written."""
+        self.trace.keep(slot.target for slot in self.slots())
         if self.count > 1:
-            self.masters.claim(self, [target for target, _, _ in self._trace])
+            self.masters.claim(self, self.trace.claimed())
 
     def keep_marker(self) -> None:
-        """While low gradients wait scaled, let a zero lie as the gradient of one master.
-
-        ``optimizer.zero_grad()`` reaches masters only; that it took or wrote this zero is how it is noticed.
-        """
+        """While low gradients wait scaled, notice when ``zero_grad()`` is called on the optimizer of their masters."""
         free = [s.target for s in self.slots() if s.source is not s.target and s.target.grad is None]
-        if free:
-            self.marker = min(free, key=Tensor.numel)
-            self.marker.grad = torch.zeros_like(self.marker)
+        self.trace.lay(min(free, key=Tensor.numel, default=None))
         self.keep_trace()
 
+    def lows(self) -> list[Tensor]:
+        """What autograd writes the gradients of, for whatever stands in the groups."""
+        return self.roster().sources
+
+    def defer(self, deferred: Deferred) -> None:
+        """Leave the gradients of a backward pass to the optimizer's step."""
+        self._deferred = deferred
+        self.phase = Phase.DEFERRED
+        self.trace.lay(self.roster().smallest_master)
+
+    def take_in(self) -> None:
+        """Make gradients that were left to the step true-sized now, because somebody is to read them, or add to them."""
+        deferred = self._undisturbed()
+        if deferred is not None:
+            self._deferred = None
+            deferred.take_in()
+
+    def measure(self) -> Tensor | None:
+        """The sum of squares of gradients that are left to the step, and ``found_inf``; None if they are not.  # f32[]"""
+        deferred = self._undisturbed()
+        return None if deferred is None else deferred.measure()
+
+    def serve(self, coefficient: Tensor | None) -> None:
+        """Let the coming step read the gradients left to it, times a number.  # f32[]"""
+        if self._deferred is not None:
+            self._deferred.serve(coefficient)
+
+    def has_gradients(self) -> bool:
+        """Whether the optimizer has something to step on."""
+        return self._deferred is not None or bool(self.targets())
+
     def targets(self) -> list[Tensor]:
-        """The gradients that the optimizer will read."""
+        """The gradients that the optimizer will read, true-sized."""
+        self.take_in()
         return [slot.target.grad for slot in self.slots() if slot.target.grad is not None]
 
     def drop(self) -> None:
@@ -171,17 +201,28 @@ class Lane:
 
     def close(self) -> None:
         """Begin a new window."""
+        if self._deferred is not None:
+            self._deferred.release()
+            self._deferred = None
         self.found_inf = torch.zeros_like(self.found_inf)
         self.parked.clear()
         self.frozen = None
-        self.marker = None
-        self._trace.clear()
+        self.trace.clear()
         self._slots = None
         self.phase = Phase.CLEAN
 
-    def step(self, verdict: Tensor | bool, closure: Callable[[], Any] | None = None) -> Any:
-        """Call ``optimizer.step`` under a verdict that the owner has reached."""
+    def step(
+        self, verdict: Tensor | bool, closure: Callable[[], Any] | None = None, *, keep: bool = False
+    ) -> Any:
+        """Call ``optimizer.step`` under a verdict that the owner has reached.
+
+        Args:
+            verdict: skip, or a ``found_inf`` that decides on the device.  # bool or f32[]
+            closure: passed to the optimizer.
+            keep: whether gradients without a master stay.
+        """
         self.verdict = verdict
+        self._keeps = keep
         self.has_stepped = False
         self._is_driven = True
         try:
@@ -215,7 +256,7 @@ class Lane:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         verdict = self.verdict
-        self._moving = None
+        self._movement = None
         self.has_stepped = False
         self.is_stepping = True
         closure, rebuild = take_closure(args, kwargs)
@@ -225,13 +266,13 @@ class Lane:
         if closure is not None:
             self.masters.mark_stepped(optimizer)
             return rebuild(Guard(closure, self, self._owner))
-        if verdict is True:
+        if isinstance(verdict, Tensor) or self._deferred is not None:
+            hand_over(optimizer, torch.as_tensor(verdict, dtype=torch.float32))
+        elif verdict is True:
             for slot in self._everything():
                 slot.target.grad = None
-        elif isinstance(verdict, Tensor):
-            hand_over(optimizer, verdict)
-        targets = [slot.target for slot in self.slots() if slot.target.grad is not None]
-        self._moving = [(target, _mark(optimizer, target)) for target in targets]
+        withheld = (slot.target for slot in self.slots() if slot.target.grad is not None)
+        self._movement = Movement(optimizer, withheld)
         self.masters.mark_stepped(optimizer)
         return None
 
@@ -243,7 +284,7 @@ class Lane:
             )
         if not self._owner.steps_itself:
             return self._owner.decide(self, has_closure=has_closure)
-        if self.phase is Phase.UNSCALED:
+        if self.phase in (Phase.UNSCALED, Phase.DEFERRED):
             raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
         return False
 
@@ -255,7 +296,11 @@ class Lane:
         """The optimizer has moved, or has been kept from it. Doing this twice does no harm."""
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
-        self.masters.publish(self.optimizer)
+        if self._deferred is None:
+            self.masters.publish(self.optimizer)
+        else:
+            self.masters.note_published(self.optimizer)
+            self._deferred.withdraw(keep=self._keeps)
         if not self._is_driven:
             self.drop_masters()
         self.close()
@@ -264,11 +309,7 @@ class Lane:
 
     def _has_moved(self) -> bool:
         """Whether the step that is running got as far as the optimizer's own code and through it."""
-        moving = self._moving
-        if moving is None or self.has_stepped:
-            return self.has_stepped
-        optimizer = self.optimizer
-        return not moving or any(_mark(optimizer, target) != mark for target, mark in moving)
+        return self.has_stepped or (self._movement is not None and self._movement.has_happened())
 
     def _clear_step(self) -> None:
         optimizer = self._optimizer()
@@ -277,15 +318,17 @@ class Lane:
         self.verdict = None
         self.is_stepping = False
 
-    def _is_untouched(self) -> bool:
-        return all(target.grad is grad and grad._version == version for target, grad, version in self._trace)
-
     def _take_marker(self) -> None:
-        if not self._is_untouched():
+        if self.trace.is_untouched():
+            self.trace.lift()
+        else:
             self.drop()
-        elif self.marker is not None:
-            self.marker.grad = None
-            self.marker = None
+
+    def _undisturbed(self) -> Deferred | None:
+        """The gradients that are left to the step, unless somebody has zeroed them."""
+        if self._deferred is not None:
+            self._take_marker()
+        return self._deferred
 
     def _forget_if_zeroed(self) -> None:
         """Somebody zeroed or changed the gradients: the verdict holds only if they still are not finite."""
@@ -296,12 +339,3 @@ class Lane:
         still = torch.zeros_like(self.found_inf)
         foreach.check_(grads, still)
         self.found_inf = torch.minimum(self.found_inf, still)
-
-
-_Mark = tuple[int, int | None]
-
-
-def _mark(optimizer: Optimizer, target: Tensor) -> _Mark:
-    """What changes when an optimizer moves a parameter: its version, or with torch's fused kernels that of its step."""
-    step = optimizer.state.get(target, {}).get("step")
-    return target._version, step._version if isinstance(step, Tensor) else step

@@ -14,6 +14,7 @@ from halfpeak.core.errors import ClosureError, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.block import Block
 from halfpeak.engine.bypass import require_taken_in
+from halfpeak.engine.deferred import Deferred, can_defer, coefficient, fits
 from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
@@ -76,6 +77,9 @@ class Phases:
             yield scale_loss(loss, scale)
             if delay:
                 block.delay(scaler, scale)
+            elif report is None and fits(self._plan.clip) and can_defer(lanes, block):
+                lanes[0].defer(Deferred(lanes[0], block, scale))
+                self._journal.note(scaler, block.found_inf)
             else:
                 block.absorb(scale)
                 (report or self._journal.note)(scaler, block.found_inf)
@@ -99,8 +103,9 @@ class Phases:
             self._journal.index += 1
             return StepResult(torch.zeros_like(lanes[0].found_inf), self._scale, None, boundary=False)
         try:
+            squares = lanes[0].measure() if len(lanes) == 1 else None
             verdicts = self.unscale(lanes)
-            norm = self.clip(lanes, verdicts)
+            norm = self.clip(lanes, verdicts) if squares is None else self.serve(lanes[0], squares, verdicts)
             self.verdict.agree_(verdicts)
             self.commit(verdicts, lanes, keep_gradients=keep_gradients)
         except BaseException:
@@ -120,7 +125,8 @@ class Phases:
                     "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; "
                     "pass the wrapped module in every iteration: engine.forward(wrapped)"
                 )
-            require_taken_in(lane)
+            if lane.phase is not Phase.DEFERRED:
+                require_taken_in(lane)
         verdicts = self._journal.verdicts([lane.found_inf for lane in lanes])
         self._steward.look(lanes if self._is_near_collapse() and bool(verdicts[0]) else ())
         return verdicts
@@ -131,6 +137,14 @@ class Phases:
         norm = self._plan.clip(list({id(grad): grad for lane in lanes for grad in lane.targets()}.values()))
         if norm is not None:
             verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+        return norm
+
+    def serve(self, lane: Lane, squares: Tensor, verdicts: Tensor) -> Tensor | None:
+        """:meth:`clip` for gradients that a fused optimizer multiplies itself: tell it by what."""
+        norm, factor = coefficient(self._plan.clip, squares)
+        if norm is not None:
+            verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+        lane.serve(factor)
         return norm
 
     def commit(self, verdicts: Tensor, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
@@ -145,7 +159,7 @@ class Phases:
             collapse = self._steward.collapse(lanes)
         with disable_casts():
             for lane in lanes:
-                lane.step(verdict)
+                lane.step(verdict, keep=keep_gradients)
         self._close(lanes, keep_gradients=keep_gradients)
         if collapse is not None:
             raise collapse

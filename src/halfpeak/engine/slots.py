@@ -16,6 +16,7 @@ class Phase(enum.Enum):
 
     CLEAN = "no gradients of a window are held"
     SCALED = "gradients lie scaled where autograd left them"
+    DEFERRED = "gradients lie scaled where autograd left them, for the step of a fused optimizer to read"
     UNSCALED = "gradients lie true-sized where the optimizer reads them"
 
 

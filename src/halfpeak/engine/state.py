@@ -75,6 +75,7 @@ def put_window(engine: Engine, window: Mapping[str, Any]) -> None:
 
 
 def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
+    lane.take_in()
     slots = list(lane.slots())
     is_open = lane.phase is not Phase.CLEAN
     return {
@@ -83,7 +84,7 @@ def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
         "true_sized": {
             i: s.target.grad
             for i, s in enumerate(slots)
-            if is_open and s.target.grad is not None and s.target is not lane.marker
+            if is_open and s.target.grad is not None and s.target is not lane.trace.marker
         },
         "scaled": {
             i: s.source.grad

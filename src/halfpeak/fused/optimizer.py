@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
+from halfpeak.core.errors import ParameterError
+from halfpeak.fused.arguments import check_group
+from halfpeak.fused.layout import Layout, Piece, check_parameter, gradients_of, targets_of
 from halfpeak.fused.roads.base import Order, Reading, Road
 from halfpeak.fused.roads.choose import RoadName, choose
 from halfpeak.fused.rules.base import Rule
@@ -32,6 +34,9 @@ class Feed(NamedTuple):
 class FusedOptimizer(Optimizer):
     """What the fused optimizers share. A subclass says by which rule a group is stepped.
 
+    Attributes:
+        moves: steps in which something moved, since this object was made.
+
     Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
 
     Args:
@@ -50,6 +55,22 @@ class FusedOptimizer(Optimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which a group is stepped."""
         raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range.
+            ParameterError: a parameter is sparse, complex, of integers or sharded. The group was not added.
+        """
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for parameter in param_group["params"]:
+                check_parameter(parameter)
+        except ParameterError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -113,6 +134,7 @@ class FusedOptimizer(Optimizer):
         self._layout: Layout | None = None
         self._road: Road | None = None
         self._feed: Feed | None = None
+        self.moves = 0
 
     def _own_feed(self) -> Feed:
         targets = targets_of(self)
@@ -129,6 +151,7 @@ class FusedOptimizer(Optimizer):
             counter.count()
         orders = self._orders(pieces, layout.rules, feed.factor)
         self._road_for(pieces).update(orders, feed.grads)
+        self.moves += 1
         self._road_for(pieces).forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
         moved = [layout.targets[i] for piece in pieces for i in piece.block.members]
@@ -162,7 +185,7 @@ class FusedOptimizer(Optimizer):
             pieces = layout.pieces(mask)
             if pieces is not None:
                 return pieces
-        layout = self._layout = Layout(self, rules, feed.lows, mask)
+        layout = self._layout = Layout(self, rules, feed.lows, mask, self._layout)
         if self._road is not None:
             self._road.clear()
         return layout.pieces(mask) or []

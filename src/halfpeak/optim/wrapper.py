@@ -151,7 +151,7 @@ class OptimWrapper(StatefulWrapper, Counting):
                 "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
                 "inside a window; enter it once for each backward pass"
             )
-        has_gradients = bool(lane.targets())
+        has_gradients = lane.has_gradients()
         self.last_result = result = engine.step(closure, keep_gradients=True)
         if result.grad_norm is not None and has_gradients:
             self.message_hub.update_scalar("train/grad_norm", result.grad_norm)

@@ -78,6 +78,15 @@ class NoClip:
         """Do nothing."""
 
 
+def limit_of_norm(clip: Clip) -> float | None:
+    """The largest 2-norm that a clip allows; None if it limits something else.
+
+    >>> limit_of_norm(ClipNorm(max_norm=1.0)), limit_of_norm(ClipValue(value=1.0))
+    (1.0, None)
+    """
+    return clip.max_norm if isinstance(clip, ClipNorm) and clip.norm_type == 2 else None
+
+
 def parse_clip(clip: Clip | float | None) -> Clip:
     """A number means :class:`ClipNorm` with that ``max_norm``; None means no clipping.
 

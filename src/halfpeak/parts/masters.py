@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
@@ -46,6 +47,7 @@ class Masters:
         self._low_of: dict[int, nn.Parameter] = {}
         self._claims: dict[int, set[int]] = {}
         self._stepped: set[int] = set()
+        self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
 
     def __len__(self) -> int:
         return len(self._low)
@@ -62,6 +64,11 @@ class Masters:
     def low_of(self, master: Tensor) -> nn.Parameter | None:
         """The low parameter that a master belongs to, or None."""
         return self._low_of.get(id(master))
+
+    def source_of(self, target: Tensor) -> Tensor:
+        """What autograd computes the gradient of: the low parameter of a master, anything else itself."""
+        low = self._low_of.get(id(target))
+        return target if low is None else low
 
     def adopt(self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
         """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
@@ -118,7 +125,11 @@ class Masters:
         The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
         discriminator, and its backward pass after it.
         """
-        self._publish(list(range(len(self._low)) if optimizer is None else self._indices(optimizer)))
+        self._publish(list(range(len(self._low))) if optimizer is None else self._indices(optimizer))
+
+    def note_published(self, optimizer: Optimizer) -> None:
+        """An optimizer has written its low parameters itself."""
+        self._mark(self._indices(optimizer))
 
     def publish_late(self) -> None:
         """Publish what optimizers have moved, if something kept it from being published."""
@@ -129,17 +140,22 @@ class Masters:
             return
         with torch.no_grad():
             foreach.copy_cast_([self._low[i] for i in indices], [self._high[i] for i in indices])
-        for index in indices:
-            self._marks[index] = (self._low[index]._version, self._low[index].data_ptr())
+        self._mark(indices)
+
+    def _mark(self, indices: Sequence[int]) -> None:
+        for index, mark in zip(indices, _marks_of([self._low[i] for i in indices]), strict=True):
+            self._marks[index] = mark
         self._stepped.difference_update(indices)
 
-    def _indices(self, optimizer: Optimizer) -> Iterator[int]:
-        """Where the masters in an optimizer's groups stand."""
-        for group in optimizer.param_groups:
-            for target in group["params"]:
-                low = self.low_of(target)
-                if low is not None:
-                    yield self._index[id(low)]
+    def _indices(self, optimizer: Optimizer) -> list[int]:
+        """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
+        targets = targets_of(optimizer)
+        known, indices = self._looked_up
+        if len(known) != len(targets) or not all(map(is_, known, targets)):
+            lows = [low for target in targets if (low := self.low_of(target)) is not None]
+            indices = [self._index[id(low)] for low in lows]
+            self._looked_up = (targets, indices)
+        return indices
 
     def refresh(self) -> None:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
@@ -152,9 +168,11 @@ class Masters:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         self.publish_late()
-        for index, low in enumerate(self._low):
-            if (low._version, low.data_ptr()) != self._marks[index]:
-                self._follow(index)
+        marks = _marks_of(self._low)
+        if marks != self._marks:
+            for index, mark in enumerate(marks):
+                if mark != self._marks[index]:
+                    self._follow(index)
 
     def value_of(self, parameter: Tensor) -> Tensor | None:
         """What a low parameter is worth in float32, as :meth:`refresh` sees it now; None if it has no master.
@@ -224,6 +242,19 @@ class Masters:
 
 _UNSEEN: Final = (-1, 0)
 """No parameter's version: the first refresh compares values, so that writes through .data before it are seen."""
+
+
+def targets_of(optimizer: Optimizer) -> list[Tensor]:
+    """Whatever stands in an optimizer's groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """What changes when somebody writes to a tensor or gives it other memory."""
+    return list(zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True))
+
+
+_VERSION: Final = attrgetter("_version")
 
 
 def _merge(low: Tensor, high: Tensor) -> Tensor:

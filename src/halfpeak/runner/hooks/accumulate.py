@@ -83,6 +83,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         if windows.is_boundary(runner.iter):
             self._update(runner, engine, keep_gradients=False)
         else:
+            engine.lanes[0].take_in()
             found_inf = engine.lanes[0].found_inf
             runner.step_result = StepResult(found_inf, engine.scale, boundary=False)
 

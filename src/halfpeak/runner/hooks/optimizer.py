@@ -64,13 +64,15 @@ class OptimizerHook(Hook):
         self._pending: Mapping[str, Any] = {}
 
     def before_run(self, runner: BaseRunner) -> None:
-        """Make model and optimizer ready.
+        """Make model and optimizer ready; later, if a subclass brings its own ``after_train_iter``.
 
         Raises:
             ConfigTypeError: the runner has no optimizer, or several.
             OrderError: somebody else steps the optimizer already.
         """
-        self._ready(runner)
+        # A hook of somebody's own may step by itself, an optimizer that halfpeak.amp has prepared for example.
+        if type(self).after_train_iter.__module__.startswith("halfpeak."):
+            self._ready(runner)
 
     def after_run(self, runner: BaseRunner) -> None:
         """Let go of the optimizer, so that another runner may take it. Masters stay, or their values would be lost."""
@@ -160,7 +162,7 @@ class OptimizerHook(Hook):
 
     def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
         """End the window: clip, step or skip, log."""
-        has_gradients = bool(engine.lanes[0].targets())
+        has_gradients = engine.lanes[0].has_gradients()
         runner.step_result = result = engine.step(keep_gradients=keep_gradients)
         if result.grad_norm is not None and has_gradients:
             runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))

@@ -1,0 +1,103 @@
+"""Deferred: gradients that stay as autograd left them until the step of a fused optimizer reads them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from halfpeak.ops import foreach
+from halfpeak.parts.clip import Clip, NoClip, limit_of_norm
+
+if TYPE_CHECKING:
+    from halfpeak.engine.block import Block
+    from halfpeak.engine.lane import Lane
+
+
+def can_defer(lanes: Sequence[Lane], block: Block) -> bool:
+    """Whether the step itself may read the gradients of a block: one optimizer, a fused one, at the start of a window."""
+    return (
+        len(lanes) == 1
+        and lanes[0].count == 1
+        and isinstance(lanes[0].optimizer, FusedOptimizer)
+        and block.is_first
+    )
+
+
+class Deferred:
+    """The gradients of one backward pass, low and scaled; the sum of their squares once it is measured.
+
+    Args:
+        lane: of the fused optimizer.
+        block: of the backward pass. Its ``found_inf`` is known from :meth:`measure` or :meth:`take_in` on.
+        scale: what the loss was multiplied by.  # f32[]
+    """
+
+    def __init__(self, lane: Lane, block: Block, scale: Tensor) -> None:
+        self._lane = lane
+        self._block = block
+        self._inv_scale = scale.reciprocal()
+        self._scale = scale
+        self._served: Tensor | None = None
+
+    def take_in(self) -> None:
+        """Make them true-sized float32 after all."""
+        self._block.absorb(self._scale)
+
+    def measure(self) -> Tensor:
+        """Read them once.
+
+        Returns:
+            The sum of squares, true-sized; ``found_inf`` of block and lane are set.  # f32[]
+        """
+        reading = self._optimizer.measure(self._feed(self._inv_scale))
+        self._block.found_inf.copy_(reading.found_inf)
+        self._lane.found_inf = reading.found_inf
+        return reading.squares
+
+    def serve(self, coefficient: Tensor | None) -> None:
+        """Let the optimizer's coming step read them, multiplied by what clipping asks for.  # f32[]"""
+        self._served = self._inv_scale if coefficient is None else self._inv_scale * coefficient
+        self._optimizer.feed(self._feed(self._served))
+
+    def withdraw(self, *, keep: bool) -> None:
+        """The step is over. Gradients of masters go; others stay true-sized and clipped if they are to be kept."""
+        kept: list[Tensor] = []
+        for source, target in self._lane.slots():
+            if keep and source is target and source.grad is not None:
+                kept.append(source.grad)
+            else:
+                source.grad = None
+        if kept and self._served is not None:
+            foreach.scale_(kept, self._served)
+
+    def release(self) -> None:
+        """Nobody is to read them any more."""
+        self._optimizer.feed(None)
+
+    @property
+    def _optimizer(self) -> FusedOptimizer:
+        optimizer = self._lane.optimizer
+        assert isinstance(optimizer, FusedOptimizer)
+        return optimizer
+
+    def _feed(self, factor: Tensor) -> Feed:
+        lows = self._lane.lows()
+        return Feed([low.grad for low in lows], lows, factor)
+
+
+def fits(clip: Clip) -> bool:
+    """Whether a clip needs nothing of the gradients but the sum of their squares."""
+    return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
+
+
+def coefficient(clip: Clip, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The norm of the gradients, and what to multiply them by; None where nothing is clipped.  # f32[], f32[]"""
+    limit = limit_of_norm(clip)
+    if limit is None:
+        return None, None
+    norm = squares.sqrt()
+    return norm, torch.clamp(limit / (norm + 1e-6), max=1.0)

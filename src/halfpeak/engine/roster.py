@@ -1,0 +1,47 @@
+"""Roster: who takes part in the steps of an optimizer, looked up once for as long as nobody comes or goes."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+from typing import Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.engine.slots import Slot
+from halfpeak.parts.masters import Masters, targets_of
+
+_TRAINABLE: Final = attrgetter("requires_grad")
+
+
+class Roster:
+    """The parameters of an optimizer as they were when it was made.
+
+    Attributes:
+        targets: whatever stands in the groups, in order.
+        sources: for each, the low parameter that it is a master of, or itself.
+        slots: those that are trainable, each once.
+        smallest_master: of the trainable ones, or None.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
+        self.targets = targets_of(optimizer)
+        self.sources = [masters.source_of(target) for target in self.targets]
+        self._flags = list(map(_TRAINABLE, self.sources))
+        pairs = {
+            id(source): Slot(source, target)
+            for source, target in zip(self.sources, self.targets, strict=True)
+            if source.requires_grad
+        }
+        self.slots = list(pairs.values())
+        mastered = [slot.target for slot in self.slots if slot.source is not slot.target]
+        self.smallest_master = min(mastered, key=Tensor.numel, default=None)
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the same parameters stand in the groups and the same of them are trainable."""
+        targets = targets_of(optimizer)
+        return (
+            len(targets) == len(self.targets)
+            and all(map(is_, targets, self.targets))
+            and list(map(_TRAINABLE, self.sources)) == self._flags
+        )
