@@ -1,0 +1,226 @@
+"""What is suspicious about a checkpoint: values that no healthy run has, and parts that contradict one another."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfpeak.checkpoint.forms.pairing import LOW, pair
+from halfpeak.checkpoint.forms.parts import Parts, read_steps
+from halfpeak.core.errors import StateError
+
+_ENOUGH: Final = 64
+"""Elements from which on it is no accident that all are float16 numbers."""
+
+_WITH_MASTERS: Final = frozenset({"O2", "O5"})
+
+
+def find(parts: Parts, path: Path) -> list[str]:
+    """Every finding, in words that name where it is."""
+    checks: tuple[Callable[[Parts], Iterator[str]], ...] = (
+        _nonfinite,
+        _scales,
+        _lost_masters,
+        _contradicting_masters,
+        _optimizers,
+        _missing,
+        _counters,
+    )
+    return [*(finding for check in checks for finding in check(parts)), *_off_by_one(parts, path)]
+
+
+def match_masters(parts: Parts, masters: Sequence[Tensor]) -> tuple[bool, str]:
+    """Whether masters fit the weights, and in words how."""
+    if len(parts.models) != 1:
+        return False, f"not compared: there are {len(parts.models)} models"
+    (weights,) = parts.models.values()
+    try:
+        found = pair(weights, masters)
+    except StateError as error:
+        return False, str(error)
+    return True, f"{len(found)} fit the weights, bit for bit after rounding"
+
+
+def is_half_rounded(model: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether float32 weights are all numbers of a low dtype, as a ``state_dict`` of half weights that was widened.
+
+    Vectors are left out: the weights of norms stay float32, and begin as ones and zeros.
+    """
+    wide = [v for v in model.values() if isinstance(v, Tensor) and v.dtype == torch.float32 and v.dim() > 1]
+    told = [v for v in map(_elements, wide) if not bool((v == v.round()).all())]
+    return sum(v.numel() for v in told) >= _ENOUGH and all(torch.equal(v.to(dtype).float(), v) for v in told)
+
+
+def _nonfinite(parts: Parts) -> Iterator[str]:
+    for where, model in parts.models.items():
+        yield from _name_nonfinite(model.items(), f"the weights in {where}")
+    for where, optimizer in parts.optimizers.items():
+        entries = optimizer["state"].items()
+        inside = (
+            (f"{name} of parameter {number}", value)
+            for number, entry in entries
+            if isinstance(entry, Mapping)
+            for name, value in entry.items()
+        )
+        yield from _name_nonfinite(inside, f"the optimizer state in {where}")
+    for where, masters in parts.masters.items():
+        yield from _name_nonfinite(((f"master {i}", m) for i, m in enumerate(masters)), where)
+
+
+def _name_nonfinite(values: Any, where: str) -> Iterator[str]:
+    bad = [name for name, value in values if isinstance(value, Tensor) and not _is_finite(value)]
+    if bad:
+        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        yield f"nan or inf in {where}: {', '.join(map(str, bad[:3]))}{others}"
+
+
+def _scales(parts: Parts) -> Iterator[str]:
+    for scaler in parts.scalers:
+        try:
+            found = scaler.numbers()
+        except StateError as error:
+            yield f"the loss scale in {scaler.where} is impossible: {str(error).partition(';')[0]}"
+            continue
+        for number, one in enumerate(found):
+            name = scaler.where if len(found) == 1 else f"{scaler.where}.{number}"
+            if one["scale"] < 1:
+                yield f"the loss scale in {name} has fallen to {one['scale']:g}: gradients kept overflowing"
+            if one["stuck"]:
+                yield f"the loss scale in {name} could not fall any further {one['stuck']} times in a row"
+
+
+def _lost_masters(parts: Parts) -> Iterator[str]:
+    for where, model in parts.models.items():
+        dtypes = {value.dtype for value in model.values() if isinstance(value, Tensor)}
+        if parts.masters or is_alone(parts):
+            continue
+        low = next((dtype for dtype in LOW if dtype in dtypes), None)
+        if low is not None and parts.level in _WITH_MASTERS:
+            yield (
+                f"the file says {parts.level}, but the weights in {where} are {str(low)[6:]} and there are no masters: what "
+                "float32 knew of them is lost"
+            )
+        elif low is not None and parts.optimizers:
+            yield f"the weights in {where} are {str(low)[6:]} without masters: a resume begins from rounded weights"
+        rounded = next((dtype for dtype in LOW if low is None and is_half_rounded(model, dtype)), None)
+        if rounded is not None:
+            yield (
+                f"the float32 weights in {where} are all {str(rounded)[6:]} numbers: they were widened from rounded weights, "
+                "and the masters were not saved"
+            )
+
+
+def is_alone(parts: Parts) -> bool:
+    """Whether there is nothing but weights."""
+    return parts.form == "weights"
+
+
+def _contradicting_masters(parts: Parts) -> Iterator[str]:
+    for where, masters in parts.masters.items():
+        if parts.models:
+            fits, words = match_masters(parts, masters)
+            if not fits:
+                yield f"the masters in {where} do not fit the weights: {words}"
+        else:
+            yield f"there are masters in {where}, and no weights that name them"
+
+
+def _optimizers(parts: Parts) -> Iterator[str]:
+    shapes = {
+        tuple(value.shape)
+        for model in parts.models.values()
+        for value in model.values()
+        if isinstance(value, Tensor)
+    }
+    tensors = sum(
+        isinstance(v, Tensor) and v.is_floating_point() for m in parts.models.values() for v in m.values()
+    )
+    listed = 0
+    for where, optimizer in parts.optimizers.items():
+        groups, entries = optimizer["param_groups"], optimizer["state"]
+        numbers = [one for group in groups if isinstance(group, Mapping) for one in group.get("params", ())]
+        listed += len(numbers)
+        strangers = [number for number in entries if number not in set(numbers)]
+        if strangers:
+            yield f"the optimizer in {where} has state for parameters that none of its groups lists: {strangers[:3]}"
+        if len(set(numbers)) < len(numbers):
+            yield f"the optimizer in {where} lists a parameter twice"
+        yield from _odd_steps(where, read_steps(optimizer))
+        yield from _odd_entries(where, entries, shapes)
+    if parts.models and listed > tensors:
+        yield f"the optimizers speak of {listed} parameters, and the weights are {tensors} tensors"
+
+
+def _odd_steps(where: str, steps: Sequence[float]) -> Iterator[str]:
+    if any(not math.isfinite(step) or step < 0 for step in steps):
+        yield f"the optimizer in {where} counts an impossible number of steps"
+    elif len(set(steps)) > 1:
+        yield f"the parameters of the optimizer in {where} have stepped between {min(steps):g} and {max(steps):g} times"
+
+
+def _odd_entries(where: str, entries: Mapping[Any, Any], shapes: set[tuple[int, ...]]) -> Iterator[str]:
+    tensors = [
+        (name, value)
+        for entry in entries.values()
+        if isinstance(entry, Mapping)
+        for name, value in entry.items()
+        if isinstance(value, Tensor) and value.dim() > 0
+    ]
+    unfit = sum(name in _PER_ELEMENT and tuple(value.shape) not in shapes for name, value in tensors)
+    if unfit and shapes:
+        yield f"{unfit} tensors of the optimizer state in {where} have the shape of no weight"
+    if any(value.dtype == torch.float16 for _, value in tensors):
+        yield f"the optimizer state in {where} is float16: small second moments are zero in it"
+
+
+def _missing(parts: Parts) -> Iterator[str]:
+    if parts.form in ("weights", "scaler", "optimizer", "unknown"):
+        return
+    if not parts.models:
+        yield "there are no weights in it"
+    if not parts.optimizers:
+        yield "there is no optimizer state in it: training cannot be resumed from it"
+    if not parts.scalers and parts.level in ("O1", "O2"):
+        yield f"the file says {parts.level}, and there is no loss scale in it: a resume begins at the first scale"
+
+
+def _counters(parts: Parts) -> Iterator[str]:
+    for name, value in parts.counters.items():
+        if value < 0:
+            yield f"the counter {name} is {value}"
+    if parts.window is not None:
+        yield "it was saved inside an accumulation window: gradients are in it, which only halfpeak can take up"
+
+
+def _off_by_one(parts: Parts, path: Path) -> Iterator[str]:
+    named = re.fullmatch(r"iter_(\d+)", path.stem)
+    told = parts.counters.get("iter")
+    if parts.form == "mmcv" and named and told == int(named[1]) - 1:
+        yield f"it says iter={told}, one less than its name: mmcv 1.x saved iterations so, and repeats one on resume"
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Its elements; where a stride of zero shows each many times, those of its storage."""
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return (
+        tensor
+        if tensor.numel() <= stored
+        else torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout != torch.strided:
+        return True
+    return bool(torch.isfinite(_elements(tensor)).all())
+
+
+_PER_ELEMENT: Final = frozenset(
+    {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg", "exp_inf"}
+)

@@ -1,0 +1,1 @@
+"""Reading what somebody else saved, of any kind, as data: nothing in a file is executed."""

@@ -1,0 +1,71 @@
+"""``halfpeak convert``: a checkpoint of one form written in another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from halfpeak.checkpoint.forms.conversion import Conversion, convert
+from halfpeak.checkpoint.forms.targets import TARGETS
+from halfpeak.cli.arguments import Arguments
+from halfpeak.cli.inspect import printable
+
+_WARNING = (
+    "warning: --unsafe-execute-pickle runs the code in {path} in another process, with your rights "
+    "and without a sandbox\n"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    given = _parser().parse_args(arguments)
+    if given.unsafe_execute_pickle:
+        sys.stderr.write(_WARNING.format(path=printable(given.file)))
+        sys.stderr.flush()
+    done = convert(
+        given.file,
+        given.to.replace("-", "_"),
+        given.output,
+        drop=[name for names in given.drop for name in names.split(",")],
+        scale=given.scale,
+        level=given.level,
+        unsafe_execute_pickle=given.unsafe_execute_pickle,
+    )
+    sys.stdout.write(_as_text(done))
+    return 0
+
+
+def _parser() -> Arguments:
+    forms = "\n".join(f"  {name.replace('_', '-'):<15}{target.brief}" for name, target in TARGETS.items())
+    parser = Arguments(
+        "convert", f"Write a checkpoint in another form. The input is not changed.\n\nforms:\n{forms}"
+    )
+    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate's save_state")
+    parser.add_argument("--to", metavar="FORM", required=True, help="the form to write, see above")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", required=True, help="a file or folder that does not exist yet"
+    )
+    parser.add_argument(
+        "--drop",
+        metavar="NAMES",
+        action="append",
+        default=[],
+        help="what may be lost, or is to be left out, with commas; all for everything that has no place",
+    )
+    parser.add_argument(
+        "--scale", type=float, metavar="NUMBER", help="the loss scale to begin with, where there is none"
+    )
+    parser.add_argument("--level", metavar="LEVEL", help="the opt level to note, where the file names none")
+    parser.add_argument(
+        "--unsafe-execute-pickle",
+        action="store_true",
+        help="run the code in a file that is not plain data, in another process: for files whose author you trust",
+    )
+    return parser
+
+
+def _as_text(done: Conversion) -> str:
+    lines = [f"{printable(str(done.output))}: {done.target}, from {done.source}: {', '.join(done.kept)}"]
+    lines += [f"  dropped   {printable(name)}: {printable(what)}" for name, what in done.dropped.items()]
+    lines += [f"  note      {printable(note)}" for note in done.notes]
+    return "\n".join([*lines, ""])

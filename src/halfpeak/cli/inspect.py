@@ -1,0 +1,132 @@
+"""``halfpeak inspect``: a checkpoint's report as a table, as lines, or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from halfpeak.checkpoint.forms.inspection import Report, inspect
+from halfpeak.cli.arguments import Arguments
+
+_DESCRIPTION = """Say what is in a checkpoint: who wrote it, at which level, loss scales, masters, optimizers, sizes,
+and what is suspicious. Nothing in the file is executed.
+
+Reads what torch.save, halfpeak and safetensors write, and folders of accelerate."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status: 1 for a file that is damaged or cannot be read."""
+    parser = Arguments("inspect", _DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate's save_state")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    given = parser.parse_args(arguments)
+    report = inspect(given.file)
+    if given.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    elif not (sys.stdout.isatty() and _print_table(report)):
+        sys.stdout.write(as_text(report))
+    return 0 if report.form != "unknown" or not report.findings else 1
+
+
+def as_text(report: Report) -> str:
+    """The report as lines."""
+    lines = [f"{label:<12}{text}" for label, text in rows(report)]
+    return "\n".join([printable(report.path), *(f"  {line}" for line in lines), ""])
+
+
+def rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Labels and texts. What the file says about itself comes escaped: names in it are written by others."""
+    yield "file", f"{report.container}, {size(report.size)}, {report.integrity}"
+    yield "made by", printable(report.made_by)
+    yield "level", printable(report.level)
+    if report.epoch is not None or report.iteration is not None:
+        told = (("epoch", report.epoch), ("iteration", report.iteration))
+        yield "progress", ", ".join(f"{name} {value}" for name, value in told if value is not None)
+    for model in report.models:
+        counted = _dtypes(model.dtypes)
+        yield (
+            "weights",
+            f"{printable(model.where)}: {count(model.tensors, 'tensor')}, {counted}, {size(model.size)}",
+        )
+    for masters in report.masters:
+        counted = f"{count(masters.tensors, 'tensor')}, {count(masters.elements, 'element')}"
+        yield "masters", f"{printable(masters.where)}: {counted}; {masters.match}"
+    for scaler in report.scalers:
+        stands = "impossible" if scaler.scale is None else f"{scaler.scale:g}, {scaler.clean} clean updates"
+        yield "loss scale", f"{printable(scaler.where)}: {stands} ({scaler.kind})"
+    for optimizer in report.optimizers:
+        steps = "" if optimizer.steps is None else f", {count(optimizer.steps, 'step')}"
+        rates = ", ".join(f"{rate:g}" for rate in optimizer.lr[:4])
+        state = (
+            f"; state {_dtypes(optimizer.dtypes)}, {size(optimizer.size)}"
+            if optimizer.dtypes
+            else "; no state"
+        )
+        yield (
+            "optimizer",
+            f"{printable(optimizer.where)}: {optimizer.kind}, {count(optimizer.groups, 'group')}, "
+            f"{count(optimizer.parameters, 'parameter')}"
+            f"{steps}, lr {rates}{state}",
+        )
+    yield from (("also", f"{printable(name)}: {printable(text)}") for name, text in report.rest.items())
+    yield from (("wants", printable(name)) for name in report.wants)
+    yield from (("suspicious", printable(text)) for text in report.findings)
+    yield from (("advice", text) for text in report.advice)
+
+
+def printable(text: str, longest: int = 400) -> str:
+    """Text from a file with control characters spelled out, and no longer than a few lines.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    return shown if len(shown) <= longest else f"{shown[:longest]}..."
+
+
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> count(1, "tensor"), count(2000, "tensor")
+    ('1 tensor', '2,000 tensors')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def size(number: int) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> size(72), size(5 * 2**20)
+    ('72 B', '5.0 MiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.1f} {unit}"
+    return f"{number} B"
+
+
+def _dtypes(dtypes: dict[str, int]) -> str:
+    return ", ".join(f"{elements:,} {name}" for name, elements in dtypes.items())
+
+
+def _print_table(report: Report) -> bool:
+    """Print a table, if rich is installed."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError:
+        return False
+    table = Table(box=box.ROUNDED, show_header=False, title=Text(printable(report.path)))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {"suspicious": "bold red", "wants": "yellow", "advice": "green"}
+    last = ""
+    for label, text in rows(report):
+        table.add_row("" if label == last else label, Text(text, style=styles.get(label, "")))
+        last = label
+    Console().print(table)
+    return True
