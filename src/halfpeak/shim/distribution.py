@@ -1,4 +1,4 @@
-"""ShimDistribution: what ``importlib.metadata`` says of a package that comes from a shim."""
+"""What ``importlib.metadata`` and ``pkg_resources`` say of a package that comes from a shim."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import re
 from importlib.metadata import Distribution
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from halfpeak.shim.description import ROOT, Shim
+from halfpeak.shim.description import ROOT, Shim, Undo
 
 
 class ShimDistribution(Distribution):
@@ -28,6 +30,27 @@ class ShimDistribution(Distribution):
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
         """A path beside the trees."""
         return ROOT / path
+
+
+def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
+    """Let ``pkg_resources``, which looks at installed files only, know the distribution, unless it knows a real one."""
+    working_set: Any = getattr(pkg_resources, "working_set", None)
+    if working_set is None or normalized(shim.distribution) in working_set.by_key:
+        return lambda: None
+    ours: Any = pkg_resources.Distribution(
+        location=f"{ROOT}", project_name=shim.distribution, version=shim.version
+    )
+    working_set.add(ours)
+
+    def undo() -> None:
+        if working_set.by_key.get(ours.key) is ours:
+            del working_set.by_key[ours.key]
+            working_set.entry_keys[ours.location].remove(ours.key)
+            if not working_set.entry_keys[ours.location]:
+                del working_set.entry_keys[ours.location]
+                working_set.entries.remove(ours.location)
+
+    return undo
 
 
 def normalized(name: str) -> str:

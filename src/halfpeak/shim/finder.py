@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -14,7 +14,7 @@ from typing import Any
 
 from halfpeak.shim.completion import AfterImport, Completion
 from halfpeak.shim.description import Shim, Undo
-from halfpeak.shim.distribution import ShimDistribution, normalized
+from halfpeak.shim.distribution import ShimDistribution, add_to_working_set, normalized
 
 
 class Finder(MetaPathFinder):
@@ -27,8 +27,7 @@ class Finder(MetaPathFinder):
     def __init__(self, name: str, shim: Shim) -> None:
         self.name = name
         self.shim = shim
-        self._completions: list[Completion] = []
-        self._undo: Undo | None = None
+        self._undo: list[Undo] = []
 
     def start(self) -> None:
         """Begin to answer."""
@@ -36,22 +35,23 @@ class Finder(MetaPathFinder):
         for name in self.shim.packages:
             if name in sys.modules:
                 self._complete(sys.modules[name])
+        if "pkg_resources" in sys.modules:
+            self._announce(sys.modules["pkg_resources"])
 
     def set_up(self) -> None:
         """Do what the shim wants done besides."""
         if self.shim.setup is not None:
-            self._undo = self.shim.setup()
+            self._undo.append(self.shim.setup())
 
     def stop(self) -> None:
         """Leave no trace of what was answered."""
-        if self._undo is not None:
-            self._undo()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         for name in [name for name in sys.modules if self.shim.owns(name)]:
             if self.shim.made(sys.modules[name]):
                 self._forget(name)
-        for completion in self._completions:
-            completion.undo()
         for path in [path for path in sys.path_importer_cache if self.shim.has(path)]:
             del sys.path_importer_cache[path]
         importlib.invalidate_caches()
@@ -64,13 +64,14 @@ class Finder(MetaPathFinder):
         Raises:
             ImportError: the shim provides no such module. Who only asks, by ``importlib.util.find_spec``, gets None.
         """
+        if fullname == "pkg_resources":
+            return self._watched(self._ask_others(fullname, path, target), self._announce)
         if not self.shim.owns(fullname):
             return None
         spec = self._ask_others(fullname, path, target) or self._own(fullname)
         if spec is not None:
-            if fullname in self.shim.packages or self.shim.has(spec.origin):
-                spec.loader = AfterImport(spec.loader, self._complete)
-            return spec
+            is_watched = fullname in self.shim.packages or self.shim.has(spec.origin)
+            return self._watched(spec, self._complete) if is_watched else spec
         # Who asks whether a module is there, and does not import it, has another way in mind.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
             self._refuse(fullname)
@@ -106,13 +107,23 @@ class Finder(MetaPathFinder):
         folders = [str(file.parent)] if file.name == "__init__.py" else None
         return spec_from_file_location(fullname, file, submodule_search_locations=folders)
 
+    @staticmethod
+    def _watched(spec: ModuleSpec | None, tell: Callable[[ModuleType], None]) -> ModuleSpec | None:
+        if spec is not None:
+            spec.loader = AfterImport(spec.loader, tell)
+        return spec
+
+    def _announce(self, pkg_resources: ModuleType) -> None:
+        if self.shim.distribution:
+            self._undo.append(add_to_working_set(pkg_resources, self.shim))
+
     def _refuse(self, fullname: str) -> None:
         parent = sys.modules.get(fullname.rpartition(".")[0])
         if self.shim.made(parent) or self.shim.advice(fullname):
             raise ImportError(self.shim.refusal(fullname), name=fullname)
 
     def _complete(self, package: ModuleType) -> None:
-        self._completions.append(Completion(package, self.shim))
+        self._undo.append(Completion(package, self.shim).undo)
 
     def _forget(self, name: str) -> None:
         module = sys.modules.pop(name)

@@ -1,10 +1,9 @@
 """``apex.parallel.DistributedDataParallel``: torch's, with apex's arguments."""
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,16 @@ from torch import Tensor, nn
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import require_scale
 
-BYTES = 4  # apex counted buckets in elements, torch counts them in megabytes of float32 gradients
+_BASE: Final = nn.parallel.DistributedDataParallel
+# torch 2.13 renamed the argument and warns of the old name.
+_KNOWN: Final = inspect.signature(_BASE.__init__).parameters
+_NO_BUFFERS: Final[dict[str, Any]] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+}
+BYTES: Final = 4  # apex counted buckets in elements, torch counts them in megabytes of float32 gradients
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(_BASE):
     """Average gradients over the ranks while ``backward`` runs, on any device and backend.
 
     Parameters and buffers start as rank 0 has them; buffers are not sent again, as in apex. ``no_sync()``, which apex
@@ -72,7 +77,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         super().__init__(
             module,
-            broadcast_buffers=False,
+            **_NO_BUFFERS,
             bucket_cap_mb=max(message_size * BYTES / 2**20, 1.0),
             find_unused_parameters=delay_allreduce,
         )
@@ -92,6 +97,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 @dataclass(frozen=True)
 class _Reduction:
     """How a bucket of gradients is reduced where it is not simply averaged."""
+
+    # torch compares the annotations of the hook with its own types, so this file must not make strings of them.
 
     factor: float
     average: bool
