@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.containers import map_tree
 from halfpeak.checkpoint.foreign import from_grad_scaler, read_config
 from halfpeak.core.dtypes import largest
-from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.engine.closures import take_closure
 from halfpeak.engine.fused import hand_over, take_back, takes_found_inf
+from halfpeak.integrations.outputs import map_outputs, read_number
 from halfpeak.integrations.taken import Taken, gradients
 from halfpeak.integrations.torch_names import TorchNames
 from halfpeak.parts.lagged import Lagged
@@ -129,23 +129,9 @@ class GradScaler(TorchNames):
         Raises:
             ConfigTypeError: something else.
         """
-        return self._scaled(outputs) if self._enabled else outputs
+        return map_outputs(outputs, self._scaled) if self._enabled else outputs
 
-    def _scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, Tensor):
-            return self._scaled_tensor(outputs)
-        if isinstance(outputs, Mapping):
-            return map_tree(outputs, self._scaled)
-        if isinstance(outputs, (list, tuple)):
-            parts = [self._scaled(value) for value in outputs]
-            return outputs._make(parts) if hasattr(outputs, "_make") else type(outputs)(parts)  # type: ignore[union-attr]
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-            return map(self._scaled, outputs)
-        raise ConfigTypeError(
-            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}"
-        )
-
-    def _scaled_tensor(self, output: Tensor) -> Tensor:
+    def _scaled(self, output: Tensor) -> Tensor:
         if not self._scalings:
             self._scaler.to(output.device)
         self._scalings += 1
@@ -274,7 +260,7 @@ class GradScaler(TorchNames):
         waiting = [t for t in self._taken.values() if not t.has_stepped]
         collapse = None
         if new_scale is not None:
-            self._scaler.set_scale(_number(new_scale))
+            self._scaler.set_scale(read_number(new_scale))
         else:
             found = self._found + [t.found_inf for t in waiting if t.grads and not t.is_counted]
             if found:
@@ -336,11 +322,3 @@ class GradScaler(TorchNames):
         self.__dict__.update(state)
         self.last = None
         self._begin()
-
-
-def _number(scale: float | Tensor) -> float:
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1 or scale.requires_grad:
-            raise ConfigError("new_scale must be a float or a tensor of one element without requires_grad")
-        return float(scale)
-    return require_scale("new_scale", scale)

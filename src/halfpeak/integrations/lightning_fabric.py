@@ -1,0 +1,45 @@
+"""The part of Fabric's precision plugin that is the same in ``lightning`` and in ``lightning_fabric``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.core.outcome import StepResult
+from halfpeak.integrations.lightning_engine import EnginePlugin, innermost
+
+
+class FabricPlugin(EnginePlugin):
+    """An engine for what ``fabric.setup`` returned."""
+
+    def connect(self, model: Any, *optimizers: Any) -> None:
+        """Convert a model and its optimizers after ``fabric.setup``, which shows neither to the plugin together.
+
+        Args:
+            model: what ``fabric.setup`` returned; or a list of such models.
+            optimizers: likewise.
+        """
+        models = list(model) if isinstance(model, (list, tuple)) else [model]
+        raw = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        wrapper = getattr(models[0], "_forward_module", models[0])
+        self._connect(wrapper, [innermost(one) for one in models], raw)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward on the scaled loss and take the gradients in, true-sized."""
+        with self._scaled(tensor) as scaled:
+            scaled.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> StepResult:
+        """Step or skip; what happened is what ``optimizer.step()`` returns.
+
+        Args:
+            optimizer: the bare optimizer.
+            kwargs: ``closure``, which calls ``fabric.backward(loss)``.
+        """
+        engine = self._connected()
+        self.last = engine.step(kwargs.get("closure"), optimizers=optimizer)
+        return self.last
+
+    def teardown(self) -> None:
+        """Fabric tears nothing down while its objects are in use."""

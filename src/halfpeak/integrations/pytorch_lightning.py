@@ -1,0 +1,20 @@
+"""Precision plugins for ``pytorch_lightning`` and ``lightning_fabric``, of the package ``pytorch-lightning``."""
+
+from __future__ import annotations
+
+from lightning_fabric.plugins.precision import Precision as FabricPrecision
+from pytorch_lightning.plugins.precision import Precision
+
+from halfpeak.integrations.lightning_fabric import FabricPlugin
+from halfpeak.integrations.lightning_trainer import TrainerPlugin
+
+
+class HalfpeakPrecision(TrainerPlugin, Precision):  # type: ignore[misc]
+    """A level inside ``Trainer``: ``Trainer(plugins=HalfpeakPrecision("O2"))``. See :class:`TrainerPlugin`."""
+
+
+class HalfpeakFabricPrecision(FabricPlugin, FabricPrecision):  # type: ignore[misc]
+    """A level inside ``Fabric``: ``Fabric(plugins=HalfpeakFabricPrecision("O2"))``. See :class:`FabricPlugin`."""
+
+
+__all__ = ["HalfpeakFabricPrecision", "HalfpeakPrecision"]

@@ -1,0 +1,265 @@
+"""The precision plugin for Lightning's Trainer, in both of its packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from integrations.lightning_net import SCALE, loader, make_module, make_trainer, plain_run
+from support.nets import LEVELS, LOW, make_batch, make_net
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+pytestmark = [
+    # What Lightning 2.6 says of torch 2.13 and of these small loaders.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The .val_dataloader. does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
+]
+
+
+@pytest.fixture(params=PACKAGES)
+def lightning(request: pytest.FixtureRequest) -> SimpleNamespace:
+    package = pytest.importorskip(PACKAGES[request.param])
+    ours = importlib.import_module(f"halfpeak.integrations.{request.param}")
+    return SimpleNamespace(package=package, precision=ours.HalfpeakPrecision)
+
+
+def assert_same(module: Any, expected: dict[str, Tensor]) -> None:
+    found = module.net.state_dict()
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name].float(), expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_the_engines_bit_for_bit(lightning: SimpleNamespace, level: str) -> None:
+    plugin = lightning.precision(level, scale=SCALE)
+    module = make_module(lightning.package)
+    make_trainer(lightning.package, plugin).fit(module, loader())
+    expected, engine = plain_run(level)
+    assert_same(module, expected)
+    low = LOW.get(level, torch.float32)
+    assert module.seen == [
+        low if level in ("O1", "O4") else torch.float32,
+        low if level in ("O2", "O3", "O5") else torch.float32,
+    ]
+    assert {p.dtype for p in module.parameters()} == {torch.float32}  # after fit
+    state = plugin.state_dict()
+    assert state["counters"] == engine.journal.state_dict()
+    assert state["counters"]["skipped"] == (2 if level != "O0" else state["counters"]["skipped"])
+    assert state["scalers"] == [scaler.state_dict() for scaler in engine.scalers]
+
+
+CLIPS: dict[str, tuple[float, Callable[[Any], Any]]] = {
+    "norm": (0.01, lambda params: nn.utils.clip_grad_norm_(list(params), 0.01)),
+    "value": (0.001, lambda params: nn.utils.clip_grad_value_(list(params), 0.001)),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("algorithm", CLIPS)
+def test_lightning_clips_true_sized_gradients(lightning: SimpleNamespace, algorithm: str, level: str) -> None:
+    value, clip = CLIPS[algorithm]
+    module = make_module(lightning.package)
+    trainer = make_trainer(
+        lightning.package,
+        lightning.precision(level, scale=SCALE),
+        gradient_clip_val=value,
+        gradient_clip_algorithm=algorithm,
+    )
+    trainer.fit(module, loader())
+    assert_same(module, plain_run(level, clip=clip)[0])
+    assert 0 < module.grads[-1] < 100  # the hook before the step sees true size too
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_accumulation_is_lightnings(lightning: SimpleNamespace, level: str) -> None:
+    module = make_module(lightning.package)
+    trainer = make_trainer(
+        lightning.package, lightning.precision(level, scale=SCALE), accumulate_grad_batches=2
+    )
+    trainer.fit(module, loader())
+    assert_same(module, plain_run(level, accumulate=2)[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_goes_on_bit_for_bit(lightning: SimpleNamespace, level: str, tmp_path: Path) -> None:
+    def trainer(epochs: int) -> Any:
+        return make_trainer(lightning.package, lightning.precision(level, scale=SCALE), max_epochs=epochs)
+
+    whole = make_module(lightning.package, scheduled=True)
+    straight = trainer(2)
+    straight.fit(whole, loader(4))
+
+    path = str(tmp_path / "half.ckpt")
+    first = trainer(1)
+    first.fit(make_module(lightning.package, scheduled=True), loader(4))
+    first.save_checkpoint(path)
+    resumed = make_module(lightning.package, scheduled=True)
+    with torch.no_grad():
+        resumed.net[0].weight.zero_()
+    second = trainer(2)
+    second.fit(resumed, loader(4), ckpt_path=path)
+
+    assert_same(resumed, whole.net.state_dict())
+    assert second.precision_plugin.state_dict() == straight.precision_plugin.state_dict()
+    assert second.global_step == straight.global_step == 8
+    saved = torch.load(path, weights_only=True)
+    assert {v.dtype for v in saved["state_dict"].values() if v.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_waits_where_a_step_is_skipped(lightning: SimpleNamespace, level: str) -> None:
+    module = make_module(lightning.package, scheduled=True)
+    trainer = make_trainer(lightning.package, lightning.precision(level, scale=SCALE))
+    trainer.fit(module, loader())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 6
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 / 2**6
+
+
+def test_fitting_again_and_validating(lightning: SimpleNamespace) -> None:
+    """The module is float32 in between, and the loss scale goes on where it was."""
+    plugin = lightning.precision("O2", scale=SCALE)
+    module = make_module(lightning.package)
+    trainer = make_trainer(lightning.package, plugin)
+    trainer.fit(module, loader(3))
+    scale, exact = plugin.state_dict()["scalers"], module.net[0].weight.detach().clone()
+    assert not torch.equal(exact, exact.half().float())
+    trainer.validate(module, loader(3), verbose=False)
+    assert torch.equal(module.net[0].weight, exact)
+    assert module.seen[1] is torch.float16
+    make_trainer(lightning.package, plugin, max_steps=0).fit(module, loader(3))
+    assert plugin.state_dict()["scalers"] == scale
+    make_trainer(lightning.package, plugin).fit(module, loader(3))
+    assert not torch.equal(module.net[0].weight, exact)
+    assert not module.net[0]._forward_pre_hooks
+
+
+def test_a_training_step_that_returns_nothing_is_no_step(lightning: SimpleNamespace) -> None:
+    module = make_module(lightning.package, scheduled=True)
+    module.training_step = lambda batch, batch_idx: None
+    before = module.net[0].weight.detach().clone()
+    trainer = make_trainer(lightning.package, lightning.precision("O2"))
+    with pytest.warns(UserWarning, match="returned `None`"):
+        trainer.fit(module, loader(2))
+    assert torch.equal(module.net[0].weight, before)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 0
+
+
+def test_lbfgs(lightning: SimpleNamespace) -> None:
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+    losses = []
+    module = make_module(lightning.package, build)
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: losses.append(step(make_batch(1), 0)) or losses[-1]
+    make_trainer(lightning.package, lightning.precision("O5")).fit(module, loader(4))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_manual_optimization_with_two_optimizers(lightning: SimpleNamespace, level: str) -> None:
+    class Pair(lightning.package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.nets = nn.ModuleList([make_net(0), make_net(1)])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(net(batch[0]).float(), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in self.nets]
+
+    module = Pair()
+    plugin = lightning.precision(level, scale=SCALE)
+    make_trainer(lightning.package, plugin).fit(module, loader(4))
+    assert plugin.state_dict()["counters"] == {"taken": 6, "skipped": 2, "index": 8}
+    for number, net in enumerate(module.nets):
+        fresh = make_net(number)
+        assert not torch.equal(net[0].weight, fresh[0].weight)
+        assert torch.isfinite(net[0].weight).all()
+
+
+def test_it_goes_on_from_a_run_of_lightnings_mixed_precision(
+    lightning: SimpleNamespace, tmp_path: Path
+) -> None:
+    theirs = getattr(importlib.import_module(f"{lightning.package.__name__}.plugins"), "MixedPrecision")  # noqa: B009
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    path = str(tmp_path / "theirs.ckpt")
+    trainer = make_trainer(lightning.package, theirs("16-mixed", "cpu", scaler), max_steps=3)
+    trainer.fit(make_module(lightning.package), loader())
+    trainer.save_checkpoint(path)
+    plugin = lightning.precision("O1")
+    make_trainer(lightning.package, plugin, max_steps=3).fit(
+        make_module(lightning.package), loader(), ckpt_path=path
+    )
+    assert plugin.state_dict()["scalers"][0]["scale"] == scaler.get_scale() == 256.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"level": "02"}, "unknown opt_level '02'"),
+        ({"clip": 1.0}, "gradient_clip_val"),
+        ({"accumulate": 2}, "accumulate_grad_batches"),
+        ({"loss_scal": 2}, "unknown option 'loss_scal'"),
+        ({"level": "O1", "keep_batchnorm_fp32": True}, "makes no sense"),
+    ],
+)
+def test_bad_options_are_named_at_once(
+    lightning: SimpleNamespace, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(halfpeak.ConfigError, match=words):
+        lightning.precision(**options)
+
+
+def test_a_module_of_bare_parameters_has_nothing_to_convert(lightning: SimpleNamespace) -> None:
+    class Bare(lightning.package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.weight.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.weight], lr=0.1)
+
+    with pytest.raises(halfpeak.ParameterError, match="no submodule with parameters"):
+        make_trainer(lightning.package, lightning.precision("O2")).fit(Bare(), loader(1))
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"scale": 1.0}, {"level": "O2", "scalers": [], "counters": {}, "window": None}]
+)
+def test_a_state_that_does_not_fit_is_refused(lightning: SimpleNamespace, state: dict[str, Any]) -> None:
+    plugin = lightning.precision("O2")
+    module = make_module(lightning.package)
+
+    class Load(lightning.package.Callback):  # type: ignore[misc, name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            plugin.load_state_dict(state)
+
+    with pytest.raises(halfpeak.StateError):
+        make_trainer(lightning.package, plugin, callbacks=[Load()]).fit(module, loader(1))
+
+
+def test_the_module_type_is_what_was_asked(lightning: SimpleNamespace) -> None:
+    assert isinstance(lightning.package, ModuleType)
+    plugin = lightning.precision()
+    assert make_trainer(lightning.package, plugin).precision_plugin is plugin
