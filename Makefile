@@ -61,4 +61,5 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.tools: $(VENV)/.package
 	@echo "installing the tools of tests, checks and docs into $(VENV) ..."
 	@$(INSTALL) --group test --group check --group docs
+	@$(INSTALL) --no-deps timm
 	@touch $@
