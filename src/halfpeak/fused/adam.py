@@ -13,7 +13,33 @@ from halfpeak.fused.rules.adam import AdamRule
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule."""
+    """Adam; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
+
+    Its state goes into ``torch.optim.Adam`` and back.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        betas: how much of the first and of the second moment is kept.
+        eps: what is added to the root of the second moment.
+        weight_decay: what is added to a gradient, times the weight.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up instead of down.
+        road: how kernels run.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedAdam([weight], lr=0.5, eps=0.0, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([0.1, -2.0, 30.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.5000, 1.5000, 0.5000])
+    """
 
     def __init__(
         self,
@@ -46,7 +72,33 @@ class FusedAdam(FusedOptimizer):
 
 
 class FusedAdamW(FusedAdam):
-    """AdamW; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule."""
+    """AdamW; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
+
+    Its state goes into ``torch.optim.AdamW`` and back.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        betas: how much of the first and of the second moment is kept.
+        eps: what is added to the root of the second moment.
+        weight_decay: how much of the weight is taken away, times the learning rate.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up instead of down.
+        road: how kernels run.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedAdamW([weight], lr=0.5, eps=0.0, weight_decay=0.2)
+        >>> weight.grad = torch.tensor([0.1, -2.0, 30.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.4000, 1.4000, 0.4000])
+    """
 
     def __init__(
         self,

@@ -24,10 +24,11 @@ class Block:
     Attributes:
         weight: what the rule moves: float32, or low where nothing keeps float32.  # [n]
         low: the model's weight, which follows it; None where they are one.         # f16[n] or bf16[n]
-        slots: the rule's state.                                                    # f32[n] each
+        slots: the rule's state.                            # f32[n] each, the last ``scalars`` f32[members] each
         members: indices of the parameters in the order of their groups.
         spans: where each of them lies.
         shapes: the shape and the stride of each.
+        scalars: how many of the slots hold one number per parameter.
     """
 
     weight: Tensor
@@ -36,6 +37,7 @@ class Block:
     members: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    scalars: int = 0
 
     def __len__(self) -> int:
         return self.weight.numel()
@@ -55,13 +57,18 @@ class Block:
         if (first, last) == (0, len(self.members)):
             return self
         start, stop = self.spans[first][0], self.spans[last - 1][1]
+        full = len(self.slots) - self.scalars
         return Block(
             weight=self.weight[start:stop],
             low=None if self.low is None else self.low[start:stop],
-            slots=tuple(slot[start:stop] for slot in self.slots),
+            slots=(
+                *(slot[start:stop] for slot in self.slots[:full]),
+                *(slot[first:last] for slot in self.slots[full:]),
+            ),
             members=self.members[first:last],
             spans=tuple((a - start, b - start) for a, b in self.spans[first:last]),
             shapes=self.shapes[first:last],
+            scalars=self.scalars,
         )
 
     def views(self, vector: Tensor) -> list[Tensor]:

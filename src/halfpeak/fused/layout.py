@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, NamedTuple
@@ -14,22 +14,8 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError
 from halfpeak.fused.blocks import Block, cut, flat, is_dense, padded
+from halfpeak.fused.counters import Counter, count
 from halfpeak.fused.rules.base import Rule
-
-
-@dataclass(eq=False, slots=True)
-class Counter:
-    """The steps of parameters that have always been stepped together.
-
-    Attributes:
-        step: how many; each of these parameters has this tensor in its state.  # f32[]
-    """
-
-    step: Tensor
-
-    def count(self) -> None:
-        """One more."""
-        self.step += 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +48,7 @@ class Layout:
         lows: the model's weight for each parameter that is a master of one, else the parameter itself; in the order of
             the groups.
         has_gradient: which of them are to be laid out now, beside those that have a state.
+        before: the layout that this one follows.
 
     Raises:
         ParameterError: a parameter that no kernel here can step.
@@ -73,6 +60,7 @@ class Layout:
         rules: Sequence[Rule],
         lows: Sequence[Tensor],
         has_gradient: Sequence[bool],
+        before: Layout | None = None,
     ) -> None:
         self.rules = list(rules)
         self.targets = targets_of(optimizer)
@@ -80,16 +68,28 @@ class Layout:
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
         for index in wanted:
-            _check(self.targets[index])
-        self._counters = self._count(optimizer, wanted)
+            check_parameter(self.targets[index])
+        self._counters = count(
+            {index: (self.targets[index], self._group_of[index]) for index in wanted},
+            optimizer.state,
+            optimizer.param_groups,
+            self.rules,
+            () if before is None else before.counted_rows(),
+        )
         self._blocks: list[tuple[int, Block]] = []
         for (group, _), members in _sorted_groups(wanted, self._kind):
             for run in cut([self.targets[i].numel() for i in members]):
                 block = self._lay_out(optimizer, group, [members[i] for i in run])
                 self._blocks.append((group, block))
         self._state = optimizer.state
+        self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
         self._in_rows = self._state_tensors(optimizer.state)
+        self._group_steps = {
+            self._group_of[i]: counter.step
+            for i, counter in self._counters.items()
+            if self._rule(i).count == "group"
+        }
         self._places = _places(self.targets)
         self._low_places = _places(self.lows)
         self._mask: list[bool] = []
@@ -118,7 +118,7 @@ class Layout:
         self._pieces = [
             Piece(block.part(run[0], run[-1] + 1), counter, group)
             for group, block in self._blocks
-            for counter, run in self._runs(block, mask)
+            for counter, run in self._runs(block, mask, each=self.rules[group].layerwise)
         ]
         self._mask = list(mask)
         return self._pieces
@@ -127,15 +127,22 @@ class Layout:
         """The counters of some pieces, each once."""
         return list({id(piece.counter): piece.counter for piece in pieces}.values())
 
-    def _runs(self, block: Block, mask: Sequence[bool]) -> Iterator[tuple[Counter, list[int]]]:
-        """Neighbours in a block that have a gradient and one counter."""
+    def counted_rows(self) -> Iterator[tuple[Any, Counter]]:
+        """The states of parameters laid out, with the counter of each."""
+        return ((row, self._counters[index]) for index, row in self._row_of.items())
+
+    def _runs(self, block: Block, mask: Sequence[bool], *, each: bool) -> Iterator[tuple[Counter, list[int]]]:
+        """Neighbours in a block that have a gradient and one counter; ``each`` for one at a time."""
         keyed = [
             (self._counters[member] if mask[member] else None, i) for i, member in enumerate(block.members)
         ]
         for _, run in groupby(keyed, key=lambda pair: id(pair[0])):
             pairs = list(run)
-            if pairs[0][0] is not None:
-                yield pairs[0][0], [i for _, i in pairs]
+            counter = pairs[0][0]
+            if counter is not None and each:
+                yield from ((counter, [i]) for _, i in pairs)
+            elif counter is not None:
+                yield counter, [i for _, i in pairs]
 
     def _part_company(self, mask: Sequence[bool]) -> None:
         """Parameters that stay behind get a counter of their own."""
@@ -143,9 +150,13 @@ class Layout:
         left: dict[int, Counter] = {}
         for index, counter in self._counters.items():
             if not mask[index] and id(counter) in moving:
+                where = self._rule(index).count
+                if where == "group":
+                    continue
                 own = left.setdefault(id(counter), Counter(counter.step.clone()))
                 self._counters[index] = own
-                self._state[self.targets[index]]["step"] = own.step
+                if where == "parameter":
+                    self._state[self.targets[index]]["step"] = own.step
         if left:
             self._in_rows = self._state_tensors(self._state)
 
@@ -153,19 +164,8 @@ class Layout:
         target, low = self.targets[index], self.lows[index]
         return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
 
-    def _count(self, optimizer: Optimizer, wanted: Sequence[int]) -> dict[int, Counter]:
-        counters: dict[tuple[Any, ...], Counter] = {}
-        found: dict[int, Counter] = {}
-        for index in wanted:
-            target = self.targets[index]
-            row = optimizer.state[target]
-            # torch's SGD keeps no count: what has a state has been stepped.
-            taken = float(row.get("step", bool(row)))
-            key = (self._group_of[index], target.device, taken)
-            if key not in counters:
-                counters[key] = Counter(torch.full((), taken, device=target.device))
-            found[index] = counters[key]
-        return found
+    def _rule(self, index: int) -> Rule:
+        return self.rules[self._group_of[index]]
 
     def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> Block:
         targets = [self.targets[i] for i in members]
@@ -188,27 +188,29 @@ class Layout:
         )
         rows = [optimizer.state[target] for target in targets]
         slots: list[Tensor] = []
-        for name, start in zip(rule.slots, rule.initial(settings), strict=True):
+        for index, (name, start) in enumerate(zip(rule.slots, rule.initial(settings), strict=True)):
             known = [row.get(name) for row in rows]
-            vector = _vector(targets, known, len(block), start)
-            for row, target, view, value in zip(rows, targets, block.views(vector), known, strict=True):
+            is_scalar = index >= len(rule.slots) - rule.scalars
+            vector = _vector(targets, known, len(members) if is_scalar else len(block), start)
+            views = list(vector.unbind()) if is_scalar else block.views(vector)
+            for row, view, value in zip(rows, views, known, strict=True):
                 if value is not None and value.data_ptr() != view.data_ptr():
-                    _check_state(name, value, target)
+                    _check_state(name, value, view)
                     view.copy_(value)
                 row[name] = view
             slots.append(vector)
-        if rule.counts:
+        if rule.count == "parameter":
             for index, row in zip(members, rows, strict=True):
                 row["step"] = self._counters[index].step
-        return Block(block.weight, block.low, tuple(slots), block.members, block.spans, block.shapes)
+        return replace(block, slots=tuple(slots), scalars=rule.scalars)
 
     def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
         """For each name in the states of parameters laid out, the rows that have it and what they hold."""
         found: dict[str, _Column] = {}
         for index in self._counters:
             row = state[self.targets[index]]
-            rule = self.rules[self._group_of[index]]
-            for name in (*rule.slots, "step") if rule.counts else rule.slots:
+            rule = self._rule(index)
+            for name in (*rule.slots, "step") if rule.count == "parameter" else rule.slots:
                 column = found.setdefault(name, _Column(name, [], []))
                 column.rows.append(row)
                 column.tensors.append(row[name])
@@ -218,9 +220,16 @@ class Layout:
         if optimizer.state is not self._state or len(optimizer.state) != len(self._rows):
             return False
         try:
-            return all(map(is_, optimizer.state.values(), self._rows)) and all(
-                all(map(is_, map(itemgetter(column.name), column.rows), column.tensors))
-                for column in self._in_rows
+            return (
+                all(map(is_, optimizer.state.values(), self._rows))
+                and all(
+                    all(map(is_, map(itemgetter(column.name), column.rows), column.tensors))
+                    for column in self._in_rows
+                )
+                and all(
+                    optimizer.param_groups[group].get("step") is step
+                    for group, step in self._group_steps.items()
+                )
             )
         except KeyError:
             return False
@@ -243,7 +252,8 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _check(target: Tensor) -> None:
+def check_parameter(target: Tensor) -> None:
+    """Raise ParameterError for a parameter that no kernel here can step."""
     if (
         not target.is_floating_point()
         or target.layout is not torch.strided
@@ -259,10 +269,10 @@ def _check(target: Tensor) -> None:
         )
 
 
-def _check_state(name: str, value: Tensor, target: Tensor) -> None:
-    if value.shape != target.shape:
+def _check_state(name: str, value: Tensor, place: Tensor) -> None:
+    if value.shape != place.shape:
         raise ParameterError(
-            f"the state {name!r} of a parameter of shape {tuple(target.shape)} has shape {tuple(value.shape)}; "
+            f"the state {name!r} of a parameter has shape {tuple(value.shape)} instead of {tuple(place.shape)}; "
             "load the state of this model's optimizer"
         )
 

@@ -40,6 +40,8 @@ class CompiledRoad:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
             block = order.piece.block
+            if order.rule.layerwise and not len(block):
+                continue  # no norm of nothing
             _update(order.rule)(
                 block.weight, block.low, block.slots, self._gather(block, grads), order.numbers
             )

@@ -40,7 +40,8 @@ class EagerRoad:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
             vector = self._gather(order.piece.block, grads)
-            for at in _chunks(len(order.piece.block)):
+            length = len(order.piece.block)
+            for at in _chunks(length, length if order.rule.layerwise else CHUNK):
                 _update_chunk(order, vector, at)
 
     def forget(self) -> None:
@@ -52,8 +53,8 @@ class EagerRoad:
         self._gather.clear()
 
 
-def _chunks(length: int) -> Iterator[slice]:
-    return (slice(start, start + CHUNK) for start in range(0, length, CHUNK))
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, length, size or 1))
 
 
 def _update_chunk(order: Order, vector: Tensor, at: slice) -> None:

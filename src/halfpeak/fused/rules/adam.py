@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfpeak.fused.rules.base import Count, Rule
+
 
 @dataclass(frozen=True, slots=True)
-class AdamRule:
+class AdamRule(Rule):
     """Moments of the gradient and of its square, both corrected for their start at zero.
 
     ::
@@ -28,6 +30,7 @@ class AdamRule:
         decoupled: AdamW's weight decay instead of Adam's.
         amsgrad: keep the largest second moment.
         correct: divide by ``1 - beta**t``.
+        per_group: one count of steps per group, as apex.
 
     Source: Kingma and Ba, 2015; Loshchilov and Hutter, 2019; Reddi et al., 2018.
 
@@ -44,6 +47,7 @@ class AdamRule:
     decoupled: bool = True
     amsgrad: bool = False
     correct: bool = True
+    per_group: bool = False
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -52,13 +56,9 @@ class AdamRule:
         return (*first, "max_exp_avg_sq") if self.amsgrad else first
 
     @property
-    def counts(self) -> bool:
-        """Whether torch keeps a ``step`` in the state of each parameter."""
-        return True
-
-    def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """What each of the slots starts with."""
-        return (0.0,) * len(self.slots)
+    def count(self) -> Count:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
+Count: TypeAlias = Literal["parameter", "group", "nowhere"]
+
 
 class Rule(Protocol):
-    """How an optimizer moves a weight, element by element.
+    """How an optimizer moves a weight.
 
     A rule is a frozen, hashable value: what changes the formula is a field of it, what changes only numbers comes in
     ``constants``, so that a compiled kernel of it serves every learning rate and step.
+
+    Most rules go element by element, and see any stretch of memory. A layer-wise one takes norms, and sees one whole
+    parameter at a time.
     """
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of its state tensors, as torch's optimizer calls them."""
+        """Names of its state tensors, as torch's optimizer calls them. Those of one number per parameter come last."""
         ...
 
     @property
-    def counts(self) -> bool:
-        """Whether torch keeps a ``step`` in the state of each parameter."""
-        ...
+    def scalars(self) -> int:
+        """How many of the slots hold one number per parameter instead of one per element."""
+        return 0
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether it needs all of a parameter at once."""
+        return False
+
+    @property
+    def count(self) -> Count:
+        """Where the number of steps is kept: as ``step`` in the state of each parameter, or in its group."""
+        return "parameter"
 
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """What each of the slots starts with."""
-        ...
+        return (0.0,) * len(self.slots)
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """The numbers of one step, from the hyper-parameters of a group.
@@ -41,7 +56,7 @@ class Rule(Protocol):
     def __call__(
         self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The new weight and the new slots, in float32, of any shape. Nothing is written."""
+        """The new weight and the new slots, in float32 or float64, of any shape. Nothing is written."""
         ...
 
     def fused(
@@ -52,4 +67,4 @@ class Rule(Protocol):
         Args:
             step: the number of this step.  # f32[] on the CPU
         """
-        ...
+        return False

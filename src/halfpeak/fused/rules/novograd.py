@@ -1,0 +1,102 @@
+"""NovoGrad: the rule of apex's FusedNovoGrad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.fused.rules.base import Count, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class NovoGradRule(Rule):
+    """Momentum of gradients that are divided by a running norm, one for each parameter.
+
+    ::
+
+        n  <- sqrt(beta2 * n**2 + (1 - beta2) * |g|**2)       (norm 2)
+        n  <- beta2 * n + (1 - beta2) * max(|g|)              (norm inf)
+        d   = n / sqrt(1 - beta2**t) + eps
+        m  <- beta1 * m + beta3 * g                           (decay beside the moment)
+        w  <- w - lr * (m / (1 - beta1**t) / d + decay * w)
+        m  <- beta1 * m + beta3 * (g / d + decay * w)         (inside)
+        w  <- w - lr * m / (1 - beta1**t)
+
+    ``beta3`` is ``1 - beta1``, or 1 where gradients are not averaged. On the first step ``n`` is the norm of ``g`` itself,
+    unless it starts at zero. ``n`` has the size of a gradient, not of its square; its name is apex's.
+
+    Attributes:
+        inside: the division and the decay go into the moment.
+        average: ``beta3 = 1 - beta1``.
+        correct: divide by ``1 - beta1**t`` and ``sqrt(1 - beta2**t)``.
+        largest: the norm is the largest absolute value instead of the 2-norm.
+        from_zero: blend the first norm with zero.
+        per_group: one count of steps per group, as apex.
+
+    Source: Ginsburg et al., 2019.
+
+    Example:
+        >>> import torch
+        >>> rule = NovoGradRule(correct=False)
+        >>> group = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0}
+        >>> constants = [torch.tensor(x) for x in rule.constants(group, 1)]
+        >>> rule(torch.zeros(2), torch.tensor([3.0, 4.0]), (torch.zeros(2), torch.zeros(1)), constants)
+        (tensor([-0.3000, -0.4000]), tensor([1.5000, 2.0000]), tensor([5.]))
+    """
+
+    inside: bool = False
+    average: bool = True
+    correct: bool = True
+    largest: bool = False
+    from_zero: bool = False
+    per_group: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of its state tensors."""
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def scalars(self) -> int:
+        """The running norm."""
+        return 1
+
+    @property
+    def layerwise(self) -> bool:
+        """The norm is of a whole parameter."""
+        return True
+
+    @property
+    def count(self) -> Count:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return "group" if self.per_group else "parameter"
+
+    def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        beta1, beta2 = group["betas"]
+        start1, start2 = (1 - beta1**step, 1 - beta2**step) if self.correct else (1.0, 1.0)
+        beta3 = 1 - beta1 if self.average else 1.0
+        # In arithmetic, because the step may be known to the device alone.
+        keep = beta2 if self.from_zero else beta2 * (step > 1)
+        decay = group["weight_decay"]
+        return (beta1, beta3, keep, 1 - keep, 1 / start1, start2**-0.5, group["eps"], decay, group["lr"])
+
+    def __call__(
+        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        beta1, beta3, keep, gain, widen1, widen2, eps, decay, lr = constants
+        first, norm = slots
+        if self.largest:
+            norm = norm * keep + grad.abs().max() * gain
+        else:
+            norm = (norm * norm * keep + grad.square().sum() * gain).sqrt()
+        divisor = norm * widen2 + eps
+        if self.inside:
+            first = first * beta1 + (grad / divisor + weight * decay) * beta3
+            return weight - lr * (first * widen1), first, norm
+        first = first * beta1 + grad * beta3
+        return weight - lr * (first * widen1 / divisor + weight * decay), first, norm

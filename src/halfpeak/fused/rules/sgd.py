@@ -1,0 +1,100 @@
+"""SGD with momentum: the rule of torch.optim.SGD, and of apex's FusedSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.rules.base import Count, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class SGDRule(Rule):
+    """Steepest descent along a running sum of gradients.
+
+    ::
+
+        g  <- g + decay * w                          (unless late)
+        b  <- g                                      (first step)
+        b  <- momentum * b + (1 - dampening) * g     (every other)
+        g  <- b,  or  g + momentum * b               (nesterov)
+        w  <- w - lr * g
+
+    Attributes:
+        momentum: keep ``b``; without it the gradient itself is followed.
+        nesterov: look one step ahead.
+        late: ``g <- g + decay * w`` after the momentum, so that decay gathers none.
+
+    Source: Polyak, 1964; Nesterov, 1983; Sutskever et al., 2013.
+
+    Example:
+        >>> import torch
+        >>> rule = SGDRule(momentum=True)
+        >>> group = {"lr": 0.5, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.0}
+        >>> first, second = ([torch.tensor(x) for x in rule.constants(group, step)] for step in (1, 2))
+        >>> weight, buffer = rule(torch.ones(1), torch.ones(1), [torch.zeros(1)], first)
+        >>> weight, buffer
+        (tensor([0.5000]), tensor([1.]))
+        >>> rule(weight, torch.ones(1), [buffer], second)
+        (tensor([-0.2000]), tensor([1.4000]))
+    """
+
+    momentum: bool = False
+    nesterov: bool = False
+    late: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of its state tensors."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def count(self) -> Count:
+        """torch's SGD keeps none."""
+        return "nowhere"
+
+    def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        # In arithmetic, because the step may be known to the device alone.
+        gain = 1 - group["dampening"] * (step > 1)
+        return (group["lr"], group["momentum"], gain, group["weight_decay"])
+
+    def __call__(
+        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        lr, momentum, gain, decay = constants
+        if not self.late:
+            grad = grad + weight * decay
+        buffers: tuple[Tensor, ...] = ()
+        if self.momentum:
+            # The buffer starts at zero, so the first step needs no branch.
+            buffer = slots[0] * momentum + grad * gain
+            buffers, grad = (buffer,), grad + buffer * momentum if self.nesterov else buffer
+        if self.late:
+            grad = grad + weight * decay
+        return (weight - lr * grad, *buffers)
+
+    def fused(
+        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    ) -> bool:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        if self.late:
+            return False
+        torch._fused_sgd_(
+            [weight],
+            [grad],
+            [slots[0]] if self.momentum else [],
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            lr=float(group["lr"]),
+            dampening=float(group["dampening"]),
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=float(step) <= 1,
+        )
+        return True
