@@ -40,11 +40,13 @@ class CompiledRoad:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
             block = order.piece.block
-            if order.rule.layerwise and not len(block):
-                continue  # no norm of nothing
-            _update(order.rule)(
-                block.weight, block.low, block.slots, self._gather(block, grads), order.numbers
-            )
+            run = _update(order.rule)
+            if order.rule.layerwise and len(block) < 2:
+                if not len(block):
+                    continue
+                # A vector of one element would be compiled for alone.
+                run = kernel.update_of(order.rule)
+            run(block.weight, block.low, block.slots, self._gather(block, grads), order.numbers)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""

@@ -71,7 +71,7 @@ class AdagradRule(Rule):
         self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
-        if self.decoupled:
+        if self.decoupled or step.device.type != "cpu":
             return False
         torch._fused_adagrad_(
             [weight],

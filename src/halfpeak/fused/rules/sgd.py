@@ -83,7 +83,7 @@ class SGDRule(Rule):
         self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
-        if self.late:
+        if self.late or step.device.type != "cpu":
             return False
         torch._fused_sgd_(
             [weight],
