@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -21,15 +22,19 @@ class Movement:
     """
 
     def __init__(self, optimizer: Optimizer, targets: Iterable[Tensor]) -> None:
-        self._optimizer = optimizer
+        # A run is found through its optimizer, held weakly: whatever it keeps must not keep the optimizer.
+        self._optimizer = weakref.ref(optimizer)
         self._moves = optimizer.moves if isinstance(optimizer, FusedOptimizer) else None
         self._marks = [] if self._moves is not None else [(t, _mark(optimizer, t)) for t in targets]
 
     def has_happened(self) -> bool:
         """Whether the step got as far as the optimizer's own code and through it; also where there was nothing to do."""
-        if isinstance(self._optimizer, FusedOptimizer):
-            return self._optimizer.moves != self._moves
-        changed = (_mark(self._optimizer, target) != mark for target, mark in self._marks)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return False
+        if isinstance(optimizer, FusedOptimizer):
+            return optimizer.moves != self._moves
+        changed = (_mark(optimizer, target) != mark for target, mark in self._marks)
         return not self._marks or any(changed)
 
 
