@@ -22,8 +22,9 @@ class FabricPlugin(EnginePlugin):
         """
         models = list(model) if isinstance(model, (list, tuple)) else [model]
         raw = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        wrapper = getattr(models[0], "_forward_module", models[0])
-        self._connect(wrapper, [innermost(one) for one in models], raw)
+        wrappers = [getattr(one, "_forward_module", one) for one in models]
+        self.holder.connect(wrappers, [innermost(one) for one in models], raw)
+        self._wrapper = wrappers[0]
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss and take the gradients in, true-sized."""
@@ -37,9 +38,7 @@ class FabricPlugin(EnginePlugin):
             optimizer: the bare optimizer.
             kwargs: ``closure``, which calls ``fabric.backward(loss)``.
         """
-        engine = self._connected()
-        self.last = engine.step(kwargs.get("closure"), optimizers=optimizer)
-        return self.last
+        return self.holder.step(self._connected(), optimizer, kwargs.get("closure"))
 
     def teardown(self) -> None:
         """Fabric tears nothing down while its objects are in use."""

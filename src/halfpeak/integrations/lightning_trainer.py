@@ -35,7 +35,6 @@ class TrainerPlugin(EnginePlugin):
         Raises:
             ParameterError: the level stores low weights, and all parameters lie on the ``LightningModule`` itself.
         """
-        self.teardown()
         module = unwrap(model)
         if "mixed" in self.precision:
             parts: list[nn.Module] = [module]
@@ -43,16 +42,11 @@ class TrainerPlugin(EnginePlugin):
             parts = list(parts_of(module))
             if not parts:
                 raise ParameterError(
-                    f"{type(module).__name__} has no submodule with parameters, so {self.level} has nothing to convert; "
+                    f"{type(module).__name__} has no submodule with parameters, so {self.holder.level} has nothing to convert; "
                     "put the parameters in a torch.nn.Module, or write HalfpeakPrecision('O1')"
                 )
-        self._stored = {
-            id(t): (t, t.dtype)
-            for part in parts
-            for t in (*part.parameters(), *part.buffers())
-            if t.is_floating_point()
-        }
-        self._connect(model, parts, [one for one in optimizers if one.param_groups])
+        self.holder.connect([model], parts, [one for one in optimizers if one.param_groups])
+        self._wrapper, self.holder.last = model, None
         for config in lr_schedulers:
             if config.interval == "step" and not isinstance(config.scheduler, PatientScheduler):
                 config.scheduler = PatientScheduler(config.scheduler, self)
@@ -71,16 +65,14 @@ class TrainerPlugin(EnginePlugin):
         """
         engine = self._connected()
         if isinstance(optimizer, torch.optim.LBFGS):
-            self.last = engine.step(
-                partial(self._wrap_closure, model, optimizer, closure), optimizers=optimizer
-            )
+            self.holder.step(engine, optimizer, partial(self._wrap_closure, model, optimizer, closure))
             return None
         loss = closure()
         self._after_closure(model, optimizer)
         if loss is None and model.automatic_optimization:
-            self.last = None  # training_step returned None: there was no backward pass
+            self.holder.last = None  # training_step returned None: there was no backward pass
             return None
-        self.last = engine.step(optimizers=optimizer)
+        self.holder.step(engine, optimizer)
         return loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -94,16 +86,8 @@ class TrainerPlugin(EnginePlugin):
 
     def teardown(self) -> None:
         """Give the module its own dtypes back, with the values of the masters. The next ``fit`` goes on with the scale."""
-        engine = self.engine
-        if engine is None:
-            return
-        self._pending = {**self.state_dict(), "window": None}
-        values = [(t, dtype, engine.masters.value_of(t)) for t, dtype in self._stored.values()]
-        engine.remove()
-        for tensor, dtype, value in values:
-            tensor.data = (tensor.detach() if value is None else value.detach()).to(tensor.device, dtype)
-        self.engine, self._wrapper = None, None
-        self._stored = {}
+        self.holder.release()
+        self._wrapper = None
 
 
 class PatientScheduler:
