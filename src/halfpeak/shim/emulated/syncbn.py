@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from halfpeak.core.errors import ConfigError
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+
+class SyncBatchNorm(_BatchNorm):
     """Batch normalisation with the statistics of all ranks together.
 
     On devices for which torch has it, torch's. Elsewhere, such as on the CPU with gloo, mean and variance come from two
@@ -39,14 +41,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """``input`` normalised, plus ``z`` of the same shape, through the ReLU."""
         x = input.movedim(-1, 1) if self.channel_last and input.dim() > 2 else input
-        out = _synchronised(self, x) if self._needs_sums(x) else super().forward(x)
+        out = _synchronised(self, x) if self._needs_sums(x) else self._by_torch(x)
         if x is not input:
             out = out.movedim(1, -1)
         if z is not None:
@@ -54,8 +57,24 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return out.relu() if self.fuse_relu else out
 
     def _needs_sums(self, x: Tensor) -> bool:
-        is_shared = self.training and dist.is_available() and dist.is_initialized()
-        return is_shared and x.device.type == "cpu" and dist.get_world_size(self.process_group) > 1
+        return x.device.type == "cpu" and self._is_shared() and dist.get_world_size(self.process_group) > 1
+
+    def _is_shared(self) -> bool:
+        return self.training and dist.is_available() and dist.is_initialized()
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        # Not by inheritance: DistributedDataParallel refuses every nn.SyncBatchNorm on the CPU.
+        if x.device.type == "cpu" or not self._is_shared():
+            return super().forward(x)
+        forward: Any = nn.SyncBatchNorm.forward
+        return forward(self, x)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ConfigError(f"SyncBatchNorm takes inputs of 2 dimensions at least, not {input.dim()}")
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        """Asked for by torch's forward."""
 
 
 def convert_syncbn_model(

@@ -1,0 +1,313 @@
+"""``apex.amp`` under the names and with the private state that scripts rely on."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak import amp as native
+from halfpeak import shim
+
+LEVELS = list(halfpeak.LEVELS)
+pytestmark = pytest.mark.usefixtures("apex_installed")
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: Any, amp: Any, steps: int = 3) -> list[float]:
+    losses: list[float] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_bit_for_bit_the_native_one(level: str) -> None:
+    from apex import amp
+
+    results: list[Any] = []
+    for door in (amp, native):
+        model, optimizer = make()
+        model, optimizer = door.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(model, optimizer, door)
+        results.append((losses, [value.tolist() for value in model.state_dict().values()]))
+    assert results[0] == results[1]
+
+
+def test_it_is_a_package() -> None:
+    """DeepSpeed prints ``__path__``, timm looks into ``__dict__``."""
+    from apex import amp
+
+    assert isinstance(amp, ModuleType)
+    assert len(amp.__path__) == 1
+    assert amp.__name__ == "apex.amp"
+    assert amp.__package__ == "apex.amp"
+    assert {"initialize", "state_dict", "load_state_dict"} <= amp.__dict__.keys()
+    assert importlib.reload(amp) is amp
+
+
+SUBMODULES = {
+    "_amp_state": ["_amp_state", "master_params", "maybe_print"],
+    "_process_optimizer": ["AmpOptimizerState"],
+    "amp": ["init", "half_function", "register_half_function"],
+    "compat": ["filter_attrs", "is_floating_point"],
+    "frontend": ["initialize", "state_dict", "Properties", "opt_levels", "O3"],
+    "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts"],
+    "lists": ["functional_overrides", "tensor_overrides", "torch_overrides"],
+    "opt": ["OptimWrapper"],
+    "rnn_compat": ["has_old_rnns"],
+    "scaler": ["LossScaler"],
+    "utils": ["is_fp_tensor", "maybe_half", "type_string"],
+}
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules(name: str) -> None:
+    module = importlib.import_module(f"apex.amp.{name}")
+    assert not [one for one in SUBMODULES[name] if not hasattr(module, one)]
+
+
+def test_the_state_is_an_object_although_a_module_has_its_name() -> None:
+    from apex import amp
+    from apex.amp import _amp_state
+    from apex.amp._amp_state import _amp_state as by_module
+
+    importlib.import_module("apex.amp._amp_state")
+    assert amp._amp_state is _amp_state is by_module is native._amp_state
+
+
+def test_the_small_questions() -> None:
+    from apex.amp import compat, rnn_compat, utils
+
+    assert rnn_compat.has_old_rnns() is False
+    assert compat.filter_attrs(torch, ["mm", "nothere"]) == ["mm"]
+    assert utils.is_fp_tensor([torch.ones(1), (torch.ones(1),)])
+    assert not utils.is_fp_tensor([torch.ones(1), torch.ones(1, dtype=torch.int)])
+    assert utils.maybe_half([torch.ones(1)])[0].dtype is torch.float16
+    assert utils.maybe_float(torch.ones(1).half(), "weight", False).dtype is torch.float32
+    assert utils.type_string(torch.ones(1).half()) == "HalfTensor"
+
+
+def test_scalers_can_be_read_and_written() -> None:
+    """DeepLearningExamples raise the first scale, UNITER and byteps read it."""
+    from apex import amp
+    from apex.amp import _amp_state
+
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    first, second = _amp_state.loss_scalers
+    assert first.loss_scale() == first._loss_scale == 65536.0
+    assert (first.dynamic, first._unskipped, first._scale_seq_len, first._has_overflow) == (
+        True,
+        0,
+        2000,
+        False,
+    )
+    first._loss_scale = 2.0**10
+    first._scale_seq_len = 1
+    train(model, optimizer, amp, 1)
+    assert (first.loss_scale(), second.loss_scale()) == (2.0**11, 65536.0)
+    assert _amp_state.opt_properties.opt_level == "O2"
+    assert _amp_state.opt_properties.enabled
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_mark_of_an_initialised_optimizer(level: str) -> None:
+    from apex import amp
+
+    model, optimizer = make()
+    assert not hasattr(optimizer, "_amp_stash")
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    stash = optimizer._amp_stash
+    masters = list(amp.master_params(optimizer))
+    assert optimizer._lazy_init_maybe_master_weights() is None
+    stash.lazy_init_called = True
+    assert not stash.already_patched
+    low = [p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    assert {id(p) for p in stash.all_fp16_params} == {id(p) for p in low}
+    if level in ("O2", "O5"):
+        assert all(p.dtype is torch.float32 for p in masters)
+        assert len(stash.all_fp32_from_fp16_params) == len(low) == 4
+        assert len(stash.all_fp32_from_fp32_params) == 2
+        both = stash.all_fp32_from_fp16_params + stash.all_fp32_from_fp32_params
+        assert {id(p) for p in both} == {id(p) for p in masters}
+    else:
+        assert not stash.all_fp32_from_fp16_params
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    assert stash.params_have_scaled_gradients
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert not stash.params_have_scaled_gradients
+
+
+def test_the_mark_neither_travels_nor_stays() -> None:
+    from apex import amp
+
+    model, optimizer = make()
+    other_model, disabled = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    amp.initialize(other_model, disabled, opt_level="O1", enabled=False)
+    assert not hasattr(disabled, "_amp_stash")
+    assert not hasattr(copy.deepcopy(optimizer), "_amp_stash")
+    step = type(optimizer).step
+    assert "step" not in vars(optimizer)
+    shim.uninstall()
+    assert not [name for name in vars(optimizer) if "amp" in name or "master" in name]
+    assert type(optimizer).step is step
+    train(model, optimizer, native, 1)
+
+
+def test_lists_of_models_and_optimizers_are_marked() -> None:
+    from apex import amp
+
+    (one, first), (two, second) = make(), make()
+    amp.initialize([one, two], [first, second], opt_level="O1", verbosity=0)
+    assert first._amp_stash is not second._amp_stash
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_resume_of_deep_learning_examples(when: str) -> None:
+    """Masters travel in the checkpoint by hand, put back through the private names."""
+    from apex import amp
+
+    def trained(saved: dict[str, Any] | None) -> tuple[nn.Module, Any]:
+        model, optimizer = make()
+        if saved is not None and when == "before":
+            model.load_state_dict(saved["model"])
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            optimizer._lazy_init_maybe_master_weights()
+            optimizer._amp_stash.lazy_init_called = True
+            optimizer.load_state_dict(saved["optimizer"])
+            for parameter, value in zip(amp.master_params(optimizer), saved["master params"], strict=True):
+                parameter.data.copy_(value.data)
+            optimizer._master_params_to_model_params()
+        return model, optimizer
+
+    model, optimizer = trained(None)
+    train(model, optimizer, amp, 5)
+    saved = copy.deepcopy(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "master params": list(amp.master_params(optimizer)),
+        }
+    )
+    straight = train(model, optimizer, amp, 4)
+    again, optimizer_again = trained(saved)
+    assert train(again, optimizer_again, amp, 4) == straight
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+class TestOldHandle:
+    """``amp.init()``, from before ``initialize``."""
+
+    def test_wrapped_optimizer(self) -> None:
+        from apex import amp
+
+        handle = amp.init(loss_scale=4.0)
+        assert handle.is_active()
+        model, optimizer = make()
+        wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
+        assert wrapped.param_groups is optimizer.param_groups
+        x = torch.randn(8, 4)
+        with wrapped.scale_loss(model(x).float().sum()) as scaled:
+            scaled.backward()
+        once = model[0].weight.grad.clone()
+        with wrapped.scale_loss(2 * model(x).float().sum()) as scaled:
+            scaled.backward()
+        assert torch.allclose(model[0].weight.grad, 3 * once, rtol=1e-2, atol=1e-4)
+        before = [p.detach().clone() for p in model.parameters()]
+        wrapped.step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        handle._clear_cache()
+        handle._deactivate()
+        assert not handle.is_active()
+
+    def test_an_overflow_of_either_loss_skips_the_step(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from apex import amp
+
+        handle = amp.init()
+        model, optimizer = make()
+        wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
+        before = [p.detach().clone() for p in model.parameters()]
+        for factor in (1.0, float("inf")):
+            with wrapped.scale_loss(factor * model(torch.ones(2, 4)).float().mean()) as scaled:
+                scaled.backward()
+        wrapped.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert "Gradient overflow.  Skipping step, loss scaler 1" in capsys.readouterr().out
+
+    def test_one_loss_too_many(self) -> None:
+        from apex import amp
+
+        model, optimizer = make()
+        wrapped = amp.init(loss_scale=1.0).wrap_optimizer(optimizer)
+        with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
+            scaled.backward()
+        with pytest.raises(IndexError, match="num_loss=2"), wrapped.scale_loss(scaled.detach()):
+            pass
+        wrapped.step()
+        with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
+            scaled.backward()
+
+    def test_scale_loss_of_the_handle(self) -> None:
+        from apex import amp
+
+        handle = amp.init(loss_scale=8.0)
+        model, optimizer = make()
+        for _ in range(2):
+            with handle.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+                assert isinstance(scaled, Tensor)
+                scaled.backward()
+            optimizer.step()
+
+    def test_a_body_that_raises_counts_nothing(self) -> None:
+        from apex import amp
+
+        model, optimizer = make()
+        handle = amp.init(loss_scale=8.0)
+        wrapped = handle.wrap_optimizer(optimizer)
+        loss = model(torch.ones(2, 4)).float().sum()
+        with pytest.raises(KeyError), wrapped.scale_loss(loss):
+            raise KeyError
+        with pytest.raises(KeyError), handle.scale_loss(loss, optimizer):
+            raise KeyError
+        with wrapped.scale_loss(loss) as scaled:
+            scaled.backward()
+        wrapped.step()
+
+    def test_disabled(self) -> None:
+        from apex import amp
+
+        handle = amp.init(enabled=False)
+        model, optimizer = make()
+        wrapped = handle.wrap_optimizer(optimizer)
+        loss = model(torch.ones(2, 4)).sum()
+        assert loss.dtype is torch.float32
+        with wrapped.scale_loss(loss) as same, handle.scale_loss(loss, optimizer) as too:
+            assert same is loss is too
+        same.backward()
+        wrapped.step()
+        assert copy.copy(wrapped).param_groups is optimizer.param_groups
