@@ -1,0 +1,334 @@
+"""``install("mmcv")``: where there is no mmcv, where there is mmcv 2, and where there is mmcv 1.
+
+mmcv 1 cannot be installed with today's torch, and mmcv 2 is large; stand-ins of a few lines have their layout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak.optim
+import halfpeak.runner
+import halfpeak.shim
+
+SCRIPT = Path(__file__).with_name("mmcv_detection")
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """No module of mmcv before and after, and every finder as before."""
+    assert find_spec("mmcv") is None
+    path = list(sys.meta_path)
+    yield
+    halfpeak.shim.uninstall()
+    assert sys.meta_path == path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mmcv"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def installed(clean: None) -> Iterator[None]:
+    halfpeak.shim.install("mmcv")
+    yield
+    halfpeak.shim.uninstall("mmcv")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "mmcv"]
+    assert find_spec("mmcv") is None
+
+
+MODULES = sorted(
+    ".".join(path.relative_to(Path(halfpeak.shim.__file__).parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
+    for path in (Path(halfpeak.shim.__file__).parent / "mmcv").rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_has_what_it_names(installed: None, name: str) -> None:
+    module: Any = importlib.import_module(name)
+    assert module.__name__ == name
+    assert module.__all__
+    assert all(hasattr(module, one) for one in module.__all__)
+
+
+def test_names_are_those_of_the_room(installed: None) -> None:
+    runner: Any = importlib.import_module("mmcv.runner")
+    elsewhere = {"OPTIMIZERS": halfpeak.optim.OPTIMIZERS, "Runner": halfpeak.runner.EpochBasedRunner}
+    for name in runner.__all__:
+        assert getattr(runner, name) is elsewhere.get(name, getattr(halfpeak.runner, name, None)), name
+    # All but what mmcv has in mmcv.parallel, or not at all.
+    room = set(halfpeak.runner.__all__) - {"MMDataParallel", "MMDistributedDataParallel", "OptimWrapperHook"}
+    assert room <= set(runner.__all__)
+
+
+def test_it_says_which_version_it_stands_for(installed: None) -> None:
+    mmcv: Any = importlib.import_module("mmcv")
+    assert mmcv.__version__ == "1.7.2"
+    assert importlib.metadata.version("mmcv").startswith("1.7.2")
+    assert mmcv.runner.hooks.optimizer.Fp16OptimizerHook is halfpeak.runner.Fp16OptimizerHook
+
+
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("from mmcv import Config", r"mmcv\.Config; use mmengine\.Config"),
+        ("import mmcv.cnn", r"mmcv\.cnn; install mmcv-lite"),
+        ("from mmcv.ops import nms", r"mmcv\.ops; install mmcv of version 2"),
+        ("from mmcv.parallel import collate", r"mmcv\.parallel\.collate; use torch\.utils\.data"),
+        ("from mmcv.runner import DistEvalHook", r"DistEvalHook; use EvalHook"),
+        ("from mmcv.runner.hooks import WandbLoggerHook", r"WandbLoggerHook; use TextLoggerHook"),
+        ("from mmcv.runner import no_such_name", r"no_such_name; docs/compat/mmcv\.md"),
+    ],
+)
+def test_what_is_missing_says_what_to_use(installed: None, statement: str, advice: str) -> None:
+    with pytest.raises(ImportError, match=rf"halfpeak does not provide .*{advice}"):
+        exec(statement, {})
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_mmcv_2_gets_the_modules_that_it_lacks(
+    clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        tmp_path,
+        {
+            "mmcv/__init__.py": "__version__ = '2.2.0'\n",
+            "mmcv/cnn.py": "ConvModule = 'theirs'\n",
+            "mmcv/utils/__init__.py": "",
+        },
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mmcv: Any = importlib.import_module("mmcv")
+    before = dict(vars(mmcv))
+    halfpeak.shim.install("mmcv")
+    assert mmcv.__version__ == "2.2.0"
+    assert importlib.import_module("mmcv.runner").EpochBasedRunner is halfpeak.runner.EpochBasedRunner
+    assert mmcv.parallel.MMDataParallel is halfpeak.runner.MMDataParallel
+    theirs: Any = importlib.import_module("mmcv.cnn")
+    assert theirs.ConvModule == "theirs"
+    assert importlib.import_module("mmcv.utils").__file__ == str(tmp_path / "mmcv/utils/__init__.py")
+    halfpeak.shim.uninstall("mmcv")
+    own = {"cnn", "utils"}  # modules of its own, which this test has imported
+    assert {name: value for name, value in vars(mmcv).items() if name not in own} == before
+    with pytest.raises(ModuleNotFoundError, match=r"mmcv\.runner"):
+        importlib.import_module("mmcv.runner")
+
+
+MMCV_1 = """
+class Registry:
+    def __init__(self):
+        self.module_dict = {}
+
+    def register_module(self, name=None, force=False, module=None):
+        if name in self.module_dict and not force:
+            raise KeyError(name)
+        self.module_dict[name] = module
+
+    def build(self, cfg):
+        arguments = dict(cfg)
+        return self.module_dict[arguments.pop("type")](**arguments)
+
+
+class Hook:
+    def before_run(self, runner):
+        pass
+
+    def after_train_iter(self, runner):
+        pass
+
+    def after_run(self, runner):
+        pass
+
+
+HOOKS = Registry()
+for _name in ("OptimizerHook", "Fp16OptimizerHook", "GradientCumulativeOptimizerHook", "LoggerHook"):
+    HOOKS.register_module(_name, module=type(_name, (Hook,), {}))
+
+
+class LogBuffer:
+    def __init__(self):
+        self.val_history = {}
+
+    def update(self, values, count=1):
+        for name, value in values.items():
+            self.val_history.setdefault(name, []).append(value)
+
+
+class EpochBasedRunner:
+    def __init__(self, model, optimizer, logger, max_iters):
+        self.model, self.optimizer, self.logger, self.max_iters = model, optimizer, logger, max_iters
+        self.meta, self.iter, self.log_buffer, self.hooks = None, 0, LogBuffer(), []
+
+    def register_optimizer_hook(self, cfg):
+        hook = HOOKS.build(cfg)
+        assert isinstance(hook, Hook)
+        assert not hasattr(hook, "priority")
+        hook.priority = 40
+        self.hooks.append(hook)
+
+    def run(self, loader):
+        self.call("before_run")
+        for batch in loader:
+            self.outputs = self.model.train_step(batch, self.optimizer)
+            self.call("after_train_iter")
+            self.iter += 1
+        self.call("after_run")
+
+    def call(self, stage):
+        for hook in self.hooks:
+            getattr(hook, stage)(self)
+"""
+
+
+@pytest.fixture
+def mmcv_1(clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"mmcv/__init__.py": "__version__ = '1.7.2'\n", "mmcv/runner/__init__.py": MMCV_1}
+    write(tmp_path, files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        x, y = data
+        return {"loss": nn.functional.cross_entropy(self(x).float(), y), "num_samples": len(x)}
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (6, 16, 8)
+    return list(
+        zip(
+            torch.randn(shape, generator=generator),
+            torch.randint(4, shape[:2], generator=generator),
+            strict=True,
+        )
+    )
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "OptimizerHook": {"grad_clip": {"max_norm": 0.5}},
+    "Fp16OptimizerHook": {"grad_clip": {"max_norm": 0.5}, "loss_scale": 512.0},
+    "GradientCumulativeOptimizerHook": {"cumulative_iters": 4},
+    "GradientCumulativeFp16OptimizerHook": {"cumulative_iters": 2, "loss_scale": 256.0},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_real_runner_of_mmcv_1_steps_through_our_hooks(mmcv_1: None, name: str) -> None:
+    halfpeak.shim.install("mmcv")
+    theirs: Any = importlib.import_module("mmcv.runner")
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    runner = theirs.EpochBasedRunner(model, optimizer, logging.getLogger("test"), 6)
+    runner.register_optimizer_hook({"type": name, **CONFIGS[name]})
+    runner.run(batches())
+
+    other = Model()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    ours = halfpeak.runner.EpochBasedRunner(other, optimizer=optimizer, max_epochs=1)
+    ours.register_optimizer_hook({"type": name, **CONFIGS[name]})
+    ours.run([batches()], [("train", 1)])
+
+    before = Model().state_dict()
+    after = other.state_dict()
+    assert any(not torch.equal(before[key], after[key]) for key in after)
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+    norms = runner.log_buffer.val_history.get("grad_norm", [])
+    assert len(norms) == (6 if "grad_clip" in CONFIGS[name] else 0)
+    assert all(isinstance(norm, float) for norm in norms)
+    assert ("fp16" in runner.meta) == ("Fp16" in name)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_its_registry_is_given_back(mmcv_1: None, when: str) -> None:
+    if when == "before":
+        halfpeak.shim.install("mmcv")
+    theirs: Any = importlib.import_module("mmcv.runner")
+    if when == "after":
+        halfpeak.shim.install("mmcv")
+    for name in CONFIGS:
+        registered = theirs.HOOKS.module_dict[name]
+        assert issubclass(registered, getattr(halfpeak.runner, name))
+        assert issubclass(registered, theirs.Hook)
+    halfpeak.shim.uninstall("mmcv")
+    # In the order of before; the one hook that the stand-in has not is gone.
+    assert list(theirs.HOOKS.module_dict) == [
+        "OptimizerHook",
+        "Fp16OptimizerHook",
+        "GradientCumulativeOptimizerHook",
+        "LoggerHook",
+    ]
+    assert all(cls.__mro__[1] is theirs.Hook for cls in theirs.HOOKS.module_dict.values())
+    assert importlib.import_module("mmcv.runner") is theirs
+
+
+def detect(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the script as a person would."""
+    command = [sys.executable, "-m", "halfpeak", "run", "--shim", "apex", "--shim", "mmcv", str(SCRIPT)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(halfpeak.__file__).parents[1]),
+    }
+    done = subprocess.run(
+        [*command, "--work-dir", str(folder), *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for path in folder.glob("*.log.json") for line in path.read_text().splitlines()]
+    return {
+        **json.loads((folder / "result.json").read_text()),
+        "loss": [line["loss"] for line in lines if line.get("mode") == "train"],
+        "weights": torch.load(folder / "weights.pth", weights_only=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        (("--fp16", "hook"), "torch.float16"),
+        (("--fp16", "autocast"), "torch.float32"),
+        (("--fp16", "apex"), "torch.float32"),
+        (("--fp16", "apex", "--opt-level", "O2"), "torch.float16"),
+    ],
+    ids=["hook", "autocast", "apex O1", "apex O2"],
+)
+def test_a_detection_script_of_mmcv_1_runs_unedited(
+    tmp_path: Path, arguments: tuple[str, ...], dtype: str
+) -> None:
+    whole = detect(tmp_path / "whole", *arguments)
+    assert whole["dtype"] == dtype
+    assert whole["iter"] == len(whole["loss"]) == 30
+    assert sum(whole["loss"][-3:]) < sum(whole["loss"][:3]) * 0.65
+    if dtype == "torch.float16":
+        rest = detect(tmp_path / "rest", *arguments, "--resume-from", str(tmp_path / "whole/epoch_2.pth"))
+        assert len(rest["loss"]) == 10
+        assert rest["loss"] == whole["loss"][20:]
+        assert all(torch.equal(value, rest["weights"][key]) for key, value in whole["weights"].items())
