@@ -44,6 +44,7 @@ HERE = {
     "engine/phases.py",
     "casting/device.py",
     "casting/opcasts.py",
+    "casting/entry.py",
     "casting/suspend.py",
     "casting/scope.py",
 }

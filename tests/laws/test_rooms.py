@@ -115,6 +115,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/registry.py", "setattr"): "a function that the user registered is found by its name only",
     ("casting/tables.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
     ("fused/layout.py", "data"): "small parameters move into arenas and stay the same objects",
+    ("core/tracing.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("engine/block.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,

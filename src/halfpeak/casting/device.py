@@ -13,6 +13,9 @@ class DeviceCasts:
     Its lists differ between devices and from apex's (on a CPU softmax, sums and norms stay low), it leaves float64 alone,
     and it knows no bans. For the forward pass only, as torch asks: what is recomputed in backward brings it back.
 
+    Attributes:
+        traced: the scope in a form that code which :func:`torch.compile` traces can enter.
+
     >>> x, casts = torch.ones(2, 2), DeviceCasts("cpu", torch.bfloat16)
     >>> with casts, casts:
     ...     (x @ x).dtype, (x @ x).softmax(0).dtype
@@ -23,6 +26,7 @@ class DeviceCasts:
         self.device_type = device_type
         self.dtype = dtype
         self._local = _Local()
+        self.traced = torch.autocast(device_type, dtype)
 
     def __enter__(self) -> DeviceCasts:
         scope = torch.autocast(self.device_type, self.dtype)

@@ -13,7 +13,7 @@ import torch
 from halfpeak.casting import oplists
 from halfpeak.casting.cache import ShadowWeights, WeightCache
 from halfpeak.casting.registry import Registrations, replace, restore
-from halfpeak.casting.scope import Scope, enter, install, leave, scopes
+from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, scopes
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.tables import Table
 from halfpeak.core.dtypes import LOW
@@ -49,6 +49,11 @@ class OpCasts:
         allow_banned: compute :func:`torch.nn.functional.binary_cross_entropy` in float32 rather than refuse low input.
         on_cast: called with a text such as ``"Float->Half (linear)"`` for every cast.
 
+    Attributes:
+        dtype: the low dtype.
+        shadow: whether casts of weights are held.
+        traced: the scope in a form that code which :func:`torch.compile` traces can enter.
+
     Raises:
         ConfigError: ``dtype`` is not a low dtype.
 
@@ -77,6 +82,7 @@ class OpCasts:
         places = registrations.places()
         changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
         self._table = Table(changes, places, on_cast)
+        self.traced = TracedScope(dtype, self._table.key)
         self._replaced = tuple(places)
         self._caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
         self._local = _Local()

@@ -98,6 +98,25 @@ class Scope(Casting):
             self.lookup = lookup
 
 
+class TracedScope(Casting):
+    """The rules of a scope for code that :func:`torch.compile` traces, which can enter this and not a :class:`Scope`."""
+
+    def __init__(self, dtype: torch.dtype, key: str) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cache = None
+        self.key = key
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` by its rule."""
+        rule = RULES.get(traced_rule(func, self.key))
+        if rule is not None:
+            return rule(self, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
 def scopes() -> list[Scope]:
     """The scopes of this thread, outermost first."""
     return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Scope)]

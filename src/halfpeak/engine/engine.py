@@ -12,9 +12,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.device import DeviceCasts
+from halfpeak.casting.entry import casts_on
 from halfpeak.casting.opcasts import OpCasts
-from halfpeak.casting.scope import contained
 from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
@@ -157,13 +156,17 @@ class Engine:
     def forward(self, wrapped: nn.Module | None = None) -> Generator[None]:
         """The forward pass and the loss: casts on, and no gradient synchronisation where accumulation makes it useless.
 
+        Inside a function that :func:`torch.compile` traces, nobody looks for batch-norm statistics that were written since
+        the last step; enter it outside of that function where something else writes them.
+
         Args:
             wrapped: the ``DistributedDataParallel`` (or FSDP2) module around the model, if there is one. Inside a
                 window its gradients stay local and scaled until the last backward pass.
         """
         with ExitStack() as stack:
-            self.buffers.begin()
-            stack.enter_context(_traced(self.casting) if is_dynamo_compiling() else _on(self.casting))
+            if not is_dynamo_compiling():
+                self.buffers.begin()
+            stack.enter_context(casts_on(self.casting))
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
@@ -193,7 +196,7 @@ class Engine:
         lanes = self.lanes_of(optimizers)
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
-            _on(self._recasting),
+            casts_on(self._recasting),
             spared([lane for lane in self.lanes if lane not in lanes], lanes),
             self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=not self._synchronised) as scaled,
         ):
@@ -322,13 +325,3 @@ class Engine:
     def lanes_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[Lane]:
         """The lanes of the given optimizers; see :func:`~halfpeak.engine.lookup.find_lanes`."""
         return find_lanes(self.lanes, optimizers)
-
-
-@contextmanager
-def _on(casting: AbstractContextManager[Any]) -> Generator[None]:
-    with contained(), casting:
-        yield
-
-
-def _traced(casting: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    return casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting
