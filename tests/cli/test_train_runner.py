@@ -138,3 +138,47 @@ def test_a_run_of_the_loop_stays_one(capsys: pytest.CaptureFixture[str]) -> None
     run("--steps", "2", "--output", "out", "--level", "O0", *SMALL)
     assert main(["train", "--resume", "out", "--steps", "4", *ITER]) == 2
     assert "runner was None and is 'iter'" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_a_live_display_and_a_file_does_not() -> None:
+    plain = run("--steps", "6", "--output", "plain", *ITER, "--level", "O0", *SMALL)
+    assert "\x1b" not in plain
+    assert "steps," not in plain
+    printed = io.StringIO()
+    console = Console(file=printed, width=120, force_terminal=True)
+    train(parse(["--steps", "6", "--output", "live", *ITER, "--level", "O0", *SMALL]), console, lambda: False)
+    text = printed.getvalue()
+    assert "6/6" in text
+    assert "samples/s" in text
+    assert "validation" in text
+
+
+def test_the_log_says_which_hooks_there_are_and_how_validation_went() -> None:
+    printed = run("--steps", "6", "--output", "out", *ITER, "--level", "O0", "--log-every", "2", *SMALL)
+    listing = [line for line in printed.splitlines() if "OptimizerHook" in line]
+    assert listing == [
+        "hooks, in the order of their calls: PlanLrUpdaterHook, OptimizerHook, IterTimerHook, RunnerJob, TextLoggerHook"
+    ]
+    rows = [row for row in read_rows(Path("out/metrics.jsonl")) if "validation_loss" in row]
+    validated = [line for line in printed.splitlines() if line.startswith("Iter(val)")]
+    assert [f"loss: {row['validation_loss']:.4f}" in line for row, line in zip(rows, validated, strict=True)]
+    assert len(validated) == 2
+    (log,) = Path("out").glob("*.log.json")
+    modes = [json.loads(line)["mode"] for line in log.read_text().splitlines()[1:]]
+    assert modes == ["train", "val", "train", "train", "val"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_validation_computes_in_the_dtype_of_training(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+    forward = torch.nn.Conv2d.forward
+
+    def watched(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = forward(self, x)
+        if not self.training:
+            seen.add(found.dtype)
+        return found
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", watched)
+    run("--steps", "1", "--output", "out", *ITER, "--level", level, *SMALL)
+    assert seen == {{"O0": torch.float32, "O1": torch.float16, "O5": torch.bfloat16}[level]}

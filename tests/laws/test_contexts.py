@@ -24,6 +24,7 @@ ELSEWHERE = {
     "checkpoint/temporary.py": "tests/checkpoint",
     "cli/interrupt.py": "tests/cli",
     "cli/progress.py": "tests/cli",
+    "cli/ranks.py": "tests/cli",
     "cli/script.py": "tests/shim",
     "engine/sync.py": "tests/distributed",
     "optim/wrapper.py": "tests/optim",
@@ -43,8 +44,8 @@ HERE = {
     "engine/engine.py",
     "engine/phases.py",
     "casting/device.py",
-    "casting/opcasts.py",
     "casting/entry.py",
+    "casting/opcasts.py",
     "casting/suspend.py",
     "casting/scope.py",
 }

@@ -40,6 +40,7 @@ DISTRIBUTED = {
     "runner/allreduce.py": "allreduce_grads and allreduce_params average over the ranks",
     "runner/ddp.py": "a runner steps a model through DistributedDataParallel",
     "runner/gather.py": "one checkpoint file holds the random generators of all ranks",
+    "cli/ranks.py": "the processes that torchrun started for a run become one group, and end",
 }
 """Files that may talk to other ranks, each with its reason."""
 
@@ -114,8 +115,8 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/composites.py", "__kwdefaults__"): "completes the copy of a function that it has just made",
     ("casting/registry.py", "setattr"): "a function that the user registered is found by its name only",
     ("casting/tables.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
-    ("fused/layout.py", "data"): "small parameters move into arenas and stay the same objects",
     ("core/tracing.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
+    ("fused/layout.py", "data"): "small parameters move into arenas and stay the same objects",
     ("engine/block.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,

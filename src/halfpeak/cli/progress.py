@@ -6,10 +6,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from halfpeak.cli.job import Job
 from halfpeak.insight.extras import needs
 from halfpeak.insight.history import Row
 from halfpeak.recipes.loop import Reporter
-from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,11 +19,15 @@ LINES = 20
 
 
 @contextmanager
-def progress(console: Console, training: Training) -> Generator[Reporter]:
-    """The reporter that suits the console."""
-    status = Status(training)
+def progress(console: Console, run: Job, *, lines: bool = True) -> Generator[Reporter]:
+    """The reporter that suits the console.
+
+    Args:
+        lines: print a line now and then where there is no terminal; False where somebody else does.
+    """
+    status = Status(run)
     if not console.is_terminal:
-        yield PlainLines(console, status)
+        yield PlainLines(console, status) if lines else Silent()
         return
     with LiveDisplay(console, status) as display:
         yield display
@@ -32,12 +36,12 @@ def progress(console: Console, training: Training) -> Generator[Reporter]:
 class Status:
     """The newest numbers of a run, as text."""
 
-    def __init__(self, training: Training) -> None:
-        self.total = training.plan.steps or 0
-        self.step = training.step
-        self.skipped = training.step - training.taken
-        self.name = f"{training.plan.recipe} {training.plan.level}"
-        self._unit = training.recipe.unit
+    def __init__(self, run: Job) -> None:
+        self.total = run.plan.steps or 0
+        self.step = run.step
+        self.skipped = run.step - run.taken
+        self.name = f"{run.plan.recipe} {run.plan.level}"
+        self._unit = run.recipe.unit
         self._row: Row = {}
         self._speed = 0.0
         self._validation: Row = {}
@@ -84,6 +88,16 @@ class Status:
             ("loss", f"{row['validation_loss']:.4f}"),
             ("accuracy", f"{row['validation_accuracy']:.2%}"),
         ]
+
+
+class Silent:
+    """Shows nothing."""
+
+    def rows(self, rows: Sequence[Row], speed: float) -> None:
+        """Nothing."""
+
+    def validated(self, row: Row) -> None:
+        """Nothing."""
 
 
 class PlainLines:

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from halfpeak.cli.job import Job
 from halfpeak.cli.progress import short
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
-from halfpeak.recipes.base import Recipe
 from halfpeak.recipes.device import environment, peak_memory
-from halfpeak.recipes.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Run(Protocol):
-    """A run, as far as its results are concerned."""
-
-    plan: Plan
-    recipe: Recipe
-    device: torch.device
-    parameters: int
-    seconds: float
-
-    @property
-    def step(self) -> int:
-        """Steps begun so far, skipped ones included."""
-        ...
-
-    @property
-    def taken(self) -> int:
-        """Steps in which the optimizer moved."""
-        ...
-
-
-def summarise(training: Run, rows: list[Row], reason: str | None) -> dict[str, Any]:
+def summarise(training: Job, rows: list[Row], reason: str | None) -> dict[str, Any]:
     """The results of a run so far, as plain values."""
     steps = [row for row in rows if "loss" in row]
     validations = [row for row in rows if "validation_accuracy" in row]
@@ -69,7 +46,7 @@ def summarise(training: Run, rows: list[Row], reason: str | None) -> dict[str, A
     }
 
 
-def finish(training: Run, folder: RunFolder, console: Console, reason: str | None) -> None:
+def finish(training: Job, folder: RunFolder, console: Console, reason: str | None) -> None:
     """Write summary and picture, and print the table."""
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)

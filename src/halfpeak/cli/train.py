@@ -6,11 +6,13 @@ import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from halfpeak.checkpoint import file as checkpoint
+from halfpeak.cli import ranks
 from halfpeak.cli.config_file import read_config, write_config
 from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.options import Request, parse
@@ -28,6 +30,7 @@ from halfpeak.recipes.device import environment, find_device, repeatable, thread
 from halfpeak.recipes.driver import properties
 from halfpeak.recipes.loop import Loop
 from halfpeak.recipes.plan import Plan
+from halfpeak.recipes.runner_job import check_ranks
 from halfpeak.recipes.training import Training, require_checkpoint, require_same
 from halfpeak.recipes.wrapper_driver import drive
 
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     with needs("cli"):
         from rich.console import Console
     with Interrupt() as interrupt:
-        finished = train(request, Console(), interrupt.requested)
+        finished = train(request, Console(quiet=not ranks.is_first()), interrupt.requested)
     return 0 if finished else interrupt.exit_status
 
 
@@ -84,9 +87,11 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
     if request.resume is not None:
         origin = _origin(existing_folder(request.resume, plan.output), say)
         plan = draft(origin.state["plan"], _length(origin.folder), *given)
+    check_ranks(plan, ranks.count())
     with repeatable(plan.deterministic), threads(plan.threads):
         if plan.runner is not None:
-            return _run_runner(plan, origin, console, say, stop)
+            with ranks.processes(plan.device):
+                return _run_runner(plan, origin, console, say, stop)
         start = _begin(plan, say) if origin is None else _resume(plan, origin, say)
         return _run(start, console, say, stop)
 
@@ -194,24 +199,39 @@ def _run(start: Start, console: Console, say: Say, stop: Stop) -> bool:
 
 def _run_runner(plan: Plan, origin: Origin | None, console: Console, say: Say, stop: Stop) -> bool:
     settled = _settle(plan, say, None if origin is None else origin.state["plan"])
-    plan = settled.plan
-    folder = new_folder(plan.output, plan.recipe, plan.level) if origin is None else origin.folder
+    plan, is_first = settled.plan, ranks.is_first()
+    folder = _shared_folder(settled) if origin is None else origin.folder
     job = RunnerJob(settled, folder, say)
     if origin is not None:
         job.resume(origin.state)
         say(f"continuing {folder.path} after step {job.step}")
-    write_config(folder.config, {**job.kept.values(), "output": None})
-    sinks = _sinks(plan, folder, None if origin is None else job.step, say)
+    sinks: list[Sink] = []
+    if is_first:
+        write_config(folder.config, {**job.kept.values(), "output": None})
+        sinks = _sinks(plan, folder, None if origin is None else job.step, say)
+
+    def close() -> None:
+        if is_first:
+            finish(job, folder, console, settled.reason)
+
     try:
-        finished = job.run(sinks, stop)
+        with progress(console, job, lines=False) as reporter:
+            finished = job.run(sinks, stop, reporter)
     except LossScaleCollapse:
-        finish(job, folder, console, settled.reason)
+        close()
         raise
-    finish(job, folder, console, settled.reason)
+    close()
     if not finished:
         say(f"stopped after step {job.step} of {plan.steps}, saved. Continue with:")
         say(f"  halfpeak train --resume {shlex.quote(str(folder.path))}")
     return finished
+
+
+def _shared_folder(settled: Settled) -> RunFolder:
+    """A new folder, which the first process makes for all."""
+    plan = settled.plan
+    path = str(new_folder(plan.output, plan.recipe, plan.level).path) if ranks.is_first() else ""
+    return RunFolder(Path(ranks.from_first(path, settled.device)))
 
 
 def _sinks(plan: Plan, folder: RunFolder, after: int | None, say: Say) -> list[Sink]:

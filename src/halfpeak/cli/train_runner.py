@@ -11,19 +11,33 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from halfpeak.cli.progress import Silent
+from halfpeak.cli.ranks import any_of
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.core.errors import ConfigError
-from halfpeak.insight.history import History, Sink
+from halfpeak.insight.history import History, Row, Sink
 from halfpeak.recipes.base import Recipe
 from halfpeak.recipes.device import environment
+from halfpeak.recipes.loop import PATIENCE, Reporter
 from halfpeak.recipes.optimizers import build_optimizer
 from halfpeak.recipes.order import Order
 from halfpeak.recipes.plan import Plan
 from halfpeak.recipes.runner_job import Passes, PlanLrUpdaterHook, StepModel, optimizer_hook
 from halfpeak.recipes.training import FORMAT, VERSION
-from halfpeak.runner import BaseRunner, DistSamplerSeedHook, EpochBasedRunner, Hook, IterBasedRunner
+from halfpeak.runner import (
+    BaseRunner,
+    DistSamplerSeedHook,
+    EpochBasedRunner,
+    Hook,
+    IterBasedRunner,
+    MMDistributedDataParallel,
+    TextLoggerHook,
+    allreduce_params,
+    get_dist_info,
+)
+from halfpeak.runner.hooks.logger import EVAL_ITERS
 
 
 class Settled(NamedTuple):
@@ -57,20 +71,24 @@ class RunnerJob(Hook):
     def __init__(self, settled: Settled, folder: RunFolder, say: Callable[[str], None]) -> None:
         self.plan, self.recipe, self.order, self.device = settled[:4]
         self._folder = folder
-        self.seconds = self._began = 0.0
+        self.seconds = self._began = self._reported = 0.0
         self._scores: list[Tensor] = []
         self._history = History()
+        self._reporter: Reporter = Silent()
         self._stop: Callable[[], bool] = lambda: False
-        random.seed(self.plan.seed)
-        torch.manual_seed(self.plan.seed)
+        rank, ranks = get_dist_info()
+        _seed(self.plan.seed)
         model = StepModel(self.recipe).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.runner = self._build(model, settled.epochs, say)
+        if rank > 0:
+            _seed(self.plan.seed + rank)  # or every rank would drop out the same
+        wrapped = MMDistributedDataParallel(model) if ranks > 1 else model
+        self.runner = self._build(model, wrapped, settled.epochs, say)
 
     @property
     def step(self) -> int:
-        """Steps so far, skipped ones included."""
-        return math.ceil(self.runner.iter / self.plan.accumulate)
+        """Steps so far, skipped ones included. A run that ended inside a window and was made longer has one more."""
+        return self.runner.meta["step"]
 
     @property
     def taken(self) -> int:
@@ -81,21 +99,27 @@ class RunnerJob(Hook):
         """Load the run in the folder.
 
         Raises:
-            ConfigError: its data have changed, or it is over.
+            ConfigError: its data or the number of processes have changed, or it is over.
         """
+        before, ranks = meta.get("processes", 1), get_dist_info()[1]
+        if before != ranks:
+            raise ConfigError(
+                f"the run was begun by {before} processes and is not continued by {ranks}; start as many as before"
+            )
         if meta["fingerprint"] != self.recipe.fingerprint:
             raise ConfigError(
                 f"the data of recipe {self.plan.recipe!r} changed since the run began; start a new run"
             )
         own = dict(self.runner.meta)
         self.runner.resume(self._folder.checkpoint)
-        self.runner.meta.update(own)
+        reached = meta.get("step", math.ceil(self.runner.iter / self.plan.accumulate))
+        self.runner.meta.update({**own, "step": reached})
         if self.step >= (self.plan.steps or 0):
             raise ConfigError(f"the run in {self._folder.path} is over; write a larger --steps or --epochs")
 
-    def run(self, sinks: Sequence[Sink], stop: Callable[[], bool]) -> bool:
-        """Train to the end; False where ``stop`` ended it before."""
-        self._history, self._stop = History(sinks, every=self.plan.log_every), stop
+    def run(self, sinks: Sequence[Sink], stop: Callable[[], bool], reporter: Reporter) -> bool:
+        """Train to the end; False where ``stop`` ended it before, in whichever process it was asked."""
+        self._history, self._stop, self._reporter = History(sinks, every=self.plan.log_every), stop, reporter
         try:
             self.runner.run([Passes(self.recipe, self.order)], [("train", 1)])
         except _Stopped:
@@ -104,13 +128,12 @@ class RunnerJob(Hook):
             self._history.close()
         return True
 
-    def before_train_iter(self, runner: BaseRunner) -> None:
-        """Start the clock."""
+    def before_train_epoch(self, runner: BaseRunner) -> None:
+        """Start the clock, which stands still in validations and checkpoints."""
         self._began = time.perf_counter()
 
     def after_train_iter(self, runner: BaseRunner) -> None:
         """Record the step, if it ends here."""
-        self.seconds += time.perf_counter() - self._began
         log_vars, result = runner.outputs["log_vars"], runner.step_result
         self._scores.append(torch.stack([log_vars["loss"], log_vars["accuracy"]]))
         if result is None or not result.boundary:
@@ -126,9 +149,13 @@ class RunnerJob(Hook):
         if result.grad_norm is not None:
             scalars["grad_norm"] = result.grad_norm
         rate = self.runner.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
-        step = runner.iter // self.plan.accumulate + 1
+        runner.meta["step"] += 1
         epoch = round((runner.iter + 1) / self.order.batches, 4)
-        self._history.record({"step": step, "epoch": epoch, "lr": rate}, scalars)
+        rows = self._history.record({"step": self.step, "epoch": epoch, "lr": rate}, scalars)
+        now = time.perf_counter()
+        self.seconds, self._began = self.seconds + now - self._began, now
+        overdue = not rows and self.seconds - self._reported > PATIENCE
+        self._report(self._history.read() if overdue else rows)
         runner.defer(self._end_step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,9 +164,11 @@ class RunnerJob(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the time."""
-        self.seconds = state["seconds"]
+        self.seconds = self._reported = state["seconds"]
 
-    def _build(self, model: StepModel, epochs: float | None, say: Callable[[str], None]) -> BaseRunner:
+    def _build(
+        self, model: StepModel, wrapped: nn.Module, epochs: float | None, say: Callable[[str], None]
+    ) -> BaseRunner:
         plan, by_epoch = self.plan, self.plan.runner == "epoch"
         length = (
             {"max_epochs": int(epochs or 0)}
@@ -155,20 +184,22 @@ class RunnerJob(Hook):
             "plan": self.kept.values(),
             "fingerprint": self.recipe.fingerprint,
             "environment": environment(self.device),
+            "processes": get_dist_info()[1],
+            "step": 0,
         }
         runner = (EpochBasedRunner if by_epoch else IterBasedRunner)(
-            model,
+            wrapped,
             optimizer=build_optimizer(plan, model, steps_low=False),
             work_dir=str(self._folder.path),
             logger=_logger(say),
             meta=meta,
             **length,
         )
-        log = {"interval": plan.log_every, "hooks": [{"type": "TextLoggerHook", "by_epoch": by_epoch}]}
+        self._text = TextLoggerHook(by_epoch=by_epoch, interval=plan.log_every)
         runner.register_training_hooks(
             PlanLrUpdaterHook(plan),
             optimizer_hook(plan),
-            log_config=log,
+            log_config={"hooks": [self._text]},
             custom_hooks_config=[DistSamplerSeedHook()] if by_epoch else None,
         )
         runner.register_hook(self, "LOW")
@@ -176,12 +207,17 @@ class RunnerJob(Hook):
 
     def _end_step(self) -> None:
         plan, step = self.plan, self.step
-        over, stopped = self.runner.iter == self.runner.max_iters, self._stop()
-        if over or _is_due(step, plan.eval_every):
+        over, stopped = self.runner.iter == self.runner.max_iters, any_of(self._stop(), self.device)
+        validates = over or _is_due(step, plan.eval_every)
+        saves = over or stopped or _is_due(step, plan.save_every)
+        if validates or saves:
+            self._report(self._history.read())
+        if validates:
             self._validate()
-        if over or stopped or _is_due(step, plan.save_every):
+        if saves:
             self._history.read()
-            self.runner.write_checkpoint(self._folder.checkpoint)
+            self.runner.write_checkpoint(self._folder.checkpoint, every_rank=True)
+        self._began = time.perf_counter() if validates or saves else self._began
         if stopped and not over:
             raise _Stopped
 
@@ -190,16 +226,46 @@ class RunnerJob(Hook):
         model.eval()
         try:
             with torch.no_grad(), self.runner.validation_step():
-                total = torch.zeros(3, device=self.device)
-                for batch in self.recipe.validation():
-                    log_vars = model.val_step(batch, None)["log_vars"]
-                    loss = log_vars["loss"]
-                    row = torch.stack([loss, log_vars["accuracy"], torch.ones_like(loss)])
-                    total += row * batch.targets.numel()
+                sums, count = self._sum_scores(model)
         finally:
             model.train()
-        loss, accuracy = (total[:2] / total[2]).unbind()
-        self._history.record({"step": self.step}, {"validation_loss": loss, "validation_accuracy": accuracy})
+        loss, accuracy = (sums[:2] / sums[2]).unbind()
+        known, scalars = {"step": self.step}, {"validation_loss": loss, "validation_accuracy": accuracy}
+        row = (self._history.record(known, scalars) or self._history.read())[-1]
+        self._reporter.validated(row)
+        self._log(row, count)
+
+    def _sum_scores(self, model: Any) -> tuple[Tensor, int]:
+        """Loss, accuracy and count over the held-out samples, averaged over the ranks that share them; and the batches."""
+        (rank, ranks), count = get_dist_info(), 0
+        sums = torch.zeros(3, device=self.device)
+        for batch in self.recipe.validation():
+            if count % ranks == rank:
+                log_vars = model.val_step(batch, None)["log_vars"]
+                loss = log_vars["loss"]
+                sums += (
+                    torch.stack([loss, log_vars["accuracy"], torch.ones_like(loss)]) * batch.targets.numel()
+                )
+            count += 1
+        allreduce_params([sums])
+        return sums, count
+
+    def _log(self, row: Row, batches: int) -> None:
+        """Let the text log have a validation, as from ``EvalHook``."""
+        buffer = self.runner.log_buffer
+        buffer.clear_output()
+        scores = {name.removeprefix("validation_"): row[name] for name in row if name != "step"}
+        buffer.output.update({EVAL_ITERS: batches, **scores})
+        if self.runner.rank == 0:
+            self._text.log(self.runner)
+        buffer.clear_output()
+
+    def _report(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        elapsed, self._reported = self.seconds - self._reported, self.seconds
+        units = len(rows) * self.plan.batch * self.plan.accumulate * self.recipe.units
+        self._reporter.rows(rows, units / max(elapsed, 1e-9))
 
 
 class _Lines(logging.Handler):
@@ -218,6 +284,11 @@ def _logger(say: Callable[[str], None]) -> logging.Logger:
     logger = logging.Logger("halfpeak.train", logging.INFO)
     logger.addHandler(_Lines(say))
     return logger
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)
 
 
 def _is_due(step: int, every: int) -> bool:

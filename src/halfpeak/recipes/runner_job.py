@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from halfpeak.core.errors import ConfigError
@@ -20,6 +21,8 @@ from halfpeak.runner import (
     GradientCumulativeOptimizerHook,
     LrUpdaterHook,
     OptimizerHook,
+    allreduce_params,
+    get_dist_info,
 )
 
 _FP16: Final[dict[str, dict[str, Any]]] = {
@@ -46,18 +49,22 @@ class StepModel(nn.Module):
         return self.net(inputs)
 
     def train_step(self, data: Batch, optimizer: object) -> dict[str, Any]:
-        """Loss and accuracy of a batch."""
+        """Loss and accuracy of a batch; what is logged is the mean over the ranks, which share the batch evenly."""
+        outputs = self.val_step(data, optimizer)
+        means = torch.stack([*outputs["log_vars"].values()])
+        allreduce_params([means])
+        loss, accuracy = means.unbind()
+        return {**outputs, "log_vars": {"loss": loss, "accuracy": accuracy}}
+
+    def val_step(self, data: Batch, optimizer: object) -> dict[str, Any]:
+        """The same of a held-out batch, on this rank alone."""
         score = self._recipe.score(self(data.inputs), data.targets)
         log_vars = {"loss": score.loss.detach(), "accuracy": score.accuracy}
         return {"loss": score.loss, "log_vars": log_vars, "num_samples": len(data.inputs)}
 
-    def val_step(self, data: Batch, optimizer: object) -> dict[str, Any]:
-        """The same of a held-out batch."""
-        return self.train_step(data, optimizer)
-
 
 class Passes:
-    """The loader of a runner: each pass gives the batches of one epoch of an :class:`Order`.
+    """The loader of a runner: each pass gives the batches of one epoch of an :class:`Order`, or this rank's share of them.
 
     It is its own sampler, because whoever begins a pass tells the sampler its number.
     """
@@ -78,8 +85,9 @@ class Passes:
         return self._order.batches
 
     def __iter__(self) -> Iterator[Batch]:
-        first = self._epoch * self._order.batches
-        return (self._recipe.batch(self._order.indices(first + i)) for i in range(self._order.batches))
+        first, (rank, ranks) = self._epoch * self._order.batches, get_dist_info()
+        for number in range(first, first + self._order.batches):
+            yield self._recipe.batch(self._order.indices(number)[rank::ranks])
 
 
 class PlanLrUpdaterHook(LrUpdaterHook):
@@ -92,6 +100,23 @@ class PlanLrUpdaterHook(LrUpdaterHook):
     def get_lr(self, runner: BaseRunner, base_lr: float) -> float:
         """The rate of the step that this iteration is a part of."""
         return learning_rate(self._plan, runner.scheduled_iter // self._plan.accumulate)
+
+
+def check_ranks(plan: Plan, ranks: int) -> None:
+    """Check that the batches of a plan can be shared evenly.
+
+    Raises:
+        ConfigError: they cannot, or there is no runner to do it.
+    """
+    if ranks > 1 and plan.runner is None:
+        raise ConfigError(
+            f"{ranks} processes need a runner to train together; write --runner epoch, or start one process"
+        )
+    if plan.batch % ranks:
+        fitting = max(plan.batch - plan.batch % ranks, ranks)
+        raise ConfigError(
+            f"batch={plan.batch} cannot be shared evenly by {ranks} processes; write --batch {fitting}"
+        )
 
 
 def check_runner(plan: Plan) -> None:

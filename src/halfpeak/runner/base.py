@@ -277,7 +277,8 @@ class BaseRunner(Registration, Persistence):
     def _begin(self, flows: list[Flow], length: str) -> None:
         self._flows = flows
         self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
-        self.logger.info("Hooks will be executed in the following order:\n%s", self.get_hook_info())
+        self.logger.info("hooks, in the order of their calls: %s", ", ".join(hook_list.named(self._hooks)))
+        self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
         self.logger.info("workflow: %s, max: %s", [(flow.mode, flow.times) for flow in flows], length)
         self.call_hook("before_run")
         self._restore()
