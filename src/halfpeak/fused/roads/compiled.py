@@ -32,7 +32,10 @@ class CompiledRoad:
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         run = _measure()
-        read = [run(self._gather(piece.block, grads), factor) for piece in pieces]
+        read = [
+            (run if len(piece.block) > 1 else kernel.measure)(self._gather(piece.block, grads), factor)
+            for piece in pieces
+        ]
         squares, flags = zip(*read, strict=True)
         return Reading(torch.stack(squares).sum(), torch.stack(flags).any().float())
 
@@ -44,7 +47,7 @@ class CompiledRoad:
             if order.rule.layerwise and len(block) < 2:
                 if not len(block):
                     continue
-                # A vector of one element would be compiled for alone.
+                # torch.compile would make code for one element alone.
                 run = kernel.update_of(order.rule)
             run(block.weight, block.low, block.slots, self._gather(block, grads), order.numbers)
 
