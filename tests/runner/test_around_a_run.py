@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_modules_initialise_their_children_once() -> None:
 
 def test_an_init_cfg_is_mmengines_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Sequential(nn.Linear(2, 2), init_cfg={"type": "Constant", "layer": "Linear", "val": 0.5})
-    monkeypatch.setitem(__import__("sys").modules, "mmengine.model", None)
+    monkeypatch.setitem(sys.modules, "mmengine.model", None)
     with pytest.raises(ConfigError, match="pip install mmengine-lite"):
         model.init_weights()
     assert not model.is_init
