@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import pickle
-import struct
-import tarfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from checkpoint.payloads import (
+    CODE,
+    OTHER_TYPES,
+    PROTO,
+    archive,
+    in_each_part,
+    op,
+    other_archives,
+    seal,
+    tensor,
+)
 from halfpeak.checkpoint import load, load_plain
 from halfpeak.core.errors import CheckpointError
 
-PROTO = b"\x80\x02"
 ENVIRONMENT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -28,144 +32,6 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     if request.param is not None:
         monkeypatch.setenv(ENVIRONMENT, request.param)
-
-
-def op(value: Any) -> bytes:
-    """The opcodes that push a plain value."""
-    return pickle.dumps(value, 2)[2:-1]
-
-
-def call(name: str, *args: Any) -> bytes:
-    """The opcodes that call a global."""
-    module, _, function = name.rpartition(".")
-    return f"c{module}\n{function}\n".encode() + op(args) + b"R"
-
-
-def tensor(
-    numel: Any, size: Any, stride: Any, offset: Any = 0, kind: str = "FloatStorage", key: str = "0"
-) -> bytes:
-    """The opcodes that build a tensor over record ``data/0``, which has 8 bytes."""
-    storage = b"(" + op("storage") + f"ctorch\n{kind}\n".encode() + op(key) + op("cpu") + op(numel) + b"tQ"
-    hooks = b"ccollections\nOrderedDict\n)R"
-    return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n("
-        + storage
-        + op(offset)
-        + op(size)
-        + op(stride)
-        + b"\x89"
-        + hooks
-        + b"tR"
-    )
-
-
-def archive(data: bytes, **records: bytes) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("archive/data.pkl", data)
-        file.writestr("archive/byteorder", "little")
-        file.writestr("archive/data/0", b"\0" * 8)
-        for name, record in records.items():
-            file.writestr(f"archive/{name.replace('__', '/')}", record)
-        file.writestr("archive/version", "3\n")
-    return buffer.getvalue()
-
-
-def seal(payload: bytes) -> bytes:
-    """Add the trailer, as documented."""
-    signed = payload + struct.pack("<8sIQ", b"halfpeak", 1, len(payload))
-    return signed + hashlib.sha256(signed).digest()
-
-
-def in_each_part(value: bytes) -> Iterator[bytes]:
-    """Pickles of a state with the value in the model, the optimizer, the scaler and the metadata."""
-    for part in ("model", "optimizer", "scaler", "meta"):
-        others = {name: {"x": 1} for name in ("model", "optimizer", "scaler", "meta") if name != part}
-        yield PROTO + op(others) + op(part) + b"}" + op("x") + value + b"s" + b"s."
-
-
-CODE = {
-    "system": call("os.system", "touch MARKER"),
-    "posix system": call("posix.system", "touch MARKER"),
-    "mkdir": call("posix.mkdir", "MARKER"),
-    "popen": call("os.popen", "touch MARKER"),
-    "execv": call("os.execv", "/usr/bin/touch", ["touch", "MARKER"]),
-    "subprocess": call("subprocess.check_output", ["touch", "MARKER"]),
-    "Popen": call("subprocess.Popen", ["touch", "MARKER"]),
-    "eval": call("builtins.eval", "open('MARKER', 'w')"),
-    "eval, old name": call("__builtin__.eval", "open('MARKER', 'w')"),
-    "exec": call("builtins.exec", "open('MARKER', 'w')"),
-    "import": call("builtins.__import__", "antigravity"),
-    "getattr": call("builtins.getattr", "x", "join"),
-    "open": call("builtins.open", "MARKER", "w"),
-    "io.open": call("io.open", "MARKER", "w"),
-    "importlib": call("importlib.import_module", "os"),
-    "runpy": call("runpy.run_path", "MARKER"),
-    "interact": call("code.interact"),
-    "pty": call("pty.spawn", "touch MARKER"),
-    "socket": call("socket.create_connection", ("127.0.0.1", 9)),
-    "ctypes": call("ctypes.CDLL", "MARKER"),
-    "shutil": call("shutil.copy", "/etc/hostname", "MARKER"),
-    "webbrowser": call("webbrowser.open", "MARKER"),
-    "nested pickle": call("pickle.loads", PROTO + call("os.system", "touch MARKER") + b"."),
-    "nested torch.load": call("torch.load", "MARKER"),
-    "torch.hub": call("torch.hub.load", "x", "y"),
-    "torch extension": call("torch.ops.load_library", "MARKER"),
-    "numpy load": call("numpy.load", "MARKER", None, True),
-    "numpy array of objects": call("numpy.core.multiarray._reconstruct", "x", (0,), b"b"),
-    "partial": call("functools.partial", "x"),
-    "methodcaller": call("operator.methodcaller", "system", "touch MARKER"),
-    "copyreg": call("copyreg._reconstructor", "x", "y", None),
-    "function type": call("types.FunctionType", "x", {}),
-    "dotted name": call("torch.serialization.os.system", "touch MARKER"),
-    "dotted attribute": b"ctorch\nserialization.os.system\n" + op(("touch MARKER",)) + b"R",
-    "protocol 4 global": op("os") + op("system") + b"\x93" + op(("touch MARKER",)) + b"R",
-    "instance": b"(" + op("touch MARKER") + b"ios\nsystem\n",
-    "object": b"(cos\nsystem\n" + op("touch MARKER") + b"o",
-    "new object": b"csubprocess\nPopen\n" + op((["touch", "MARKER"],)) + b"\x81",
-    "extension registry": b"\x82\x01",
-    "build on a class": b"ctorch\nTensor\n" + op({"__init__": 1}) + b"b",
-    "build with setstate": b"ctorch.nn.parameter\nParameter\n" + op({"__setstate__": 1}) + b"b",
-    "tensor of a foreign type": call(
-        "torch._tensor._rebuild_from_type_v2", "os.system", "x", ("touch MARKER",), {}
-    ),
-    "parameter of a string": call("torch._utils._rebuild_parameter", "x", True, None),
-    "two more elements": tensor(2, (4,), (1,)),
-    "a stride too far": tensor(2, (2,), (100,)),
-    "a negative stride": tensor(2, (2,), (-1,)),
-    "a negative offset": tensor(2, (2,), (1,), -5),
-    "an offset too far": tensor(2, (2,), (1,), 2**40),
-    "more than the record": tensor(2**10, (2**10,), (1,)),
-    "4 GiB declared": tensor(2**30, (2**30,), (1,)),
-    "a negative count": tensor(-1, (2,), (1,)),
-    "a size that overflows": tensor(2, (2**62, 4), (1, 1)),
-    "no such record": tensor(2, (2,), (1,), key="7"),
-    "a record outside": tensor(2, (2,), (1,), key="../../../etc/passwd"),
-    "no storage type": tensor(2, (2,), (1,), kind="os"),
-    "an unknown persistent id": op(("path", "MARKER")) + b"Q",
-    "unhashable key": b"}" + op([1]) + op(1) + b"s",
-    "stack underflow": b"a" * 50,
-    "unknown opcode": b"\xff",
-    "string of 4 GiB": b"X\xff\xff\xff\xff",
-    "memo of nothing": b"h\x63",
-}
-"""Values that must be refused by every loader."""
-
-OTHER_TYPES = {
-    "set": call("builtins.set", [1]),
-    "counter": b"ccollections\nCounter\n" + op(({"a": 1},)) + b"R",
-    "complex": call("builtins.complex", 1.0, 2.0),
-    "bytearray": call("builtins.bytearray", b"x"),
-    "size": call("torch.Size", [1]),
-    "device": call("torch.device", "cpu"),
-    "layout": call("torch.serialization._get_layout", "torch.strided"),
-    "a class": b"ctorch\nTensor\n",
-    "meta tensor": call("torch._utils._rebuild_meta_tensor_no_storage", "x", (2**40,), (1,), False),
-    "itself": b"]q\x01h\x01a",
-    "deep": b"]" * 200_000 + b"a" * 199_999,
-    "tuple key": b"}" + op((1,)) + op(1) + b"s",
-}
-"""Values that torch reads as plain data, and save() does not write."""
 
 
 @pytest.fixture
@@ -210,38 +76,6 @@ def test_only_what_save_writes_is_read(victim: Path, value: bytes) -> None:
         victim.write_bytes(seal(archive(data)))
         with pytest.raises(CheckpointError):
             load(victim)
-
-
-def other_archives() -> dict[str, bytes]:
-    system = CODE["system"]
-    legacy = (
-        pickle.dumps(0x1950A86A20F9469CFC6C, 2)
-        + pickle.dumps(1001, 2)
-        + pickle.dumps({}, 2)
-        + PROTO
-        + system
-        + b"."
-    )
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w") as file:
-        for name in ("pickle", "tensors", "storages"):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(PROTO + system + b".")
-            file.addfile(entry, io.BytesIO(PROTO + system + b"."))
-    harmless = PROTO + op({"x": 1}) + b"."
-    return {
-        "bare pickle": PROTO + system + b".",
-        "before torch 1.6": legacy,
-        "tar": tar.getvalue(),
-        "torchscript": archive(harmless, **{"constants.pkl": PROTO + system + b"."}),
-        "empty zip": b"PK\x05\x06" + bytes(18),
-        "zip start only": b"PK\x03\x04" + bytes(100),
-        "zip of something else": archive(harmless).replace(b"data.pkl", b"data.pkx"),
-        "not a dict": archive(PROTO + op([1]) + b"."),
-        "empty pickle": archive(b""),
-        "endless pickle": archive(PROTO + b"N" * 1000),
-        "nothing": b"",
-    }
 
 
 @pytest.mark.usefixtures("environment")

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfpeak.checkpoint.foreign import ScalerState, read_config
 from halfpeak.checkpoint.forms.pairing import pair
 from halfpeak.checkpoint.forms.parts import Parts, walk
+from halfpeak.checkpoint.forms.recognition import FORMS, SCRIPTS
 from halfpeak.checkpoint.forms.targets import Material, Target
 from halfpeak.checkpoint.plain import MAX_DEPTH, plain
 from halfpeak.checkpoint.reading.records import Record
@@ -77,6 +78,7 @@ def prepare(
         models=models,
         optimizers={},
         scalers=[],
+        is_script=parts.form in SCRIPTS,
         rule=_rule(parts),
         level=parts.level or level,
         counters=parts.counters,
@@ -93,6 +95,8 @@ def prepare(
             raise StateError(
                 "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
             )
+        if not (models or material.optimizers or material.scalers):
+            raise StateError(f"the file ({FORMS[parts.form]}) holds nothing that could be converted")
         material.rest.update(_rest(parts, target, account))
         _note_losses(parts, material.rule, target, account)
     return material
@@ -200,7 +204,7 @@ def _note_losses(parts: Parts, rule: ScaleConfig, target: Target, account: Accou
         for name, value in parts.counters.items():
             if value:
                 account.lose(name, f"the counter {value}")
-    if parts.window is not None and parts.engine_counters is None:
+    if parts.window is not None and not target.keeps_window:
         account.lose("window", "gradients of an open accumulation window")
 
 

@@ -31,6 +31,9 @@ FORMS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Every form that is recognised, and what it is."""
 
+SCRIPTS: Final = frozenset({"apex", "fp16_optimizer", "grad_scaler", "recipe"})
+"""Forms whose keys a script made up, and looks for again."""
+
 _LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "apex_opt_level", "amp_level", "level")
 _LEVEL: Final = re.compile(r"O[0-5]")
 _LEVEL_IN_TEXT: Final = re.compile(r"opt_level\W{1,4}(O[0-5])")

@@ -28,6 +28,7 @@ class Material:
     Attributes:
         models: state dicts by their names in the file, with the masters' values where the file had masters.
         optimizers: likewise.
+        is_script: whether they come from a script's own dict.
         rule: what the file says of growth and interval, or the default.
         counters: epochs and iterations under the keys of the file.
         rest: entries that the target has a place for.
@@ -36,6 +37,7 @@ class Material:
     models: dict[str, Mapping[str, Any]]
     optimizers: dict[str, dict[str, Any]]
     scalers: list[ScalerState]
+    is_script: bool
     rule: ScaleConfig
     level: str | None
     counters: dict[str, int]
@@ -81,6 +83,7 @@ class Target(NamedTuple):
         needs_scale: whether it is made around a loss scale.
         keeps_rule: whether growth factor and interval have a place.
         keeps_counters: whether epochs and iterations have.
+        keeps_window: whether gradients of an open accumulation window have.
         weights_only: whether nothing but weights is asked for.
         is_folder: whether it is a folder of files.
     """
@@ -94,6 +97,7 @@ class Target(NamedTuple):
     needs_scale: bool = False
     keeps_rule: bool = True
     keeps_counters: bool = True
+    keeps_window: bool = False
     weights_only: bool = False
     is_folder: bool = False
 
@@ -107,13 +111,14 @@ def _grad_scaler(m: Material) -> Files:
 
 
 def _script(m: Material) -> Files:
-    parts = _under_keys(m.models, "model") | _under_keys(m.optimizers, "optimizer")
-    return {**m.rest, **m.counters, **parts, **m.baggage}
+    models = _under_keys(m.models, "model", keep=m.is_script)
+    optimizers = _under_keys(m.optimizers, "optimizer", keep=m.is_script)
+    return {**m.rest, **m.counters, **models, **optimizers, **m.baggage}
 
 
-def _under_keys(things: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _under_keys(things: Mapping[str, Any], key: str, *, keep: bool) -> dict[str, Any]:
     """Under the keys that they had in the file of a script, else under one that scripts use."""
-    if all(name.replace("-", "_").isidentifier() for name in things):
+    if not things or (keep and not any(set(name) & set(".[(") for name in things)):
         return dict(things)
     return {key: next(iter(things.values())) if len(things) == 1 else list(things.values())}
 
@@ -271,6 +276,7 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
             needs_scale=True,
             keeps_rule=False,
             keeps_counters=False,
+            keeps_window=True,
         ),
         "weights": Target(
             "the weights alone, in float32, for model.load_state_dict", _weights, weights_only=True

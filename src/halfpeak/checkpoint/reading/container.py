@@ -16,7 +16,8 @@ from halfpeak.checkpoint.reading.records import MEANINGS
 from halfpeak.core.errors import CheckpointError, ConfigTypeError
 
 _ZIP: Final = b"PK\x03\x04"
-_LEGACY: Final = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+_LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # its first pickle, a magic number
+_HEAD: Final = 32
 _FOREIGN: Final = {b"\x89HDF": "an HDF5 file", b"GGUF": "a GGUF file", b"\x93NUMPY": "a NumPy array"}
 _SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".pkl", ".ckpt", ".safetensors"})
 
@@ -74,14 +75,14 @@ def open_any(path: StrPath) -> Opened:
 def _open_file(path: Path) -> Opened:
     with trailer.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(len(_LEGACY))
+        head = file.read(_HEAD)
         file.seek(max(0, size - trailer.SIZE))
         sealed = file.read(len(trailer.MAGIC)) == trailer.MAGIC
     if sealed:
         return _open_sealed(path, size)
     if head.startswith(_ZIP):
         return _open_zip(path, size)
-    if head == _LEGACY:
+    if head[:1] == b"\x80" and _LEGACY in head:
         return _read(path, size, "a torch file of the format before 1.6", storages.read_legacy)
     if safetensors.looks_like(head, size):
         with trailer.open_regular(path) as file:

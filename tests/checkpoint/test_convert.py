@@ -1,0 +1,284 @@
+"""convert: a run that changes library goes on as if it had not, and nothing is lost unasked."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.loops import (
+    AmpLoop,
+    AmpO2Loop,
+    EngineLoop,
+    EngineO2Loop,
+    Fp16Loop,
+    Loop,
+    MmengineLoop,
+    ScalerLoop,
+    make_model,
+)
+from halfpeak import amp
+from halfpeak.checkpoint import convert, load, load_plain, save
+from halfpeak.checkpoint.forms.pairing import pair
+from halfpeak.checkpoint.forms.targets import TARGETS
+from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
+
+FLOAT32 = (EngineLoop, AmpLoop, ScalerLoop, MmengineLoop)
+O2 = (EngineO2Loop, AmpO2Loop)
+
+
+@pytest.fixture(autouse=True)
+def fresh_session(process_left_as_found: None) -> Iterator[None]:
+    """amp keeps its runs in the process."""
+    amp._amp_state.__init__()
+    yield
+    amp._amp_state.__init__()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, tensors bit for bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def saved(loop: Loop, path: Path, steps: int = 4) -> Path:
+    torch.save(loop.run(range(steps)).save(), path)
+    return path
+
+
+@pytest.mark.parametrize("after", FLOAT32)
+@pytest.mark.parametrize("before", FLOAT32)
+def test_a_run_in_float32_changes_library(before: type[Loop], after: type[Loop], tmp_path: Path) -> None:
+    loop = before()
+    source = saved(loop, tmp_path / "a.pt")
+    convert(source, after.form, tmp_path / "b.pt", drop=["all"])
+    whole = loop.run(range(4, 9)).end()
+    assert whole["scale"] == (64.0, 1), "two overflows, the last in step 7"
+    other = after()
+    other.load(load_plain(tmp_path / "b.pt"))
+    assert same(other.run(range(4, 9)).end(), whole)
+
+
+@pytest.mark.parametrize("after", O2)
+@pytest.mark.parametrize("before", [*O2, Fp16Loop])
+def test_a_run_with_masters_changes_library(before: type[Loop], after: type[Loop], tmp_path: Path) -> None:
+    loop = before()
+    source = saved(loop, tmp_path / "a.pt")
+    convert(
+        source,
+        after.form,
+        tmp_path / "b.pt",
+        drop=["epoch"] if (before, after.form) == (Fp16Loop, "engine") else [],
+    )
+    whole = loop.run(range(4, 9)).end()
+    other = after()
+    other.load(load_plain(tmp_path / "b.pt"))
+    end = other.run(range(4, 9)).end()
+    if before is Fp16Loop:
+        end = {name: v.half().float() if isinstance(v, Tensor) else v for name, v in end.items()}
+    assert same(end, whole)
+
+
+@pytest.mark.parametrize("form", [form for form in TARGETS if form != "weights"])
+@pytest.mark.parametrize("loop", [EngineLoop, EngineO2Loop])
+def test_an_engine_survives_every_form(loop: type[EngineLoop], form: str, tmp_path: Path) -> None:
+    source = saved(loop(), tmp_path / "a.pt")
+    convert(source, form, tmp_path / "there", drop=[])
+    counters = {"mmengine", "mmengine_apex", "mmcv", "lightning"}
+    drop = [] if form not in counters else ["global_step"] if form == "lightning" else ["iter"]
+    convert(tmp_path / "there", "engine", tmp_path / "back.pt", drop=drop, level=loop.level)
+    there, back = load_plain(source), load(tmp_path / "back.pt")
+    # What lies between two windows is taken from the model when it is loaded, and a folder has no room for counters.
+    without = {"buffers"} if form != "accelerate" else {"buffers", "counters"}
+    assert all(same(there[key], back[key]) for key in there.keys() - without)
+
+
+@pytest.mark.parametrize("loop", [Fp16Loop, AmpO2Loop, EngineO2Loop])
+def test_weights_are_the_masters_under_their_names(loop: type[Loop], tmp_path: Path) -> None:
+    made = loop()
+    source = saved(made, tmp_path / "a.pt")
+    done = convert(source, "weights", tmp_path / "w.pt")
+    weights = load(tmp_path / "w.pt")
+    assert list(weights) == list(make_model().state_dict())
+    by_shape = {tuple(p.shape): p for g in made.optimizer.param_groups for p in g["params"]}
+    assert all(torch.equal(value, by_shape[tuple(value.shape)].detach()) for value in weights.values())
+    assert all(value.dtype == torch.float32 for value in weights.values())
+    assert not all(torch.equal(value.half().float(), value) for value in weights.values())
+    assert done.dropped == {}
+    make_model().load_state_dict(weights)
+
+
+def test_weights_without_masters_are_widened(tmp_path: Path) -> None:
+    low = {name: value.to(torch.bfloat16) for name, value in make_model().state_dict().items()}
+    torch.save({"state_dict": {**low, "count": torch.tensor(3)}, "epoch": 4}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    expected = {**{name: value.float() for name, value in low.items()}, "count": torch.tensor(3)}
+    assert same(dict(load(tmp_path / "w.pt")), expected)
+
+
+def test_the_input_is_not_changed(tmp_path: Path) -> None:
+    source = saved(AmpLoop(), tmp_path / "a.pt")
+    before = source.read_bytes()
+    convert(source, "grad_scaler", tmp_path / "b.pt")
+    with pytest.raises(ConfigError, match=r"exists already; name one that does not"):
+        convert(source, "grad_scaler", source)
+    with pytest.raises(ConfigError, match=r"there is no directory"):
+        convert(source, "grad_scaler", tmp_path / "absent" / "b.pt")
+    assert source.read_bytes() == before
+
+
+def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
+    state = {**ScalerLoop().save(), "lr_scheduler": {"last_epoch": 3}, "best": 0.5, "epoch": 3}
+    state["scaler"]["growth_interval"] = 100
+    save(tmp_path / "a.pt", state)
+    with pytest.raises(
+        StateError, match=r"no place for 'lr_scheduler' \(a dict of 1\); 'best' \(the number 0.5\)"
+    ):
+        convert(tmp_path / "a.pt", "mmengine", tmp_path / "b.pt")
+    with pytest.raises(StateError, match=r"'rule' \(growth 2, backoff 0.5, interval 100\).*--drop rule"):
+        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
+    with pytest.raises(ConfigError, match=r"drop names \['typo'\].*would be is 'rule'"):
+        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt", drop=["typo"])
+    with pytest.raises(ConfigError, match=r"must be a list of names"):
+        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt", drop="rule")
+    assert os.listdir(tmp_path) == ["a.pt"]
+    done = convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt", drop=["rule", "best"])
+    assert done.dropped == {"rule": "growth 2, backoff 0.5, interval 100", "best": "the number 0.5"}
+    kept = load(tmp_path / "b.pt")
+    assert set(kept) == {"model", "optimizer", "amp", "lr_scheduler", "epoch"}
+    assert kept["epoch"] == 3
+
+
+def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
+    parts = AmpLoop().save()
+    state = {
+        "net_G": parts["model"],
+        "net_D": parts["model"],
+        "opt_G": parts["optimizer"],
+        "amp": parts["amp"],
+    }
+    save(tmp_path / "a.pt", state)
+    convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
+    assert set(load(tmp_path / "b.pt")) == {"net_G", "net_D", "opt_G", "scaler"}
+    with pytest.raises(StateError, match=r"'net_D' \(weights\)"):
+        convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt", drop=["net_G"])
+    assert same(dict(load(tmp_path / "w.pt")), dict(parts["model"]))
+
+
+def test_several_losses_need_room(tmp_path: Path) -> None:
+    scalers = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
+    save(tmp_path / "a.pt", {**AmpLoop().save(), "amp": scalers})
+    with pytest.raises(StateError, match=r"'amp.1' \(a loss scale\); 'amp.2'"):
+        convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
+    convert(tmp_path / "a.pt", "engine", tmp_path / "e.pt")
+    assert [one["scale"] for one in load(tmp_path / "e.pt")["scalers"]] == [1.0, 2.0, 4.0]
+
+
+def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
+    state = AmpLoop().save()
+    del state["amp"]
+    save(tmp_path / "a.pt", state)
+    with pytest.raises(StateError, match=r"no loss scale.*write --scale 65536"):
+        convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt")
+    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", scale=1024.0, level="O2")
+    state = load(tmp_path / "b.pt")
+    assert (state["scalers"][0]["scale"], state["level"]) == (1024.0, "O2")
+    with pytest.raises(ConfigError, match=r"scale=8.0: the file has a loss scale of its own, in scalers"):
+        convert(tmp_path / "b.pt", "apex", tmp_path / "c.pt", scale=8.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
+def test_an_impossible_scale_is_refused(scale: float, tmp_path: Path) -> None:
+    torch.save(
+        {**AmpLoop().save(), "amp": {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}},
+        tmp_path / "a.pt",
+    )
+    with pytest.raises(StateError, match="loss_scale"):
+        convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt")
+    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", drop=["amp"], scale=256.0)
+    assert load(tmp_path / "b.pt")["scalers"][0]["scale"] == 256.0
+
+
+def test_an_open_window_is_not_lost_in_silence(tmp_path: Path) -> None:
+    loop = EngineLoop()
+    with loop.engine.forward():
+        loss = loop.model(torch.ones(2, 6)).mean()
+    loop.engine.backward(loss)
+    save(tmp_path / "a.pt", loop.save())
+    with pytest.raises(StateError, match=r"'window' \(gradients of an open accumulation window\)"):
+        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
+    convert(tmp_path / "a.pt", "engine", tmp_path / "c.pt")
+    assert same(load(tmp_path / "c.pt")["window"], loop.save()["window"])
+
+
+def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", AmpLoop().save())
+    with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of apex, grad_scaler"):
+        convert(tmp_path / "a.pt", "deepspeed", tmp_path / "b.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"cannot be converted: .* is damaged"):
+        convert(tmp_path / "a.pt", "weights", tmp_path / "b.pt")
+
+
+def test_a_folder_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(ScalerLoop(), tmp_path / "a.pt")
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises((HalfpeakError, OSError)):
+        convert(source, "accelerate", tmp_path / "folder")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+class TestPairing:
+    def weights(self, dtype: torch.dtype) -> tuple[OrderedDict[str, Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        masters = [torch.randn(3, 4), torch.randn(3), torch.randn(3, 4), torch.randn(3)]
+        names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+        return OrderedDict(zip(names, (m.to(dtype) for m in masters), strict=True)), masters
+
+    @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("widened", [False, True])
+    def test_in_any_order_of_groups(self, order: tuple[int, ...], dtype: torch.dtype, widened: bool) -> None:
+        weights, masters = self.weights(dtype)
+        stored = {name: value.float() if widened else value for name, value in weights.items()}
+        found = pair(stored, [masters[i] for i in order])
+        assert all(torch.equal(found[name], masters[i]) for i, name in enumerate(weights))
+
+    def test_norms_in_float32_have_none_or_themselves(self) -> None:
+        weights, masters = self.weights(torch.float16)
+        weights["norm.weight"] = torch.randn(3)
+        weights["norm.running_mean"] = torch.randn(3)
+        weights["norm.num_batches_tracked"] = torch.tensor(5)
+        assert set(pair(weights, masters)) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+        assert "norm.weight" in pair(weights, [*masters, weights["norm.weight"].clone()])
+
+    def test_a_master_of_another_step_is_refused(self) -> None:
+        weights, masters = self.weights(torch.float16)
+        masters[2] = masters[2] + 0.01
+        with pytest.raises(StateError, match=r"master 2 of shape \(3, 4\) rounds to none of the 2 weights"):
+            pair(weights, masters)
+        with pytest.raises(StateError, match=r"master 0 has shape \(5,\), and no weight"):
+            pair(weights, [torch.ones(5)])
+
+    def test_equal_weights_with_different_masters_are_refused(self) -> None:
+        """In an order that is not the model's, nothing tells which is whose."""
+        weights = {"a": torch.zeros(2).half(), "b": torch.ones(2).half(), "c": torch.zeros(2).half()}
+        tiny = torch.full((2,), 1e-9)
+        with pytest.raises(StateError, match="master 2 fits 'c' as well as 'a'"):
+            pair(weights, [torch.ones(2), torch.zeros(2), tiny])
+        assert torch.equal(pair(weights, [torch.zeros(2), torch.ones(2), tiny])["c"], tiny)
+        assert set(pair(weights, [torch.ones(2), torch.zeros(2), torch.zeros(2)])) == {"a", "b", "c"}
