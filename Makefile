@@ -4,6 +4,7 @@
 #   make test                 everything that CI runs
 #   make check                lint, format, types
 #   make docs                 the pages, in docs/_build/html
+#   make oracle               build mmcv 1.7.2 apart, and check what is recorded of it
 #   make bench                every benchmark, on the CPU
 #   make bench-gpu            the same on the accelerator, with the torch and triton already installed
 #   make clean                remove what the targets made
@@ -16,7 +17,7 @@ INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: train test check docs bench bench-gpu clean
+.PHONY: train test check docs oracle bench bench-gpu clean
 
 train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
@@ -33,6 +34,9 @@ check: $(VENV)/.tools
 docs: $(VENV)/.tools
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
+oracle: $(VENV)/.package .oracle/.mmcv
+	OMP_NUM_THREADS=1 $(BIN)/python tests/runner/oracle/check.py .oracle/mmcv
+
 bench: $(VENV)/.package
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
@@ -41,7 +45,7 @@ bench-gpu:
 	  echo "== $$script"; PYTHONPATH=src $(GPU_PYTHON) $$script --device cuda $(ARGS); done
 
 clean:
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .oracle docs/_build build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:
@@ -50,7 +54,7 @@ $(VENV)/.python:
 	  exit 1; }
 	@echo "making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.3'
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
@@ -62,4 +66,12 @@ $(VENV)/.tools: $(VENV)/.package
 	@echo "installing the tools of tests, checks and docs into $(VENV) ..."
 	@$(INSTALL) --group test --group check --group docs
 	@$(INSTALL) --no-deps timm
+	@touch $@
+
+# mmcv's setup.py needs pkg_resources, which newer setuptools have not; its compiled operators play no part here.
+.oracle/.mmcv: $(VENV)/.python tests/runner/oracle/requirements.txt
+	@echo "building mmcv 1.7.2 in .oracle ..."
+	@rm -rf .oracle && mkdir .oracle && echo 'setuptools<81' > .oracle/build.txt
+	@MMCV_WITH_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .oracle/mmcv \
+	  --build-constraint .oracle/build.txt -r tests/runner/oracle/requirements.txt
 	@touch $@

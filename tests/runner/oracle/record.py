@@ -1,10 +1,9 @@
 """Records what mmcv 1.7.2 itself does into mmcv.json, for the tests to compare with.
 
-mmcv 1.x cannot be an ordinary test dependency: it has no wheels and wants torchvision and OpenCV. It is built apart::
+mmcv 1.x cannot be an ordinary test dependency: it has no wheels and wants torchvision and OpenCV. ``make oracle`` builds it
+apart, in ``.oracle/mmcv``, and checks the record::
 
-    MMCV_WITH_OPS=0 pip install --no-deps --target DIR --build-constraint <(echo "setuptools<81") \
-        mmcv==1.7.2 addict yapf platformdirs opencv-python-headless
-    python tests/runner/oracle/record.py DIR
+    python tests/runner/oracle/record.py .oracle/mmcv
 """
 
 from __future__ import annotations
@@ -78,25 +77,29 @@ def runs(runner: Any, rows: dict[str, Any], decorator: Any = None) -> dict[str, 
     return found
 
 
-def main() -> None:
-    folder = sys.argv[1]
+def record(folder: str) -> dict[str, Any]:
+    """Everything that mmcv.json holds, from the mmcv in a folder."""
     torch.set_num_threads(1)
-    if len(sys.argv) > 2:
-        runner = import_mmcv(folder, "1.5.0")
-        print(json.dumps(runs(runner, cases.FP16_RUNS, runner.auto_fp16)))
-        return
     runner = import_mmcv(folder, None)
     legacy = subprocess.run(
         [sys.executable, __file__, folder, "legacy"], capture_output=True, text=True, check=True
     )
-    recorded = {
+    return {
         "scalers": scaler_histories(runner),
         "divisors": divisors(runner),
         "runs": runs(runner, cases.RUNS),
         "fp16 runs": json.loads(legacy.stdout),
     }
-    (HERE / "mmcv.json").write_text(json.dumps(recorded, indent=None, separators=(",", ":")) + "\n")
+
+
+def main(folder: str, *legacy: str) -> None:
+    if legacy:
+        torch.set_num_threads(1)
+        runner = import_mmcv(folder, "1.5.0")
+        print(json.dumps(runs(runner, cases.FP16_RUNS, runner.auto_fp16)))
+        return
+    (HERE / "mmcv.json").write_text(json.dumps(record(folder), separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

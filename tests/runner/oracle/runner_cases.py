@@ -234,15 +234,26 @@ class Lines(logging.Handler):
 
 
 def checkpoints(package: Any, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Which files are left, and the counters in them."""
+    """Which files are left, the counters in them, and what the last one holds."""
     with tempfile.TemporaryDirectory() as folder:
         runner = make(package, kind, work_dir=folder, meta={"seed": 0})
+        runner.model.CLASSES = ("cat", "dog")
         runner.register_training_hooks({"policy": "fixed"}, {}, options)
         runner.run([loader()], [("train", 1)])
         files = sorted(path.name for path in Path(folder).iterdir())
-        metas = {name: torch.load(Path(folder) / name, weights_only=True)["meta"] for name in files}
+        states = {name: torch.load(Path(folder) / name, weights_only=True) for name in files}
+        metas = {name: state["meta"] for name, state in states.items()}
         last = Path(runner.meta["hook_msgs"]["last_ckpt"]).name
-    return {"files": files, "counters": {n: [m["epoch"], m["iter"]] for n, m in metas.items()}, "last": last}
+    return {
+        "files": files,
+        "counters": {n: [m["epoch"], m["iter"]] for n, m in metas.items()},
+        "last": last,
+        "keys": sorted(states[last]),
+        "meta": sorted(metas[last]),
+        "weights": list(states[last]["state_dict"]),
+        "optimizer": sorted(states[last]["optimizer"]),
+        "classes": list(metas[last]["CLASSES"]),
+    }
 
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
