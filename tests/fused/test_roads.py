@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused.reference import CASES, Reference, agree, give, gradients_for, parameters_of
 
+from fused.reference import CASES, Reference, agree, give, gradients_for, parameters_of
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.blocks import ARENA
 from halfpeak.fused.optimizer import Feed, FusedOptimizer

@@ -42,6 +42,9 @@ class Layout:
     another tensor there - ``load_state_dict``, ``parameter.data = ...``, a new group - is noticed by
     :meth:`is_current`, and the next layout starts from what was put there.
 
+    Attributes:
+        moving: every tensor that a step of the last :meth:`pieces` writes.
+
     Args:
         optimizer: its state gets a row for every parameter laid out.
         rules: one per group.
@@ -93,6 +96,7 @@ class Layout:
         self._places = _places(self.targets)
         self._low_places = _places(self.lows)
         self._mask: list[bool] = []
+        self.moving: list[Tensor] = []
         self._pieces: list[Piece] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], lows: Sequence[Tensor]) -> bool:
@@ -120,6 +124,9 @@ class Layout:
             for group, block in self._blocks
             for counter, run in self._runs(block, mask, each=self.rules[group].layerwise)
         ]
+        moved = [i for piece in self._pieces for i in piece.block.members]
+        self.moving = [self.targets[i] for i in moved]
+        self.moving += [self.lows[i] for i in moved if self.lows[i] is not self.targets[i]]
         self._mask = list(mask)
         return self._pieces
 

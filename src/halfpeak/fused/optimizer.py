@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ParameterError
+from halfpeak.core.errors import ParameterError, StateError
 from halfpeak.fused.arguments import check_group
 from halfpeak.fused.layout import Layout, Piece, check_parameter, gradients_of, targets_of
 from halfpeak.fused.roads.base import Order, Reading, Road
-from halfpeak.fused.roads.choose import RoadName, choose
+from halfpeak.fused.roads.choose import RoadName, check_wish, choose
 from halfpeak.fused.rules.base import Rule
 
 
@@ -48,6 +48,7 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, road: RoadName = "auto") -> None:
+        check_wish(road)
         super().__init__(params, defaults)
         self._wish: RoadName = road
         self._begin()
@@ -92,6 +93,7 @@ class FusedOptimizer(Optimizer):
         """The sum of squares of the gradients that a step would read, and whether one is not finite."""
         with torch.no_grad():
             pieces = self._pieces(feed)
+            self._measured = (feed.grads, pieces)
             if not pieces:
                 nothing = torch.zeros_like(feed.factor)
                 return Reading(nothing, nothing.clone())
@@ -100,8 +102,8 @@ class FusedOptimizer(Optimizer):
     def feed(self, feed: Feed | None) -> None:
         """What the coming steps read; None for the parameters' own gradients again."""
         self._feed = feed
-        if feed is None and self._road is not None:
-            self._road.forget()
+        if feed is None:
+            self._forget()
 
     @property
     def road(self) -> str:
@@ -115,11 +117,17 @@ class FusedOptimizer(Optimizer):
         state["state"] = {
             key: {**row, "step": row["step"].clone()} if "step" in row else row
             for key, row in state["state"].items()
+            if row
         }
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype."""
+        """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype.
+
+        Raises:
+            StateError: a tensor has not the shape of its parameter.
+        """
+        _check_shapes(self, state_dict)
         super().load_state_dict(cast("dict[str, Any]", state_dict))
         _keep_dtypes(self, state_dict)
 
@@ -134,7 +142,14 @@ class FusedOptimizer(Optimizer):
         self._layout: Layout | None = None
         self._road: Road | None = None
         self._feed: Feed | None = None
+        self._measured: tuple[Sequence[Tensor | None], list[Piece]] | None = None
         self.moves = 0
+
+    def _forget(self) -> None:
+        """Gradients change from here on."""
+        self._measured = None
+        if self._road is not None:
+            self._road.forget()
 
     def _own_feed(self) -> Feed:
         targets = targets_of(self)
@@ -143,7 +158,9 @@ class FusedOptimizer(Optimizer):
         return Feed(gradients_of(targets), targets, one if grad_scale is None else grad_scale.reciprocal())
 
     def _move(self, feed: Feed) -> None:
-        pieces = self._pieces(feed)
+        measured = self._measured
+        # Between measuring and stepping only an engine has been at work.
+        pieces = self._pieces(feed) if measured is None or measured[0] is not feed.grads else measured[1]
         if not pieces:
             return
         layout = cast(Layout, self._layout)
@@ -152,14 +169,9 @@ class FusedOptimizer(Optimizer):
         orders = self._orders(pieces, layout.rules, feed.factor)
         self._road_for(pieces).update(orders, feed.grads)
         self.moves += 1
-        self._road_for(pieces).forget()
+        self._forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
-        moved = [layout.targets[i] for piece in pieces for i in piece.block.members]
-        torch.autograd.graph.increment_version(moved)
-        if feed.lows is not layout.targets:
-            torch.autograd.graph.increment_version(
-                [layout.lows[i] for piece in pieces for i in piece.block.members]
-            )
+        torch.autograd.graph.increment_version(layout.moving)
 
     def _orders(self, pieces: Sequence[Piece], rules: Sequence[Rule], factor: Tensor) -> list[Order]:
         orders: list[Order] = []
@@ -194,6 +206,19 @@ class FusedOptimizer(Optimizer):
         if self._road is None:
             self._road = choose(self._wish, [piece.block for piece in pieces])
         return self._road
+
+
+def _check_shapes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Refuse a state of other shapes. That it has as many parameters, torch finds out."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    for index, target in zip(numbers, targets_of(optimizer), strict=False):
+        for name, value in loaded["state"].get(index, {}).items():
+            # A count, or a norm, is one number.
+            if isinstance(value, Tensor) and value.dim() and value.shape != target.shape:
+                raise StateError(
+                    f"the state {name!r} of parameter {index} has shape {tuple(value.shape)}, and the parameter "
+                    f"{tuple(target.shape)}; load the state of this model's optimizer"
+                )
 
 
 def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:

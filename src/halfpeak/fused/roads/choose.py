@@ -17,14 +17,14 @@ WORTH_COMPILING = 2**18
 """Elements from which compiling pays: below, a step takes less than a millisecond on any road."""
 
 
-def choose(wish: RoadName, blocks: Sequence[Block]) -> Road:
-    """The road for some blocks. It depends on them and on the machine alone, so a resumed run takes the same.
-
-    Raises:
-        ConfigError: an unknown road.
-    """
+def check_wish(wish: str) -> None:
+    """Raise ConfigError for an unknown road."""
     if wish not in get_args(RoadName):
         raise ConfigError(f"road={wish!r} must be one of {', '.join(map(repr, get_args(RoadName)))}")
+
+
+def choose(wish: RoadName, blocks: Sequence[Block]) -> Road:
+    """The road for some blocks. It depends on them and on the machine alone, so a resumed run takes the same."""
     if wish == "compiled":
         return CompiledRoad()
     on_cpu = all(block.weight.device.type == "cpu" for block in blocks)

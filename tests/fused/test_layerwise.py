@@ -1,0 +1,247 @@
+"""LAMB and NovoGrad against their formulas written out by hand, one parameter at a time, in float64."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused.reference import give, gradients_for, parameters_of
+from halfpeak.fused import FusedLAMB, FusedNovoGrad
+from halfpeak.fused.optimizer import FusedOptimizer
+
+BETAS = (0.8, 0.95)
+
+
+def lamb(
+    weights: list[Tensor],
+    batches: list[list[Tensor]],
+    *,
+    lr: float = 0.02,
+    eps: float = 1e-6,
+    decay: float = 0.1,
+    limit: float = 1.0,
+    decoupled: bool = True,
+    average: bool = True,
+    correct: bool = True,
+    everywhere: bool = False,
+) -> list[Tensor]:
+    beta1, beta2 = BETAS
+    weights = [weight.double() for weight in weights]
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for t, batch in enumerate(batches, 1):
+        norm = math.sqrt(sum(float(g.double().pow(2).sum()) for g in batch))
+        divisor = norm / limit if norm > limit else 1.0
+        for i, weight in enumerate(weights):
+            g = batch[i].double() / divisor
+            if not decoupled:
+                g = g + decay * weight
+            first[i] = beta1 * first[i] + (1 - beta1 if average else 1.0) * g
+            second[i] = beta2 * second[i] + (1 - beta2) * g**2
+            m = first[i] / (1 - beta1**t) if correct else first[i]
+            v = second[i] / (1 - beta2**t) if correct else second[i]
+            update = m / (v.sqrt() + eps)
+            if decoupled:
+                update = update + decay * weight
+            size, move = float(weight.norm()), float(update.norm())
+            rescaled = (everywhere or decay != 0) and size > 0 and move > 0
+            weights[i] = weight - lr * (size / move if rescaled else 1.0) * update
+    return weights
+
+
+def novograd(
+    weights: list[Tensor],
+    batches: list[list[Tensor]],
+    *,
+    lr: float = 0.02,
+    eps: float = 1e-6,
+    decay: float = 0.1,
+    inside: bool = False,
+    average: bool = True,
+    correct: bool = True,
+    inf: bool = False,
+    from_zero: bool = False,
+) -> list[Tensor]:
+    beta1, beta2 = BETAS
+    weights = [weight.double() for weight in weights]
+    moments = [torch.zeros_like(weight) for weight in weights]
+    norms = [0.0] * len(weights)
+    for t, batch in enumerate(batches, 1):
+        for i, weight in enumerate(weights):
+            g = batch[i].double()
+            if not g.numel():
+                continue
+            now = float(g.abs().max()) if inf else float(g.norm())
+            if t == 1 and not from_zero:
+                norms[i] = now
+            elif inf:
+                norms[i] = beta2 * norms[i] + (1 - beta2) * now
+            else:
+                norms[i] = math.sqrt(beta2 * norms[i] ** 2 + (1 - beta2) * now**2)
+            divisor = norms[i] / (math.sqrt(1 - beta2**t) if correct else 1.0) + eps
+            if inside:
+                g = g / divisor + decay * weight
+            moments[i] = beta1 * moments[i] + (1 - beta1 if average else 1.0) * g
+            m = moments[i] / (1 - beta1**t) if correct else moments[i]
+            update = m if inside else m / divisor + decay * weight
+            weights[i] = weight - lr * update
+    return weights
+
+
+def check(build: Any, expected: Any) -> None:
+    parameters = parameters_of()
+    batches = [gradients_for(parameters) for _ in range(4)]
+    wanted = expected([parameter.detach() for parameter in parameters], batches)
+    optimizer = build(parameters)
+    for batch in batches:
+        give(parameters, batch)
+        optimizer.step()
+    for parameter, weight in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)
+
+
+FLAGS = list(itertools.product([True, False], repeat=4))
+
+
+@pytest.mark.parametrize(("decoupled", "average", "correct", "everywhere"), FLAGS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lamb(decoupled: bool, average: bool, correct: bool, everywhere: bool, decay: float) -> None:
+    check(
+        lambda parameters: FusedLAMB(
+            parameters,
+            lr=0.02,
+            betas=BETAS,
+            weight_decay=decay,
+            adam_w_mode=decoupled,
+            grad_averaging=average,
+            bias_correction=correct,
+            use_nvlamb=everywhere,
+        ),
+        lambda weights, batches: lamb(
+            weights,
+            batches,
+            decay=decay,
+            decoupled=decoupled,
+            average=average,
+            correct=correct,
+            everywhere=everywhere,
+        ),
+    )
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0])
+def test_lamb_clips_the_norm_of_all_groups_together(limit: float) -> None:
+    check(
+        lambda parameters: FusedLAMB(
+            [{"params": parameters[:4]}, {"params": parameters[4:]}],
+            lr=0.02,
+            betas=BETAS,
+            weight_decay=0.1,
+            max_grad_norm=limit,
+        ),
+        lambda weights, batches: lamb(weights, batches, limit=limit or math.inf),
+    )
+
+
+def test_lamb_leaves_a_weight_of_zero_its_own_step() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = FusedLAMB([weight], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0)
+    give([weight], [torch.ones(4)])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -0.1))
+
+
+@pytest.mark.parametrize(("inside", "average", "correct", "inf"), FLAGS)
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_novograd(inside: bool, average: bool, correct: bool, inf: bool, from_zero: bool) -> None:
+    check(
+        lambda parameters: FusedNovoGrad(
+            parameters,
+            lr=0.02,
+            betas=BETAS,
+            eps=1e-6,
+            weight_decay=0.1,
+            reg_inside_moment=inside,
+            grad_averaging=average,
+            bias_correction=correct,
+            norm_type=float("inf") if inf else 2,
+            init_zero=from_zero,
+        ),
+        lambda weights, batches: novograd(
+            weights, batches, inside=inside, average=average, correct=correct, inf=inf, from_zero=from_zero
+        ),
+    )
+
+
+BUILD: dict[str, Any] = {
+    "LAMB": lambda parameters: FusedLAMB(parameters, lr=0.01, road="eager"),
+    "NovoGrad": lambda parameters: FusedNovoGrad(parameters, lr=0.01, weight_decay=0.1, road="eager"),
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+def test_resumes_bit_for_bit_with_gradients_missing_now_and_then(name: str, how: str) -> None:
+    parameters = parameters_of()
+    optimizer: FusedOptimizer = BUILD[name](parameters)
+    batches: list[list[Tensor | None]] = [list(gradients_for(parameters)) for _ in range(6)]
+    for at, batch in enumerate(batches):
+        batch[at] = batch[-1] = None
+    for batch in batches[:3]:
+        give(parameters, batch)
+        optimizer.step()
+    if how == "deepcopy":
+        others, resumed = copy.deepcopy((parameters, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        resumed = BUILD[name](others)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+    for batch in batches[3:]:
+        for weights, one in ((parameters, optimizer), (others, resumed)):
+            give(weights, batch)
+            one.step()
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    steps = {i: float(row["step"]) for i, row in optimizer.state_dict()["state"].items()}
+    assert steps == {0: 5.0, 1: 5.0, 2: 5.0, 3: 5.0, 4: 5.0, 5: 5.0, 6: 6.0, 7: 6.0, 8: 6.0}
+
+
+def test_novograd_keeps_one_number_per_parameter() -> None:
+    parameters = parameters_of()
+    optimizer = FusedNovoGrad(parameters, lr=0.01)
+    gradients = gradients_for(parameters)
+    give(parameters, gradients)
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        norm = optimizer.state[parameter]["exp_avg_sq"]
+        assert norm.shape == ()
+        torch.testing.assert_close(norm, gradient.norm())
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_under_torchs_gradient_scaler(name: str) -> None:
+    parameters, plain = parameters_of(), parameters_of()
+    for parameter, other in zip(parameters, plain, strict=True):
+        other.data.copy_(parameter.data)
+    optimizer, other = BUILD[name](parameters), BUILD[name](plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True, False):
+        gradients = gradients_for(parameters)
+        if not bad:
+            give(plain, gradients)
+            other.step()
+        scaler.scale(torch.ones(()))
+        give(parameters, [gradient * (math.inf if bad else scaler.get_scale()) for gradient in gradients])
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    for parameter, weight in zip(parameters, plain, strict=True):
+        torch.testing.assert_close(parameter, weight, rtol=1e-6, atol=1e-7)

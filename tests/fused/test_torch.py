@@ -1,0 +1,339 @@
+"""Side by side with torch's optimizers of the same rule: numbers, state, groups, whatever happens to a parameter."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fused.reference import give, gradients_for, parameters_of
+from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
+from halfpeak.fused.optimizer import FusedOptimizer
+
+PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
+    "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
+    "SGD momentum": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+    "SGD nesterov": (
+        FusedSGD,
+        torch.optim.SGD,
+        {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "maximize": True},
+    ),
+    "Adam": (FusedAdam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 1e-2, "maximize": True}),
+    "AdamW": (FusedAdamW, torch.optim.AdamW, {"lr": 1e-3}),
+    "AdamW amsgrad": (FusedAdamW, torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True, "eps": 1e-6}),
+    "Adagrad": (
+        FusedAdagrad,
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3, "initial_accumulator_value": 0.1},
+    ),
+}
+
+SHORT = {"rtol": 1e-5, "atol": 1e-6}
+"""Over a few steps: what rounding may do to numbers of size one."""
+
+
+class Twins:
+    """The same parameters under our optimizer and under torch's."""
+
+    def __init__(self, name: str, **others: Any) -> None:
+        kind, theirs, options = PAIRS[name]
+        self.ours = parameters_of()
+        self.theirs = [torch.nn.Parameter(p.detach().clone()) for p in self.ours]
+        self.fused: Optimizer = kind(self.ours, road="eager", **copy.deepcopy({**options, **others}))
+        self.plain: Optimizer = theirs(self.theirs, **{**options, **others})
+
+    def step(self, skip: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        gradients: list[Tensor | None] = list(gradients_for(self.ours))
+        for index in skip:
+            gradients[index] = None
+        give(self.ours, gradients)
+        give(self.theirs, gradients)
+        self.fused.step()
+        self.plain.step()
+
+    def agree(self, **tolerance: float) -> None:
+        tolerance = tolerance or SHORT
+        pairs = [*zip(self.ours, self.theirs, strict=True)]
+        rows, plains = self.fused.state_dict()["state"], self.plain.state_dict()["state"]
+        pairs += [
+            (rows[i][key], value)
+            for i, row in plains.items()
+            for key, value in row.items()
+            if value is not None
+        ]
+        for mine, other in pairs:
+            torch.testing.assert_close(mine, other, check_stride=False, **tolerance)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_agrees_over_a_thousand_steps(name: str) -> None:
+    twins = Twins(name)
+    for _ in range(1000):
+        twins.step()
+    # A thousand roundings of weights and moments of size one, which do not all point the same way.
+    twins.agree(rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_parameters_without_gradient_stay_behind(name: str) -> None:
+    twins = Twins(name)
+    for skip in ({0, 3, 4}, {3}, set[int](), {6, 7}, {0, 3, 9}, set[int]()):
+        twins.step(skip)
+        twins.agree()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_state_goes_into_torchs_optimizer_and_back(name: str) -> None:
+    twins = Twins(name)
+    for skip in (set[int](), {0, 5}):
+        twins.step(skip)
+    ours, theirs = copy.deepcopy(twins.fused.state_dict()), copy.deepcopy(twins.plain.state_dict())
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, row in theirs["state"].items():
+        assert {k for k, v in row.items() if v is not None} == ours["state"][key].keys()
+    twins.fused.load_state_dict(theirs)
+    twins.plain.load_state_dict(ours)
+    for skip in (set[int](), {3}, set[int]()):
+        twins.step(skip)
+        twins.agree()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_state_before_the_first_step_goes_there_too(name: str) -> None:
+    twins = Twins(name)
+    ours, theirs = copy.deepcopy(twins.fused.state_dict()), copy.deepcopy(twins.plain.state_dict())
+    twins.fused.load_state_dict(theirs)
+    twins.plain.load_state_dict(ours)
+    twins.step()
+    twins.agree()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_groups_with_their_own_numbers_are_added_late(name: str) -> None:
+    twins = Twins(name)
+    twins.step()
+    late = parameters_of()
+    same = [torch.nn.Parameter(p.detach().clone()) for p in late]
+    twins.fused.add_param_group({"params": late, "lr": 0.05, "weight_decay": 0.0})
+    twins.plain.add_param_group({"params": same, "lr": 0.05, "weight_decay": 0.0})
+    if name == "Adagrad":  # torch's makes the state of its first groups alone
+        twins.plain.load_state_dict(copy.deepcopy(twins.fused.state_dict()))
+    twins.ours += late
+    twins.theirs += same
+    for skip in (set[int](), {1, 12}, set[int]()):
+        twins.step(skip)
+        twins.agree()
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW"])
+def test_frozen_and_unfrozen(name: str) -> None:
+    twins = Twins(name)
+    for frozen in (True, False, True):
+        for parameter in (*twins.ours[3:6], *twins.theirs[3:6]):
+            parameter.requires_grad_(not frozen)
+        twins.step({3, 4, 5} if frozen else set())
+        twins.agree()
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "Adagrad"])
+def test_data_swapped_and_written(name: str) -> None:
+    twins = Twins(name)
+    twins.step()
+    for parameter in (twins.ours[3], twins.theirs[3]):
+        parameter.data = torch.ones(7, 5)
+    for parameter in (twins.ours[6], twins.theirs[6]):
+        parameter.data.mul_(2.0)
+    with torch.no_grad():
+        for parameter in (twins.ours[4], twins.theirs[4]):
+            parameter.zero_()
+    twins.step()
+    twins.agree()
+    twins.step()
+    twins.agree()
+
+
+def test_gradients_replaced_between_backward_and_step() -> None:
+    twins = Twins("AdamW")
+    for _ in range(2):
+        for pair in zip(twins.ours, twins.theirs, strict=True):
+            first, second = torch.randn(pair[0].shape), torch.randn(pair[0].shape)
+            for parameter in pair:
+                parameter.grad = first.clone()
+                parameter.grad = second.clone()
+        twins.fused.step()
+        twins.plain.step()
+        twins.agree()
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_schedulers_and_tensor_learning_rates(kind: str) -> None:
+    lr = 0.1 if kind == "number" else torch.tensor(0.1)
+    twins = Twins("AdamW", lr=lr)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (twins.fused, twins.plain)]
+    for _ in range(4):
+        twins.step()
+        twins.agree()
+        for schedule in schedules:
+            schedule.step()
+    assert float(twins.fused.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5**4)
+
+
+def test_momentum_switched_on_and_off() -> None:
+    twins = Twins("SGD momentum")
+    for momentum in (0.0, 0.0, 0.9, 0.9, 0.0, 0.9):
+        for optimizer in (twins.fused, twins.plain):
+            optimizer.param_groups[0]["momentum"] = momentum
+        twins.step()
+        twins.agree()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_saved_in_the_middle_it_goes_on_bit_for_bit(name: str) -> None:
+    kind, _, options = PAIRS[name]
+    parameters = parameters_of()
+    optimizer = kind(parameters, road="eager", **options)
+    batches = [gradients_for(parameters) for _ in range(6)]
+    for batch in batches[:3]:
+        give(parameters, batch)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "weights": [p.data for p in parameters]}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others = [torch.nn.Parameter(weight) for weight in saved["weights"]]
+    resumed = kind(others, road="eager", **options)
+    resumed.load_state_dict(saved["optimizer"])
+    for batch in batches[3:]:
+        give(parameters, batch)
+        give(others, batch)
+        optimizer.step()
+        resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW"])
+def test_a_copy_has_parameters_and_state_of_its_own(name: str, how: str) -> None:
+    twins = Twins(name)
+    twins.step()
+    pair = (twins.ours, twins.fused)
+    ours, fused = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    before = [parameter.detach().clone() for parameter in twins.ours]
+    twins.ours, twins.fused = ours, fused
+    twins.step()
+    twins.agree()
+    assert all(torch.equal(a, b) for a, b in zip(pair[0], before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW"])
+def test_under_torchs_gradient_scaler(name: str) -> None:
+    twins = Twins(name)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for bad in (True, False, True, False):
+        gradients = gradients_for(twins.ours)
+        if bad:
+            gradients[3][0, 0] = float("inf")
+        for parameters, optimizer, scaler in zip(
+            (twins.ours, twins.theirs), (twins.fused, twins.plain), scalers, strict=True
+        ):
+            scaler.scale(torch.ones(()))
+            give(parameters, [gradient * scaler.get_scale() for gradient in gradients])
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        twins.agree()
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_found_inf_of_any_size_leaves_everything_as_it_was(value: float) -> None:
+    twins = Twins("SGD momentum")
+    before = [parameter.detach().clone() for parameter in twins.ours]
+    twins.fused.found_inf = torch.tensor(value)  # type: ignore[attr-defined]
+    give(twins.ours, gradients_for(twins.ours))
+    twins.fused.step()
+    assert all(torch.equal(a, b) for a, b in zip(twins.ours, before, strict=True))
+    del twins.fused.found_inf
+    twins.step()
+    twins.agree()
+
+
+def test_closures_and_hooks() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([weight], lr=0.5)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        seen.append("closure")
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 3.0
+    assert seen == ["before", "closure", "after"]
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+
+
+def test_autograd_sees_that_weights_have_moved() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamW([weight])
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tied_weights_are_stepped_once() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 4)
+            self.head = torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    models = [Tied() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [FusedAdamW(models[0].parameters()), torch.optim.AdamW(models[1].parameters())]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+    assert models[0].head.weight is models[0].embed.weight
+    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **SHORT)
+
+
+def test_dtypes_mixed_in_one_group() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    mixed = [torch.nn.Parameter(torch.randn(9).to(dtype)) for dtype in dtypes]
+    apart = [torch.nn.Parameter(parameter.detach().clone()) for parameter in mixed]
+    optimizers = [FusedAdamW(mixed), *(FusedAdamW([parameter]) for parameter in apart)]
+    for _ in range(3):
+        gradients = gradients_for(mixed)
+        give(mixed, gradients)
+        give(apart, gradients)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mixed, apart, strict=True))
+    state = {p.dtype: optimizers[0].state[p]["exp_avg"].dtype for p in mixed}
+    assert state == {d: torch.promote_types(d, torch.float32) for d in dtypes}
+
+
+def test_no_gradient_anywhere_is_no_step() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamW([weight])
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(3))
+    assert not optimizer.state[weight]
