@@ -133,7 +133,7 @@ def take_scales(engine: Engine) -> dict[str, Any]:
 
 
 def put_scales(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`take_scales` gave. A static scale stays, whatever was saved; at another level all else does.
+    """Restore what :func:`take_scales` gave. A static scale stays what it is, whatever was saved.
 
     Raises:
         StateError: it does not fit. Nothing was loaded.
@@ -148,8 +148,7 @@ def put_scales(engine: Engine, state: Mapping[str, Any]) -> None:
         check_window(engine, known["window"])
     engine.journal.load_state_dict(known["counters"])
     for scaler, scale in zip(engine.scalers, scales, strict=True):
-        if scaler.config.dynamic:
-            scaler.state = scale
+        scaler.state = scale if scaler.config.dynamic else scale._replace(scale=scaler.state.scale)
     engine.phases.look_for_trouble()
     if known["window"] is not None:
         put_window(engine, known["window"])

@@ -1,0 +1,123 @@
+"""A loss scaler for timm's training loop: the call that its ``NativeScaler`` and ``ApexScaler`` answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.outcome import StepResult
+from halfpeak.engine.engine import Engine
+from halfpeak.integrations.holder import put_scales, scaled, take_scales
+from halfpeak.parts.clip import ClipNorm, ClipValue
+from halfpeak.parts.verdict import is_multi_rank
+
+
+class LossScaler:
+    """``loss_scaler(loss, optimizer, ...)`` over an engine, at any level: backward, clip, step.
+
+    In timm's script ``amp_autocast`` is then ``engine.forward``, and ``loss_scaler`` is this.
+
+    Args:
+        engine: made by :func:`halfpeak.prepare`, without ``accumulate`` and ``clip``, which timm does.
+
+    Attributes:
+        last: what the last step did; None before the first.
+
+    Raises:
+        ConfigError: the engine accumulates or clips itself.
+
+    Example:
+        >>> import torch, halfpeak
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss_scaler = LossScaler(halfpeak.prepare(model, optimizer, "O5"))
+        >>> loss_scaler(model(torch.ones(4, 2)).mean(), optimizer, clip_grad=1.0, parameters=model.parameters())
+        >>> loss_scaler.last.stepped()
+        True
+    """
+
+    state_dict_key = "halfpeak"
+
+    def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigTypeError(
+                f"{type(engine).__name__} is not an engine; write LossScaler(halfpeak.prepare(model, optimizer, 'O2'))"
+            )
+        if engine.plan.accumulation.every != 1:
+            raise ConfigError(
+                f"accumulate={engine.plan.accumulation.every}: timm counts the passes of a step; leave it out of prepare"
+            )
+        self.engine = engine
+        self.last: StepResult | None = None
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Iterable[Tensor] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> None:
+        """One backward pass and, where it ends a window, one step.
+
+        Args:
+            loss: a scalar, divided for accumulation already.
+            optimizer: one that the engine knows.
+            clip_grad: limit of the norm, of each element, or of the ratio of gradient to weight; None does not clip.
+            clip_mode: ``"norm"``, ``"value"`` or ``"agc"``.
+            parameters: of the model, to clip; None means all that the optimizer steps. Where they have masters, these
+                are meant.
+            create_graph: for optimizers that differentiate the gradient.
+            need_update: False where more backward passes are to come; DDP may then leave gradients unreduced.
+
+        Raises:
+            ConfigError: an unknown ``clip_mode``. Nothing was changed.
+        """
+        if clip_mode not in ("norm", "value", "agc"):
+            raise ConfigError(f"clip_mode={clip_mode!r} must be 'norm', 'value' or 'agc'")
+        lanes = self.engine.lanes_of(optimizer)
+        delay = is_multi_rank() and not need_update
+        with scaled(self.engine, loss, lanes, delay=delay) as product:
+            product.backward(create_graph=create_graph)
+        if need_update:
+            if clip_grad is not None:
+                self._clip(self._stepped(optimizer, parameters), clip_grad, clip_mode)
+            self.last = self.engine.step(optimizers=optimizer)
+
+    def _stepped(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+        """What the optimizer steps in place of ``parameters``."""
+        if parameters is None:
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        masters = self.engine.masters
+        return [
+            parameter if (master := masters.of(parameter)) is None else master for parameter in parameters
+        ]
+
+    def _clip(self, parameters: list[Tensor], limit: float, mode: str) -> None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if mode == "agc":
+            from timm.utils.agc import adaptive_clip_grad  # type: ignore[import-not-found, unused-ignore]
+
+            adaptive_clip_grad(parameters, limit)
+        elif mode == "norm":
+            ClipNorm(max_norm=limit)(grads)
+        else:
+            ClipValue(value=limit)(grads)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scales and counters; timm saves model and optimizer, which speak float32."""
+        return take_scales(self.engine)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        put_scales(self.engine, state_dict)

@@ -1,0 +1,57 @@
+"""Levels inside the ``Trainer`` of Hugging Face transformers 5.x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import transformers
+from accelerate.utils import GradientAccumulationPlugin
+
+from halfpeak.integrations.accelerate import Accelerator
+
+
+class HalfpeakTrainer(transformers.Trainer):
+    """A ``transformers.Trainer`` that trains at a level.
+
+    Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so gradients are clipped at their true size, a
+    skipped step moves no scheduler, and a checkpoint holds the float32 weights and the loss scale.
+
+    Args:
+        args: of ``transformers.Trainer``. Its ``TrainingArguments`` have neither ``fp16`` nor ``bf16``.
+        level: ``"O0"`` to ``"O5"``.
+        options: of :func:`halfpeak.prepare`, but for what the Trainer does itself.
+        kwargs: of ``transformers.Trainer``.
+
+    Raises:
+        ConfigError: see there.
+    """
+
+    def __init__(
+        self, *args: Any, level: str = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._level, self._level_options = level, options
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the Trainer make its accelerator, and take its place with the same settings."""
+        super().create_accelerator_and_postprocess()
+        theirs = self.accelerator
+        self.accelerator = Accelerator(
+            level=self._level,
+            options=self._level_options,
+            mixed_precision=theirs.mixed_precision,
+            dataloader_config=theirs.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(**theirs.gradient_state.plugin_kwargs),
+            kwargs_handlers=[theirs.ddp_handler] if theirs.ddp_handler is not None else None,
+        )
+        keywords = getattr(self.gather_function, "keywords", {})
+        self.gather_function = partial(self.accelerator.gather_for_metrics, **keywords)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """The casts of the level around the forward pass and the loss."""
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(self.accelerator.autocast())
+        return stack

@@ -1,0 +1,164 @@
+"""accelerate's own Accelerator with our scaler, and ours with a level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from integrations.lightning_net import SCALE, adamw, batches, plain_run
+from support.nets import LEVELS, OPTIMIZERS, make_net, poison
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+from halfpeak.integrations.accelerate import Accelerator, AcceleratorScaler  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """accelerate keeps its state in classes."""
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.float().clone() for name, value in net.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+class Run:
+    """A model and an optimizer under an accelerator, with a schedule."""
+
+    def __init__(self, level: str, build: Any = adamw, **options: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, level=level, options={"scale": SCALE}, **options)
+        self.net = make_net()
+        optimizer = build(self.net.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(self.net, optimizer, schedule)
+
+    def train(self, start: int = 0, stop: int = 8, clip: float | None = None) -> list[bool]:
+        skipped: list[bool] = []
+        for x, y in batches()[start:stop]:
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = nn.functional.mse_loss(self.model(x).float(), y)
+                self.accelerator.backward(loss)
+                if clip is not None and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                skipped.append(self.accelerator.optimizer_step_was_skipped)
+        return skipped
+
+
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["plain", "clip"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_the_engines_bit_for_bit(level: str, clip: float | None) -> None:
+    run = Run(level)
+    skipped = run.train(clip=clip)
+    assert [number for number, skip in enumerate(skipped) if skip] == [0, 4]
+    assert run.schedule.scheduler.last_epoch == 6
+    by_hand = None if clip is None else (lambda params: nn.utils.clip_grad_norm_(list(params), clip))
+    assert_same(weights(run.net), plain_run(level, clip=by_hand)[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_is_accelerates(level: str) -> None:
+    run = Run(level, gradient_accumulation_steps=2)
+    assert run.train() == [True, False, True, False]
+    assert_same(weights(run.net), plain_run(level, accumulate=2)[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_goes_on_bit_for_bit(level: str, tmp_path: Path) -> None:
+    whole = Run(level)
+    whole.train()
+    half = Run(level)
+    half.train(stop=5)
+    half.accelerator.save_state(str(tmp_path))
+    resumed = Run(level)
+    resumed.train(stop=2)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train(start=5)
+    assert_same(weights(resumed.net), weights(whole.net))
+    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+
+
+def test_clipping_by_value_reaches_the_masters() -> None:
+    run = Run("O2", lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    x, y = batches()[1]
+    before = weights(run.net)
+    run.accelerator.backward(nn.functional.mse_loss(run.model(x), y))
+    run.accelerator.clip_grad_value_(run.model.parameters(), 1e-3)
+    run.optimizer.step()
+    moved = max(
+        float((new - before[name]).abs().max()) for name, new in weights(run.net).items() if "weight" in name
+    )
+    assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:
+    run = Run("O2")
+    run.train(stop=2)
+    exact = weights(run.net)
+    run.model, run.optimizer = run.accelerator.prepare(run.net, adamw(run.net.parameters()))
+    assert_same(weights(run.net), exact)
+    assert run.accelerator.scaler.state_dict()["counters"] == {"taken": 1, "skipped": 1, "index": 2}
+    run.train(start=2, stop=4)
+    assert run.accelerator.scaler.state_dict()["counters"]["taken"] == 3
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(halfpeak.ConfigError, match="leave mixed_precision"):
+        Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state()
+    with pytest.raises(halfpeak.ConfigError, match="clip_grad_norm_"):
+        Accelerator(cpu=True, options={"clip": 1.0})
+    accelerator = Accelerator(cpu=True)
+    net = make_net()
+    with pytest.raises(halfpeak.ConfigError, match="without its model"):
+        accelerator.prepare(adamw(net.parameters()))
+    with pytest.raises(halfpeak.OrderError, match=r"accelerator\.prepare\(model, optimizer\)"):
+        accelerator.backward(net(batches()[1][0]).sum())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_accelerates_own_loop_with_our_scaler_knows_what_was_skipped(name: str) -> None:
+    """With torch's scaler accelerate 1.15 misses a skip in a fused kernel, and the scheduler advances."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+    # accelerate scales on accelerators only; this is what it sets there.
+    accelerator.native_amp = True
+    accelerator.scaler = AcceleratorScaler("cpu", init_scale=2.0**10)
+    net = make_net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    skipped: list[bool] = []
+    for number, (x, y) in enumerate(batches(4)[1:]):
+        accelerator.backward(nn.functional.mse_loss(model(x).float(), y))
+        if number == 1:
+            poison(net[0].weight)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert number == 1 or 0 < float(norm) < 100
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert skipped == [False, True, False]
+    assert schedule.scheduler.last_epoch == 2
+    assert accelerator.scaler.get_scale() == 2.0**9

@@ -1,0 +1,164 @@
+"""timm's loss-scaler call: ours over an engine, and its own NativeScaler over our GradScaler."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak.integrations.timm import LossScaler
+from integrations.lightning_net import SCALE, adamw, batches, plain_run
+from support.nets import LEVELS, make_batch, make_net
+
+MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda")
+
+
+@pytest.fixture
+def timm_utils() -> Iterator[SimpleNamespace]:
+    """timm's own files, by their paths: ``import timm`` needs torchvision, and these need torch alone."""
+    try:
+        files = metadata.files("timm")
+    except metadata.PackageNotFoundError:
+        pytest.skip("timm is not installed")
+    assert files is not None
+    before = dict(sys.modules)
+    for package in ("timm", "timm.utils"):
+        sys.modules[package] = ModuleType(package)
+    loaded: dict[str, Any] = {}
+    for name in MODULES:
+        path = next(file.locate() for file in files if str(file) == name.replace(".", "/") + ".py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = loaded[name.rpartition(".")[2]] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    yield SimpleNamespace(**loaded)
+    for name in set(sys.modules) - set(before):
+        if name.partition(".")[0] == "timm":
+            del sys.modules[name]
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.float().clone() for name, value in net.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def prepared(level: str) -> SimpleNamespace:
+    net = make_net()
+    optimizer = adamw(net.parameters())
+    engine = halfpeak.prepare(net, optimizer, level, scale=SCALE)
+    return SimpleNamespace(net=net, optimizer=optimizer, engine=engine, loss_scaler=LossScaler(engine))
+
+
+def train(run: SimpleNamespace, start: int = 0, stop: int = 8, accumulate: int = 1, **clip: Any) -> None:
+    """The middle of timm's train_one_epoch."""
+    for number, (x, y) in enumerate(batches()[start:stop]):
+        need_update = (number + 1) % accumulate == 0
+        with run.engine.forward():
+            loss = nn.functional.mse_loss(run.net(x).float(), y) / accumulate
+        run.loss_scaler(loss, run.optimizer, parameters=run.net.parameters(), need_update=need_update, **clip)
+        if need_update:
+            run.optimizer.zero_grad()
+
+
+CLIPS: dict[str, tuple[dict[str, Any], Any]] = {
+    "none": ({}, None),
+    "norm": ({"clip_grad": 0.01}, lambda p: halfpeak.ClipNorm(max_norm=0.01)([one.grad for one in p])),
+    "value": ({"clip_grad": 1e-3, "clip_mode": "value"}, lambda p: nn.utils.clip_grad_value_(list(p), 1e-3)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_the_engines_bit_for_bit(level: str, clip: str) -> None:
+    options, by_hand = CLIPS[clip]
+    run = prepared(level)
+    train(run, **options)
+    assert_same(weights(run.net), plain_run(level, clip=by_hand)[0])
+    assert (int(run.engine.taken), int(run.engine.skipped)) == (6, 2)
+
+
+def test_accumulation_is_timms() -> None:
+    run = prepared("O2")
+    train(run, accumulate=2)
+    assert_same(weights(run.net), plain_run("O2", accumulate=2)[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_goes_on_bit_for_bit(level: str) -> None:
+    whole = prepared(level)
+    train(whole)
+    half = prepared(level)
+    train(half, stop=5)
+    saved = {
+        "state_dict": weights(half.net),
+        "optimizer": half.optimizer.state_dict(),
+        half.loss_scaler.state_dict_key: half.loss_scaler.state_dict(),
+    }
+    resumed = prepared(level)
+    resumed.net.load_state_dict(saved["state_dict"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.loss_scaler.load_state_dict(saved[resumed.loss_scaler.state_dict_key])
+    train(resumed, start=5)
+    assert_same(weights(resumed.net), weights(whole.net))
+
+
+def test_adaptive_clipping_is_timms_own(timm_utils: SimpleNamespace) -> None:
+    run = prepared("O2")
+    train(run, clip_grad=0.01, clip_mode="agc")
+    expected = plain_run("O2", clip=lambda p: timm_utils.agc.adaptive_clip_grad(list(p), 0.01))[0]
+    assert_same(weights(run.net), expected)
+
+
+def test_the_call_is_timms(timm_utils: SimpleNamespace) -> None:
+    import inspect
+
+    for theirs in (timm_utils.cuda.NativeScaler, timm_utils.cuda.ApexScaler):
+        mine = inspect.signature(LossScaler.__call__).parameters
+        given = inspect.signature(theirs.__call__).parameters
+        assert list(mine) == list(given)
+        assert all(mine[name].default == given[name].default for name in given)
+
+
+def test_timms_native_scaler_over_ours_is_as_over_torchs(timm_utils: SimpleNamespace) -> None:
+    results: list[list[Any]] = []
+    for make in (torch.amp.GradScaler, halfpeak.GradScaler):
+        scaler = timm_utils.cuda.NativeScaler("cpu")
+        scaler._scaler = make("cpu", init_scale=2.0**10, growth_interval=2)
+        net = make_net()
+        optimizer = adamw(net.parameters())
+        for number in range(6):
+            x, y = make_batch(number)
+            loss = nn.functional.mse_loss(net(x), y) * (torch.inf if number == 3 else 1.0)
+            scaler(loss, optimizer, clip_grad=0.05, parameters=list(net.parameters()))
+            optimizer.zero_grad()
+        results.append([scaler.state_dict(), [value.tolist() for value in net.state_dict().values()]])
+    assert results[0] == results[1]
+
+
+def test_what_cannot_be_is_said() -> None:
+    run = prepared("O2")
+    with pytest.raises(halfpeak.ConfigError, match="clip_mode='median'"):
+        run.loss_scaler(torch.zeros(()), run.optimizer, clip_grad=1.0, clip_mode="median")
+    with pytest.raises(halfpeak.OrderError, match="was not prepared by this engine"):
+        run.loss_scaler(torch.zeros(()), adamw(make_net().parameters()))
+    with pytest.raises(halfpeak.StateError):
+        run.loss_scaler.load_state_dict({"scale": 1.0})
+    with pytest.raises(halfpeak.ConfigError, match="is not an engine"):
+        LossScaler(run.optimizer)  # type: ignore[arg-type]
+    net = make_net()
+    engine = halfpeak.prepare(net, adamw(net.parameters()), accumulate=2)
+    with pytest.raises(halfpeak.ConfigError, match="accumulate=2"):
+        LossScaler(engine)
