@@ -16,6 +16,7 @@ from torch import nn
 from halfpeak.core.errors import ConfigTypeError, HalfpeakError, RegistryError
 from halfpeak.optim.builder import build_optim_wrapper
 from halfpeak.optim.members import (
+    FUSED_OPTIMIZERS,
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
     OPTIMIZERS,
@@ -228,7 +229,11 @@ def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch
 def test_torch_optimizers_are_those_of_mmengine() -> None:
     theirs = set(original.TORCH_OPTIMIZERS) - {"Optimizer"}  # an abstract class, which builds nothing
     assert set(TORCH_OPTIMIZERS) == theirs - {"TorchAdafactor"} | {"Adafactor"}
-    assert set(OPTIMIZERS) == {*TORCH_OPTIMIZERS, "TorchAdafactor"}
+    assert set(OPTIMIZERS) == {
+        *TORCH_OPTIMIZERS,
+        "TorchAdafactor",
+        *(kind.__name__ for kind in FUSED_OPTIMIZERS),
+    }
     assert OPTIMIZERS["TorchAdafactor"] is OPTIMIZERS["Adafactor"] is torch.optim.Adafactor
 
 
@@ -238,6 +243,12 @@ def test_each_optimizer_builds_by_name(name: str) -> None:
     wrapper = build_optim_wrapper(model, {"optimizer": {"type": name, "lr": 0.01}})
     assert type(wrapper.optimizer) is getattr(torch.optim, name.removeprefix("Torch"))
     assert wrapper.get_lr() == {"lr": [0.01]}
+
+
+@pytest.mark.parametrize("kind", FUSED_OPTIMIZERS)
+def test_each_fused_optimizer_builds_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    wrapper = build_optim_wrapper(nn.Linear(2, 2), {"optimizer": {"type": kind.__name__, "lr": 0.01}})
+    assert type(wrapper.optimizer) is kind
 
 
 def test_wrappers_and_constructors() -> None:

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
+from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
 from halfpeak.optim.apex_wrapper import ApexOptimWrapper
 from halfpeak.optim.registry import Registry
@@ -22,11 +23,16 @@ TORCH_OPTIMIZERS: Final = tuple(
 )
 """The names of torch's own, whichever the installed release has."""
 
+FUSED_OPTIMIZERS: Final = (FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD)
+"""Ours, under the names that apex's had."""
+
 OPTIMIZERS: Final = Registry("optimizer")
 """What ``type`` of an ``optimizer`` configuration may name."""
 
 for _name in TORCH_OPTIMIZERS:
     OPTIMIZERS.register_module(module=getattr(torch.optim, _name))
+for _fused in FUSED_OPTIMIZERS:
+    OPTIMIZERS.register_module(module=_fused)
 # mmengine's name for it, because there transformers may own the other.
 OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
 

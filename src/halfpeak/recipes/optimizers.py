@@ -1,4 +1,4 @@
-"""torch's optimizers by name, and the learning rate as a pure function of the steps taken."""
+"""Optimizers by name, and the learning rate as a pure function of the steps taken."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.fused import FusedLAMB, FusedNovoGrad
 from halfpeak.recipes.plan import Plan
 
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
@@ -19,7 +20,9 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingPro
         "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
         "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
         "adagrad": (torch.optim.Adagrad, {}),
+        "lamb": (FusedLAMB, {}),
         "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+        "novograd": (FusedNovoGrad, {"betas": (0.95, 0.98)}),
         "radam": (torch.optim.RAdam, {"decoupled_weight_decay": True}),
         "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}),
         "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),

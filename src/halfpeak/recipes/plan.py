@@ -62,7 +62,7 @@ class Plan:
     )
 
     optimizer: str = _setting(
-        "optimization", "One of adam, adamw, adagrad, nadam, radam, rmsprop, sgd.", MISSING
+        "optimization", "One of adam, adamw, adagrad, lamb, nadam, novograd, radam, rmsprop, sgd.", MISSING
     )
     lr: float = _setting("optimization", "Peak learning rate.", MISSING, above=0)
     weight_decay: float = _setting("optimization", "Weight decay of matrices and kernels.", MISSING, least=0)
