@@ -18,6 +18,9 @@ from halfpeak.core.errors import StateError
 _ENOUGH: Final = 64
 """Elements from which on it is no accident that all are float16 numbers."""
 
+_NARROWEST_FIRST: Final = (torch.bfloat16, torch.float16)
+"""Nearly every bfloat16 number of a weight's size is a float16 number too."""
+
 _WITH_MASTERS: Final = frozenset({"O2", "O5"})
 
 
@@ -108,7 +111,7 @@ def _lost_masters(parts: Parts) -> Iterator[str]:
             )
         elif low is not None and parts.optimizers:
             yield f"the weights in {where} are {str(low)[6:]} without masters: a resume begins from rounded weights"
-        rounded = next((dtype for dtype in LOW if low is None and is_half_rounded(model, dtype)), None)
+        rounded = next((one for one in _NARROWEST_FIRST if low is None and is_half_rounded(model, one)), None)
         if rounded is not None:
             yield (
                 f"the float32 weights in {where} are all {str(rounded)[6:]} numbers: they were widened from rounded weights, "

@@ -173,7 +173,7 @@ def _level(parts: Parts) -> str:
             return f"not named; {_short(dtype)} weights, as of {name}" + (
                 " with masters" if parts.masters else ""
             )
-    for dtype, name in ((torch.float16, "O2 or O3"), (torch.bfloat16, "O5")):
+    for dtype, name in ((torch.bfloat16, "O5"), (torch.float16, "O2 or O3")):
         if any(is_half_rounded(model, dtype) for model in parts.models.values()):
             return f"not named; float32 weights that are all {_short(dtype)} numbers, as of {name} without masters"
     if torch.float32 in dtypes and parts.scalers:

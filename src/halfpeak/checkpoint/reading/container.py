@@ -18,6 +18,8 @@ from halfpeak.core.errors import CheckpointError, ConfigTypeError
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # its first pickle, a magic number
 _HEAD: Final = 32
+_ZIP_END_RECORD: Final = b"PK\x05\x06"
+_ZIP_END_REST: Final = 18
 _FOREIGN: Final = {b"\x89HDF": "an HDF5 file", b"GGUF": "a GGUF file", b"\x93NUMPY": "a NumPy array"}
 _SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".pkl", ".ckpt", ".safetensors"})
 
@@ -144,6 +146,8 @@ def _open_zip(path: Path, size: int) -> Opened:
         )
     twice = len(names) - len(set(names))
     notes = (f"{twice} record names occur twice: readers differ in which one they take",) if twice else ()
+    if not _ends_with_archive(path):
+        notes += ("bytes follow the archive: a damaged trailer of halfpeak, or something that was added",)
     return _read(
         path, size, "a torch zip file", storages.read_zip, integrity="zip checksums right", notes=notes
     )
@@ -211,6 +215,12 @@ _TENSOR_NAMES: Final = frozenset(
         "numpy.dtype",
     }
 )
+
+
+def _ends_with_archive(path: Path) -> bool:
+    with trailer.open_regular(path) as file:
+        file.seek(-len(_ZIP_END_RECORD) - _ZIP_END_REST, os.SEEK_END)
+        return file.read(len(_ZIP_END_RECORD)) == _ZIP_END_RECORD
 
 
 def _name_foreign(path: Path, head: bytes) -> str:

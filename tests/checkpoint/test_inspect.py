@@ -1,0 +1,357 @@
+"""inspect: who wrote a checkpoint and what is in it, and every way in which one can be wrong is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint.loops import (
+    AmpLoop,
+    AmpO2Loop,
+    EngineLoop,
+    EngineO2Loop,
+    Fp16Loop,
+    Loop,
+    MmengineLoop,
+    ScalerLoop,
+)
+from checkpoint.payloads import archive
+from halfpeak import amp
+from halfpeak.checkpoint import Report, inspect, save
+from halfpeak.checkpoint.forms.recognition import FORMS
+from halfpeak.core.errors import CheckpointError
+from runner import zoo
+
+
+@pytest.fixture(autouse=True)
+def fresh_session(process_left_as_found: None) -> Iterator[None]:
+    """amp keeps its runs in the process."""
+    amp._amp_state.__init__()
+    yield
+    amp._amp_state.__init__()
+
+
+@pytest.mark.parametrize(
+    ("loop", "level"),
+    [
+        (EngineLoop, "O0, as the file says"),
+        (EngineO2Loop, "O2, as the file says"),
+        (AmpLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
+        (AmpO2Loop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
+        (ScalerLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
+        (MmengineLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
+        (Fp16Loop, "not named; float16 weights, as of O2 or O3 with masters"),
+    ],
+)
+def test_a_healthy_run_of_each_library(loop: type[Loop], level: str, tmp_path: Path) -> None:
+    made = loop().run(range(4))
+    torch.save(made.save(), tmp_path / "a.pt")
+    report = inspect(tmp_path / "a.pt")
+    assert (report.form, report.level) == (made.form, level)
+    assert [(one.scale, one.clean) for one in report.scalers] == [made.scale()]
+    (model,), (optimizer,) = report.models, report.optimizers
+    assert (model.tensors, model.elements) == (4, 83)
+    assert (optimizer.kind, optimizer.groups, optimizer.parameters, optimizer.steps) == ("Adam", 2, 4, 3)
+    assert optimizer.size == 4 * (2 * 83 + 4)
+    assert report.integrity == "zip checksums right"
+    assert not report.findings
+    assert not report.wants
+    if loop is Fp16Loop:
+        assert report.masters[0].match == "4 fit the weights, bit for bit after rounding"
+        assert model.dtypes == {"float16": 83}
+
+
+def test_a_run_of_the_runner(tmp_path: Path) -> None:
+    zoo.run(zoo.build("EpochBasedRunner", tmp_path, "fp16"))
+    report = inspect(next(tmp_path.glob("iter_*.pth")))
+    assert report.form == "runner"
+    assert report.iteration is not None
+    assert report.scalers[0].where == "meta.fp16"
+    assert report.integrity == "digest right"
+
+
+def grad_scaler(**changes: Any) -> dict[str, Any]:
+    return {**torch.amp.GradScaler("cpu").state_dict(), **changes}
+
+
+def sgd(*parameters: torch.Tensor) -> dict[str, Any]:
+    return torch.optim.SGD([nn.Parameter(one) for one in parameters], lr=0.1).state_dict()
+
+
+W = torch.linspace(0.1, 1, 80).reshape(8, 10)
+APEX = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 5}}
+
+FOREIGN: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "Lightning 2": (
+        {
+            "pytorch-lightning_version": "2.6.6",
+            "epoch": 2,
+            "global_step": 9,
+            "state_dict": {"net.w": W},
+            "optimizer_states": [sgd(W), sgd(W)],
+            "lr_schedulers": [],
+            "MixedPrecision": grad_scaler(scale=4.0),
+        },
+        "lightning",
+        {"epoch": 2, "iteration": 9},
+    ),
+    "Lightning 1 with apex": (
+        {"pytorch-lightning_version": "1.5.0", "state_dict": {"w": W}, "amp_scaling_state": APEX, "epoch": 1},
+        "lightning",
+        {"epoch": 1},
+    ),
+    "mmcv": (
+        {
+            "meta": {"epoch": 3, "iter": 30, "mmcv_version": "1.7.2", "fp16": {"loss_scaler": grad_scaler()}},
+            "state_dict": {"w": W},
+            "optimizer": sgd(W),
+        },
+        "mmcv",
+        {"epoch": 3, "iteration": 30, "made_by": "a run of mmcv 1.x, version 1.7.2"},
+    ),
+    "mmengine with apex": (
+        {"meta": {"epoch": 3, "iter": 30}, "state_dict": {"w": W}, "optimizer": {**sgd(W), "apex_amp": APEX}},
+        "mmengine_apex",
+        {},
+    ),
+    "Swin": (
+        {
+            "model": {"w": W},
+            "optimizer": sgd(W),
+            "amp": APEX,
+            "epoch": 4,
+            "max_accuracy": 80.5,
+            "lr_scheduler": {"t": 1},
+        },
+        "apex",
+        {"epoch": 4, "rest": {"max_accuracy": "the number 80.5", "lr_scheduler": "a dict of 1"}},
+    ),
+    "DeepLearningExamples": (
+        {"model": {"w": W.half()}, "optimizer": sgd(W), "master params": [W], "amp": APEX},
+        "apex",
+        {},
+    ),
+    "arguments": (
+        {"model": {"w": W}, "optimizer": sgd(W), "amp": APEX, "args": argparse.Namespace(opt_level="O1")},
+        "apex",
+        {"level": "O1, as the file says", "wants": ["argparse.Namespace"]},
+    ),
+    "plain torch": ({"state_dict": {"w": W}, "optimizer": sgd(W), "epoch": 7}, "recipe", {"epoch": 7}),
+    "weights": ({"w": W, "b": torch.ones(3)}, "weights", {}),
+    "an optimizer": (sgd(W), "optimizer", {}),
+    "a scaler": (grad_scaler(), "scaler", {}),
+    "a list": ([1, 2], "unknown", {"rest": {"(the file)": "a list of 2"}}),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_forms_of_others(name: str, tmp_path: Path) -> None:
+    tree, form, told = FOREIGN[name]
+    torch.save(tree, tmp_path / "a.pt")
+    report = inspect(tmp_path / "a.pt")
+    assert report.form == form
+    assert {key: getattr(report, key) for key in told} == told
+    assert json.loads(json.dumps(asdict(report)))["form"] == form
+
+
+def script(**changes: Any) -> dict[str, Any]:
+    state = {"model": {"w": W.clone()}, "optimizer": sgd(W), "scaler": grad_scaler(), "epoch": 1}
+    return {key: value for key, value in {**state, **changes}.items() if value is not None}
+
+
+def adam(steps: tuple[float, ...] = (3.0, 3.0), **state: torch.Tensor) -> dict[str, Any]:
+    parameters = [nn.Parameter(W.clone()) for _ in steps]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    for parameter, step in zip(parameters, steps, strict=True):
+        optimizer.state[parameter] = {"step": torch.tensor(step), "exp_avg": W, "exp_avg_sq": W, **state}
+    return optimizer.state_dict()
+
+
+BAD = torch.tensor([1.0, float("nan")])
+HALF = {"a": W.half(), "b": W.half()}
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "nan in a weight": (script(model={"w": W, "b": BAD}), "nan or inf in the weights in model: b"),
+    "inf in the state": (
+        script(model=HALF, optimizer=adam(exp_avg=W / 0)),
+        "nan or inf in the optimizer state in optimizer: exp_avg of parameter 0, exp_avg of parameter 1",
+    ),
+    "nan in a master": (script(master_params=[BAD]), "nan or inf in master_params: master 0"),
+    "scale 0": (script(scaler=grad_scaler(scale=0.0)), "the loss scale in scaler is impossible: scale=0.0"),
+    "scale inf": (
+        script(scaler=grad_scaler(scale=float("inf"))),
+        "the loss scale in scaler is impossible: scale=inf",
+    ),
+    "scale below one": (script(scaler=grad_scaler(scale=2**-10)), "has fallen to 0.000976562"),
+    "claims O2, holds half": (
+        script(opt_level="O2", model=HALF, args={"opt_level": "O2"}),
+        "the file says O2, but the weights in model are float16 and there are no masters",
+    ),
+    "half weights": (script(model=HALF), "the weights in model are float16 without masters"),
+    "widened half weights": (
+        script(model={"w": W.half().float()}),
+        "the float32 weights in model are all float16 numbers: they were widened",
+    ),
+    "widened bfloat16 weights": (script(model={"w": W.bfloat16().float()}), "are all bfloat16 numbers"),
+    "masters of another step": (
+        script(model={"w": W.half()}, master_params=[W + 1]),
+        "the masters in master_params do not fit the weights: master 0 of shape (8, 10) rounds to none",
+    ),
+    "masters without weights": (script(model=None, master_params=[W]), "and no weights that name them"),
+    "no optimizer": (script(optimizer=None), "there is no optimizer state in it"),
+    "no weights": (script(model=None), "there are no weights in it"),
+    "no scaler at O1": (
+        script(scaler=None, args={"opt_level": "O1"}),
+        "the file says O1, and there is no loss scale in it",
+    ),
+    "too many parameters": (
+        script(optimizer=sgd(W, W)),
+        "speak of 2 parameters, and the weights are 1 tensors",
+    ),
+    "state of strangers": (
+        script(optimizer={"state": {5: {}}, "param_groups": [{"lr": 0.1, "params": [0]}]}),
+        "has state for parameters that none of its groups lists: [5]",
+    ),
+    "a parameter twice": (
+        script(
+            optimizer={"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [0]}]}
+        ),
+        "lists a parameter twice",
+    ),
+    "steps apart": (script(model=HALF, optimizer=adam((3.0, 9.0))), "have stepped between 3 and 9 times"),
+    "steps below zero": (script(model=HALF, optimizer=adam((-1.0,))), "an impossible number of steps"),
+    "state of another shape": (
+        script(model=HALF, optimizer=adam(exp_avg=torch.ones(2, 2))),
+        "2 tensors of the optimizer state in optimizer have the shape of no weight",
+    ),
+    "half moments": (
+        script(model=HALF, optimizer=adam(exp_avg=W.half())),
+        "the optimizer state in optimizer is float16",
+    ),
+    "an epoch below zero": (script(epoch=-1), "the counter epoch is -1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
+    tree, words = WRONG[name]
+    torch.save(tree, tmp_path / "a.pt")
+    found = inspect(tmp_path / "a.pt").findings
+    assert any(words in finding for finding in found), found
+
+
+def test_a_healthy_script_has_no_findings(tmp_path: Path) -> None:
+    for tree in (
+        script(),
+        script(model={"a": W, "b": W}, optimizer=adam()),
+        script(model={"n": torch.ones(9, 9)}),
+    ):
+        torch.save(tree, tmp_path / "a.pt")
+        assert inspect(tmp_path / "a.pt").findings == []
+
+
+def test_mmcv_is_one_iteration_short(tmp_path: Path) -> None:
+    tree = FOREIGN["mmcv"][0]
+    torch.save(tree, tmp_path / "iter_31.pth")
+    assert "one less than its name" in inspect(tmp_path / "iter_31.pth").findings[0]
+
+
+def test_a_window_is_reported(tmp_path: Path) -> None:
+    loop = EngineLoop()
+    with loop.engine.forward():
+        loss = loop.model(torch.ones(2, 6)).mean()
+    loop.engine.backward(loss)
+    save(tmp_path / "a.pt", loop.save())
+    assert "saved inside an accumulation window" in inspect(tmp_path / "a.pt").findings[0]
+
+
+@pytest.mark.parametrize("kind", ["halfpeak", "zip"])
+def test_every_flipped_bit_is_damage_or_harmless(kind: str, tmp_path: Path) -> None:
+    """zip checksums do not cover the names in its directory and its padding; nothing that they cover gets through."""
+    path = tmp_path / "a.pt"
+    torch.save(script(), path) if kind == "zip" else save(path, script())
+    whole, clean = path.read_bytes(), asdict(inspect(path))
+    for position in range(3, len(whole), 29):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        report = inspect(path)
+        told = "damaged" in report.integrity or report.findings
+        assert told or (kind == "zip" and asdict(report) == clean), position
+
+
+def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save(script(), path)
+    whole = path.read_bytes()
+    for length in (0, 1, 9, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        report = inspect(path)
+        assert report.findings
+        assert report.form == "unknown"
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        inspect(tmp_path / "absent.pt")
+
+
+def test_other_containers_are_told_apart(tmp_path: Path) -> None:
+    def container(data: bytes) -> Report:
+        (tmp_path / "a").write_bytes(data)
+        return inspect(tmp_path / "a")
+
+    assert container(b"\x89HDF\r\n\x1a\n" + bytes(40)).container == "an HDF5 file"
+    assert container(b"hello").container == "a file of an unknown kind"
+    assert container(bytes(257) + b"ustar" + bytes(300)).container.startswith("a tar archive")
+    assert (
+        container(archive(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02)."})).container
+        == "a TorchScript archive"
+    )
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    written = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "w": W,
+        "h": W.half(),
+        "b": W.bfloat16(),
+        "n": torch.tensor(3),
+        "e": torch.empty(0, 4),
+        "t": torch.tensor([True]),
+    }
+    written.save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt"})
+    report = inspect(tmp_path / "m.safetensors")
+    assert report.form == "weights"
+    assert report.models[0].dtypes == {"float32": 80, "float16": 80, "bfloat16": 80, "int64": 1, "bool": 1}
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 99]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    assert "declares other bytes than it has" in inspect(tmp_path / "m.safetensors").findings[0]
+
+
+def test_a_folder_of_accelerate(tmp_path: Path) -> None:
+    for name, state in {
+        "pytorch_model.bin": {"w": W},
+        "optimizer.bin": sgd(W),
+        "scaler.pt": grad_scaler(),
+    }.items():
+        torch.save(state, tmp_path / name)
+    torch.save({"step": 3}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "readme.txt").write_text("not a checkpoint")
+    report = inspect(tmp_path)
+    assert (report.form, report.scalers[0].scale, report.findings) == ("accelerate", 65536.0, [])
+    assert report.rest == {"random_states_0.pkl": "a dict of 1"}
+    data = bytearray((tmp_path / "scaler.pt").read_bytes())
+    data[200] ^= 255
+    (tmp_path / "scaler.pt").write_bytes(data)
+    assert inspect(tmp_path).integrity == "damaged: scaler.pt"
+
+
+def test_every_form_has_a_name() -> None:
+    assert {form for _, form, _ in FOREIGN.values()} <= FORMS.keys()
