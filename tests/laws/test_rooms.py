@@ -118,8 +118,10 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("core/tracing.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("fused/layout.py", "data"): "small parameters move into arenas and stay the same objects",
     ("engine/block.py", "grad"): _GRAD,
+    ("engine/deferred.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
+    ("engine/trace.py", "grad"): _GRAD,
     ("engine/fused.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
 """File and attribute, with the reason why this room must write it on an object that it does not own."""

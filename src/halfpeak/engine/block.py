@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.tracing import untraced
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Phase, Slot
 from halfpeak.fused.layout import gradients_of
@@ -32,25 +35,32 @@ class Block:
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._has_begun = False
         self._has_taken = False
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
 
+    @untraced
     def open(self) -> None:
         """Set aside what is there, unless it lies there scaled and waiting."""
         seen: set[int] = set()
         for lane in self._lanes:
             lane.look_again()
-            for slot in lane.slots():
-                if id(slot.source) not in seen:
-                    seen.add(id(slot.source))
-                    self._slots.append(slot)
-                    if lane.phase is not Phase.SCALED:
-                        self._held.append((slot.source, _kept(slot.source.grad)))
-        for source, _ in self._held:
-            source.grad = None
+            slots = lane.slots()
+            if len(self._lanes) > 1:
+                slots = [slot for slot in slots if id(slot.source) not in seen]
+                seen.update(id(slot.source) for slot in slots)
+            self.slots = [*self.slots, *slots] if self.slots else slots
+            if lane.phase is not Phase.SCALED:
+                self._set_aside([slot.source for slot in slots])
+
+    def _set_aside(self, sources: list[Tensor]) -> None:
+        grads = gradients_of(sources)
+        self._held += zip(sources, map(_kept, grads), strict=True)
+        for source, grad in zip(sources, grads, strict=True):
+            if grad is not None:
+                source.grad = None
 
     def begin(self) -> None:
         """The backward pass begins: gradients that wait scaled will be written over."""
@@ -80,13 +90,15 @@ class Block:
     @property
     def is_first(self) -> bool:
         """Whether it begins a window, and leaves gradients that are nothing but numbers."""
-        grads = gradients_of([slot.source for slot in self._slots])
+        grads = [grad for grad in gradients_of([slot.source for slot in self.slots]) if grad is not None]
         return (
             all(lane.phase is Phase.CLEAN for lane in self._lanes)
             and all(held is None for _, held in self._held)
-            and not any(grad is not None and (grad.requires_grad or grad.is_sparse) for grad in grads)
+            and not any(map(_HAS_GRAPH, grads))
+            and not any(map(_IS_SPARSE, grads))
         )
 
+    @untraced
     def put_back(self) -> None:
         """Undo :meth:`open`."""
         for source, grad in self._held:
@@ -95,6 +107,7 @@ class Block:
             if lane.phase is Phase.SCALED:
                 lane.keep_marker()
 
+    @untraced
     def delay(self, scaler: LossScaler, scale: Tensor) -> None:
         """Leave the new gradients scaled. What was set aside is true-sized and parked until they are taken in."""
         self._has_taken = True
@@ -107,6 +120,7 @@ class Block:
             lane.phase = Phase.SCALED
             lane.keep_marker()
 
+    @untraced
     def absorb(self, scale: Tensor) -> None:
         """Take the new gradients in, true-sized."""
         self._has_taken = True
@@ -117,7 +131,7 @@ class Block:
         into: list[Tensor] = []
         more: list[Tensor] = []
         first: list[Slot] = []
-        for slot in self._slots:
+        for slot in self.slots:
             fresh = slot.source.grad
             there = parked.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
             if fresh is None:
@@ -133,7 +147,7 @@ class Block:
                 more.append(fresh)
         self._take_first(first, inv_scale)
         foreach.accumulate_(into, more, inv_scale, self.found_inf)
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.source is not slot.target:
                 slot.source.grad = None
         for lane in self._lanes:
@@ -170,6 +184,9 @@ def spared(others: Sequence[Lane], lanes: Sequence[Lane]) -> Generator[None]:
 
     A generator's loss also writes gradients into the discriminator, scaled, where they would be taken for its own.
     """
+    if not others:
+        yield
+        return
     wanted = {id(slot.source) for lane in lanes for slot in lane.slots()}
     sources = [slot.source for lane in others for slot in lane.slots() if id(slot.source) not in wanted]
     held = [(source, _kept(source.grad)) for source in sources]
@@ -180,6 +197,10 @@ def spared(others: Sequence[Lane], lanes: Sequence[Lane]) -> Generator[None]:
     finally:
         for source, grad in held:
             source.grad = grad
+
+
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 def _kept(grad: Tensor | None) -> Tensor | None:

@@ -1,10 +1,11 @@
-"""Noticing a backward pass that went past halfpeak, whose gradients never reach the masters."""
+"""Noticing backward passes and steps that went past halfpeak, whose gradients would be missed or taken scaled."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from halfpeak.core.errors import OrderError
+from halfpeak.engine.slots import Phase
 
 if TYPE_CHECKING:
     from halfpeak.engine.lane import Lane
@@ -27,3 +28,22 @@ def require_taken_in(lane: Lane) -> None:
             "would move nothing; write engine.backward(loss), or with amp `with amp.scale_loss(loss, optimizer) as scaled: "
             "scaled.backward()`"
         )
+
+
+def refuse_half_way(phase: Phase, *, is_own: bool) -> None:
+    """Refuse an ``optimizer.step()`` of the caller's in the middle of a window.
+
+    Args:
+        phase: where the gradients stand.
+        is_own: whether the engine alone calls ``optimizer.step()``.
+
+    Raises:
+        OrderError: gradients are still scaled, or the engine is to step them.
+    """
+    if phase is Phase.SCALED:
+        raise OrderError(
+            "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
+            "(delay_unscale=True, or no_sync); end the window with one that is not"
+        )
+    if is_own and phase is not Phase.CLEAN:
+        raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")

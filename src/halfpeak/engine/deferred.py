@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from halfpeak.fused.layout import gradients_of
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.parts.clip import Clip, NoClip, limit_of_norm
@@ -41,7 +42,7 @@ class Deferred:
         self._block = block
         self._inv_scale = scale.reciprocal()
         self._scale = scale
-        self._served: Tensor | None = None
+        self._feed = Feed((), (), self._inv_scale)
 
     def take_in(self) -> None:
         """Make them true-sized float32 after all."""
@@ -53,26 +54,31 @@ class Deferred:
         Returns:
             The sum of squares, true-sized; ``found_inf`` of block and lane are set.  # f32[]
         """
-        reading = self._optimizer.measure(self._feed(self._inv_scale))
+        roster = self._lane.roster()
+        self._feed = Feed(gradients_of(roster.sources), roster.sources, self._inv_scale)
+        reading = self._optimizer.measure(self._feed)
         self._block.found_inf.copy_(reading.found_inf)
         self._lane.found_inf = reading.found_inf
         return reading.squares
 
     def serve(self, coefficient: Tensor | None) -> None:
         """Let the optimizer's coming step read them, multiplied by what clipping asks for.  # f32[]"""
-        self._served = self._inv_scale if coefficient is None else self._inv_scale * coefficient
-        self._optimizer.feed(self._feed(self._served))
+        if coefficient is not None:
+            self._feed = self._feed._replace(factor=self._inv_scale * coefficient)
+        self._optimizer.feed(self._feed)
 
     def withdraw(self, *, keep: bool) -> None:
         """The step is over. Gradients of masters go; others stay true-sized and clipped if they are to be kept."""
         kept: list[Tensor] = []
-        for source, target in self._lane.slots():
-            if keep and source is target and source.grad is not None:
-                kept.append(source.grad)
-            else:
+        for slot in self._block.slots if keep else ():
+            if slot.source is slot.target and slot.source.grad is not None:
+                kept.append(slot.source.grad)
+        if kept:
+            foreach.scale_(kept, self._feed.factor)
+        held = {id(grad) for grad in kept}
+        for source, grad in zip(self._feed.lows, self._feed.grads, strict=True):
+            if grad is not None and id(grad) not in held:
                 source.grad = None
-        if kept and self._served is not None:
-            foreach.scale_(kept, self._served)
 
     def release(self) -> None:
         """Nobody is to read them any more."""
@@ -83,10 +89,6 @@ class Deferred:
         optimizer = self._lane.optimizer
         assert isinstance(optimizer, FusedOptimizer)
         return optimizer
-
-    def _feed(self, factor: Tensor) -> Feed:
-        lows = self._lane.lows()
-        return Feed([low.grad for low in lows], lows, factor)
 
 
 def fits(clip: Clip) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.tracing import untraced
+from halfpeak.engine.bypass import refuse_half_way
 from halfpeak.engine.closures import Guard, take_closure
 from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import hand_over, take_back
@@ -66,6 +68,7 @@ class Lane:
         # The engine drops gradients when the last of its optimizers has stepped: two may share a master.
         self._is_driven = False
         self._keeps = False
+        self._is_swept = False
         self._movement: Movement | None = None
         self._slots: list[Slot] | None = None
         self.trace = Trace()
@@ -106,14 +109,8 @@ class Lane:
             roster = self._roster = Roster(self.optimizer, self.masters)
         return roster
 
-    def _everything(self) -> Iterator[Slot]:
-        """Whatever stands in the groups."""
-        roster = self.roster()
-        return map(Slot, roster.sources, roster.targets)
-
-    def _rescan(self) -> list[Slot]:
+    def _rescan(self, now: list[Slot]) -> list[Slot]:
         """The trainable parameters now, and those frozen inside the window whose gradients belong to it."""
-        now = self.roster().slots
         earlier = self._slots
         if earlier is None or earlier is now:
             return now
@@ -125,13 +122,14 @@ class Lane:
         self.recover()
         if self._roster is None or not self._roster.is_current(self.optimizer):
             self.masters.adopt(self.optimizer)
+            self._roster = Roster(self.optimizer, self.masters)
         self.masters.refresh()
         self.take_in()
-        self._slots = self._rescan()
+        self._slots = self._rescan(self._roster.slots)
         if self.phase is Phase.UNSCALED and not self.trace.is_untouched():
             self._forget_if_zeroed()
-        elif self.phase is Phase.SCALED:
-            self._take_marker()
+        elif self.phase is Phase.SCALED and not self.trace.lift():
+            self.drop()
 
     def keep_trace(self) -> None:
         """Remember the gradients just written."""
@@ -144,10 +142,6 @@ class Lane:
         free = [s.target for s in self.slots() if s.source is not s.target and s.target.grad is None]
         self.trace.lay(min(free, key=Tensor.numel, default=None))
         self.keep_trace()
-
-    def lows(self) -> list[Tensor]:
-        """What autograd writes the gradients of, for whatever stands in the groups."""
-        return self.roster().sources
 
     def defer(self, deferred: Deferred) -> None:
         """Leave the gradients of a backward pass to the optimizer's step."""
@@ -181,11 +175,18 @@ class Lane:
         self.take_in()
         return [slot.target.grad for slot in self.slots() if slot.target.grad is not None]
 
+    def end(self, *, keep: bool) -> None:
+        """After a step: drop what is left of the window, or with ``keep`` only what ``zero_grad()`` does not reach."""
+        if keep:
+            self.drop_masters()
+        elif not self._is_swept:
+            self.drop()
+
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere and no verdict is pending."""
-        for slot in (*(self._slots or ()), *self._everything()):
-            slot.source.grad = None
-            slot.target.grad = None
+        roster = self.roster()
+        for end in (*roster.sources, *roster.targets, *(end for slot in self._slots or () for end in slot)):
+            end.grad = None
         self.masters.unclaim(self)
         self.close()
 
@@ -223,6 +224,7 @@ class Lane:
         """
         self.verdict = verdict
         self._keeps = keep
+        self._is_swept = False
         self.has_stepped = False
         self._is_driven = True
         try:
@@ -233,9 +235,7 @@ class Lane:
 
     def recover(self) -> None:
         """Put right what a step that raised has left: bring it to its end if the optimizer had moved, else undo it."""
-        if self.is_stepping and self._has_moved():
-            self._finish()
-        self.masters.publish_late()
+        self.catch_up()
         self._clear_step()
 
     def catch_up(self) -> None:
@@ -252,6 +252,7 @@ class Lane:
         if optimizer is not None:
             self.masters.release(optimizer)
 
+    @untraced
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -261,7 +262,10 @@ class Lane:
         self.is_stepping = True
         closure, rebuild = take_closure(args, kwargs)
         if verdict is None:
-            verdict = self._verdict_of_caller(has_closure=closure is not None)
+            refuse_half_way(self.phase, is_own=self._owner.steps_itself)
+            verdict = not self._owner.steps_itself and self._owner.decide(
+                self, has_closure=closure is not None
+            )
         self.verdict = verdict
         if closure is not None:
             self.masters.mark_stepped(optimizer)
@@ -269,25 +273,14 @@ class Lane:
         if isinstance(verdict, Tensor) or self._deferred is not None:
             hand_over(optimizer, torch.as_tensor(verdict, dtype=torch.float32))
         elif verdict is True:
-            for slot in self._everything():
-                slot.target.grad = None
-        withheld = (slot.target for slot in self.slots() if slot.target.grad is not None)
-        self._movement = Movement(optimizer, withheld)
+            for target in self.roster().targets:
+                target.grad = None
+        moving = [slot.target for slot in self.slots() if slot.target.grad is not None]
+        self._movement = Movement(optimizer, moving, is_fed=self._deferred is not None)
         self.masters.mark_stepped(optimizer)
         return None
 
-    def _verdict_of_caller(self, *, has_closure: bool) -> Tensor | bool:
-        if self.phase is Phase.SCALED:
-            raise OrderError(
-                "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
-                "(delay_unscale=True, or no_sync); end the window with one that is not"
-            )
-        if not self._owner.steps_itself:
-            return self._owner.decide(self, has_closure=has_closure)
-        if self.phase in (Phase.UNSCALED, Phase.DEFERRED):
-            raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
-        return False
-
+    @untraced
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.has_stepped = True
         self._finish()
@@ -301,6 +294,7 @@ class Lane:
         else:
             self.masters.note_published(self.optimizer)
             self._deferred.withdraw(keep=self._keeps)
+            self._is_swept = not self._keeps
         if not self._is_driven:
             self.drop_masters()
         self.close()
@@ -308,8 +302,10 @@ class Lane:
         self._owner.finished(self, verdict)
 
     def _has_moved(self) -> bool:
-        """Whether the step that is running got as far as the optimizer's own code and through it."""
-        return self.has_stepped or (self._movement is not None and self._movement.has_happened())
+        """Whether the running step got through the optimizer's own code."""
+        return self.has_stepped or (
+            self._movement is not None and self._movement.has_happened(self.optimizer)
+        )
 
     def _clear_step(self) -> None:
         optimizer = self._optimizer()
@@ -317,17 +313,12 @@ class Lane:
             take_back(optimizer)
         self.verdict = None
         self.is_stepping = False
-
-    def _take_marker(self) -> None:
-        if self.trace.is_untouched():
-            self.trace.lift()
-        else:
-            self.drop()
+        self._movement = None
 
     def _undisturbed(self) -> Deferred | None:
         """The gradients that are left to the step, unless somebody has zeroed them."""
-        if self._deferred is not None:
-            self._take_marker()
+        if self._deferred is not None and not self.trace.lift():
+            self.drop()
         return self._deferred
 
     def _forget_if_zeroed(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,24 +17,24 @@ class Movement:
 
     Args:
         optimizer: about to step.
-        targets: the parameters that it is to move.
+        moving: the parameters that have a gradient.
+        is_fed: whether it reads gradients that lie elsewhere.
     """
 
-    def __init__(self, optimizer: Optimizer, targets: Iterable[Tensor]) -> None:
-        # A run is found through its optimizer, held weakly: whatever it keeps must not keep the optimizer.
-        self._optimizer = weakref.ref(optimizer)
-        self._moves = optimizer.moves if isinstance(optimizer, FusedOptimizer) else None
-        self._marks = [] if self._moves is not None else [(t, _mark(optimizer, t)) for t in targets]
+    def __init__(self, optimizer: Optimizer, moving: Sequence[Tensor], *, is_fed: bool) -> None:
+        self._is_idle = not moving and not is_fed
+        self._moves = _moves(optimizer)
+        self._marks = [(t, _mark(optimizer, t)) for t in moving] if self._moves is None else []
 
-    def has_happened(self) -> bool:
+    def has_happened(self, optimizer: Optimizer) -> bool:
         """Whether the step got as far as the optimizer's own code and through it; also where there was nothing to do."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return False
-        if isinstance(optimizer, FusedOptimizer):
-            return optimizer.moves != self._moves
         changed = (_mark(optimizer, target) != mark for target, mark in self._marks)
-        return not self._marks or any(changed)
+        return self._is_idle or _moves(optimizer) != self._moves or any(changed)
+
+
+def _moves(optimizer: Optimizer) -> int | None:
+    """How often a fused optimizer has moved; None for any other."""
+    return optimizer.moves if isinstance(optimizer, FusedOptimizer) else None
 
 
 def _mark(optimizer: Optimizer, target: Tensor) -> _Mark:

@@ -28,7 +28,8 @@ class ParameterNames:
     def nonfinite(self, lanes: Iterable[Lane]) -> tuple[str, ...]:
         """The parameters whose gradients are not finite. Waits for the device, once per parameter."""
         found: list[str] = []
-        known = self._names()
+        lanes = list(lanes)
+        known = self._names() if lanes else {}
         for lane_number, lane in enumerate(lanes):
             for number, slot in enumerate(lane.slots()):
                 grad = slot.target.grad if slot.target.grad is not None else slot.source.grad

@@ -128,7 +128,8 @@ class Phases:
             if lane.phase is not Phase.DEFERRED:
                 require_taken_in(lane)
         verdicts = self._journal.verdicts([lane.found_inf for lane in lanes])
-        self._steward.look(lanes if self._is_near_collapse() and bool(verdicts[0]) else ())
+        if self._is_near_collapse():
+            self._steward.look(lanes if bool(verdicts[0]) else ())
         return verdicts
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
@@ -205,10 +206,7 @@ class Phases:
 
     def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
         for lane in lanes:
-            if keep_gradients:
-                lane.drop_masters()
-            else:
-                lane.drop()
+            lane.end(keep=keep_gradients)
         self._journal.settle()
         self.look_for_trouble()
 

@@ -37,11 +37,13 @@ class Trace:
             master.grad = torch.zeros_like(master)
             self.keep([master])
 
-    def lift(self) -> None:
-        """Take the marker away."""
-        if self.marker is not None:
+    def lift(self) -> bool:
+        """Take the marker away, if every gradient is as it was; whether that is so."""
+        untouched = self.is_untouched()
+        if untouched and self.marker is not None:
             self.marker.grad = None
             self.marker = None
+        return untouched
 
     def is_untouched(self) -> bool:
         """Whether every gradient is as it was."""

@@ -143,8 +143,11 @@ class Masters:
         self._mark(indices)
 
     def _mark(self, indices: Sequence[int]) -> None:
-        for index, mark in zip(indices, _marks_of([self._low[i] for i in indices]), strict=True):
-            self._marks[index] = mark
+        if len(indices) == len(self._low):
+            self._marks = _marks_of(self._low)
+        else:
+            for index, mark in zip(indices, _marks_of([self._low[i] for i in indices]), strict=True):
+                self._marks[index] = mark
         self._stepped.difference_update(indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
