@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from halfpeak import __version__
-from halfpeak.cli import train
+from halfpeak.cli import convert, inspect, migrate, run, train
 from halfpeak.core.errors import HalfpeakError, LossScaleCollapse
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -26,6 +26,10 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command("train a real model in mixed precision, on whatever device is there", train.main),
+        "run": Command("run a script that imports apex, unedited, on a GPU or on the CPU", run.main),
+        "inspect": Command("say what is in a checkpoint, and execute nothing in it", inspect.main),
+        "convert": Command("write a checkpoint of one library in the form of another", convert.main),
+        "migrate": Command("rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak", migrate.main),
     }
 )
 """Every command by its name."""

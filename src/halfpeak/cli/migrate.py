@@ -1,0 +1,114 @@
+"""``halfpeak migrate``: shows what would change in old code, or changes it, and lists what is left to do."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfpeak.cli.arguments import Arguments
+from halfpeak.insight.extras import needs
+
+if TYPE_CHECKING:
+    from halfpeak.migrate import Migrated
+
+_CHANGED, _FAILED = 1, 2
+
+_EPILOG = """\
+targets:
+  halfpeak  a training loop that is understood in full gets an engine (halfpeak.prepare); any other stays on
+            halfpeak.amp, which runs it as it is, and the reason is listed
+  amp       the names of apex from halfpeak.amp: imports change and nothing else
+  torch     torch.autocast and GradScaler, where these can express the opt level
+
+Everywhere torch.cuda.amp becomes torch.amp; mmcv.runner becomes halfpeak.runner, but for --to torch.
+What is left is listed as FILE:LINE: NAME: REASON; WHAT TO WRITE.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0: done. 1: with ``--check``, something would change. 2: a file could not be read or written;
+        the others were done.
+    """
+    options = _parser().parse_args(arguments)
+    # The room needs libcst, which is optional; everything else of the command line must work without it.
+    with needs("migrate"):
+        room: Any = import_module("halfpeak.migrate")
+        files: Any = import_module("halfpeak.migrate.files")
+    changed, left, failed = 0, 0, False
+    for one in room.migrate(files.find([Path(path) for path in options.paths]), options.to):
+        if one.result.source != one.old:
+            changed += 1
+            if options.write:
+                failed = not _write(one, files) or failed
+            else:
+                sys.stdout.write(_diff(one))
+        for finding in one.result.findings:
+            left += 1
+            sys.stderr.write(f"{one.path}:{finding}\n")
+        failed = failed or one.result.unreadable
+    sys.stderr.write(_summary(changed, left, written=options.write))
+    if failed:
+        return _FAILED
+    return _CHANGED if options.check and changed else 0
+
+
+def _write(one: Migrated, files: Any) -> bool:
+    """Put the new file in place; one that cannot be written must not keep the others from it."""
+    try:
+        files.replace(one.path, one.result.source)
+    except OSError as error:
+        sys.stderr.write(f"{one.path}: it is left as it was: {error.strerror}\n")
+        return False
+    sys.stdout.write(f"rewritten {one.path}\n")
+    return True
+
+
+def _diff(one: Migrated) -> str:
+    """A unified diff, which ``patch`` and ``git apply`` take."""
+    old, new = (source.decode("utf-8", "backslashreplace") for source in (one.old, one.result.source))
+    name = one.path.as_posix().lstrip("/")
+    lines = difflib.unified_diff(_lines(old), _lines(new), f"a/{name}", f"b/{name}")
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line + "\n" for line in text.split("\n")[:-1]] + [
+        last for last in (text.split("\n")[-1],) if last
+    ]
+
+
+def _summary(changed: int, left: int, *, written: bool) -> str:
+    files = f"{changed} file{'' if changed == 1 else 's'}"
+    places = f"{left} place{'' if left == 1 else 's'} left to look at"
+    hint = "; --write applies it" if changed and not written else ""
+    return f"{files} {'rewritten' if written else 'would change'}, {places}{hint}\n"
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "migrate", "Rewrite code of apex.amp, torch.cuda.amp and mmcv's fp16 for halfpeak or torch.amp."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="files, or folders with Python files in them"
+    )
+    parser.add_argument(
+        "--to",
+        default="halfpeak",
+        choices=("halfpeak", "amp", "torch"),
+        help="what to write (default: halfpeak)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="change the files; without it nothing is touched"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if something would change")
+    return parser

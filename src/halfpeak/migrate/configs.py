@@ -1,0 +1,119 @@
+"""Configuration files of OpenMMLab, which are Python: the entries that switch mixed precision on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from halfpeak.migrate.calls import argument, keyword_of
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.findings import Finding, Target
+from halfpeak.migrate.tree import walk
+
+_NEIGHBOURS: Final = frozenset(
+    {"optimizer", "optimizer_config", "lr_config", "runner", "_base_", "checkpoint_config"}
+)
+"""Entries that a configuration has beside ``fp16``."""
+
+_KEYS: Final = frozenset(
+    {"loss_scale", "coalesce", "bucket_size_mb", "distributed", "grad_clip", "mode", "dtype"}
+)
+
+
+def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Finding]]:
+    """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config``, where both stand in the file.
+
+    mmcv's training tools looked for ``fp16`` and made a ``Fp16OptimizerHook`` of the two; ``halfpeak.runner`` takes the
+    hook by its name from ``optimizer_config``, and so did mmcv. Wrappers of mmengine keep their names, and are found
+    only where they need something.
+    """
+    entries = _entries(module)
+    wrapper = next((node for node in walk(module) if _is_apex_wrapper(node)), None)
+    findings: list[Finding] = []
+    if wrapper is not None:
+        write = "the config stays; before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
+        findings.append(_finding(module, wrapper, "ApexOptimWrapper", "mmengine's own needs apex.amp", write))
+    if "fp16" not in entries or not _NEIGHBOURS & entries.keys():
+        return module, findings
+    fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
+    reason = None
+    if to == "torch":
+        reason = "torch has no optimizer hooks"
+    elif fp16 is None or not {keyword_of(arg) for arg in fp16.args} <= _KEYS:
+        reason = "it is not a plain dict(loss_scale=...)"
+    elif hook is None:
+        reason = "optimizer_config is in another file, or not a dict(...)"
+    elif any(keyword_of(arg) in ("type", None) for arg in hook.args):
+        reason = "optimizer_config names a hook already"
+    if reason is not None or fp16 is None or hook is None:
+        write = "write optimizer_config = dict(type='Fp16OptimizerHook', loss_scale=..., grad_clip=...) for halfpeak.runner"
+        return module, [*findings, _finding(module, entries["fp16"], "fp16", reason or "", write)]
+    return _merge(module, entries["fp16"], fp16, hook), findings
+
+
+def _merge(module: cst.Module, line: cst.SimpleStatementLine, fp16: cst.Call, hook: cst.Call) -> cst.Module:
+    given = {keyword_of(arg) for arg in hook.args}
+    more = [
+        arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in fp16.args if keyword_of(arg) not in given
+    ]
+    rest = list(hook.args)
+    space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    first = [arg.with_changes(comma=space) for arg in (argument("'Fp16OptimizerHook'", "type"), *more)]
+    merged = hook.with_changes(
+        args=[*first, *rest]
+        if rest
+        else [*first[:-1], first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+    )
+    edits = Edits()
+    edits.expression(hook, lambda updated: merged)
+    edits.statement(line, lambda updated: [])
+    changed = module.visit(edits)
+    assert isinstance(changed, cst.Module)
+    return changed
+
+
+def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:
+    """What a file assigns at its top."""
+    return {
+        name: line
+        for line in module.body
+        if isinstance(line, cst.SimpleStatementLine) and (name := _assigned(line))
+    }
+
+
+def _assigned(line: cst.CSTNode) -> str | None:
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return None
+    target = small.targets[0].target
+    return target.value if isinstance(target, cst.Name) else None
+
+
+def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
+    """The value of an entry, if it is written as ``dict(...)`` with keywords only."""
+    small = line.body[0] if line is not None else None
+    value = small.value if isinstance(small, cst.Assign) else None
+    if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Name) or value.func.value != "dict":
+        return None
+    return value if all(keyword_of(arg) is not None for arg in value.args) else None
+
+
+def _is_apex_wrapper(node: cst.CSTNode) -> bool:
+    """``type='ApexOptimWrapper'``, as a keyword or as an entry of a dict."""
+    if isinstance(node, cst.Arg):
+        is_type, value = keyword_of(node) == "type", node.value
+    elif isinstance(node, cst.DictElement):
+        is_type, value = (
+            isinstance(node.key, cst.SimpleString) and node.key.evaluated_value == "type",
+            node.value,
+        )
+    else:
+        return False
+    return is_type and isinstance(value, cst.SimpleString) and value.evaluated_value == "ApexOptimWrapper"
+
+
+def _finding(module: cst.Module, node: cst.CSTNode, code: str, reason: str, write: str) -> Finding:
+    positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
+    return Finding(positions[node].start.line, code, reason, write)

@@ -1,0 +1,112 @@
+"""Edits: what is to change in a tree, collected first and carried out in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import libcst as cst
+
+Statement = cst.BaseStatement | cst.BaseSmallStatement
+Expressions = Callable[[Any], Any]
+Statements = Callable[[Any], Sequence[Any]]
+Blocks = Callable[[list[list[Any]]], list[Any]]
+
+
+class Edits(cst.CSTTransformer):
+    """A change for each of some nodes, by identity. Each is called with the node as its inner changes have left it.
+
+    ::
+
+        expressions   one expression becomes another
+        statements    a line, or a part of one that is divided by semicolons, becomes none, one or several
+        blocks        the statements of a block, each already a list, become its new statements
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._expressions: dict[cst.CSTNode, Expressions] = {}
+        self._statements: dict[cst.CSTNode, Statements] = {}
+        self._blocks: dict[cst.CSTNode, Blocks] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._expressions or self._statements or self._blocks)
+
+    def expression(self, node: cst.BaseExpression, change: Expressions) -> None:
+        """Put an expression in the place of another."""
+        self._expressions[node] = change
+
+    def node(self, node: cst.CSTNode, change: Callable[[Any], cst.CSTNode]) -> None:
+        """Put another node of its kind in the place of one."""
+        self._expressions[node] = change
+
+    def pending(self, node: cst.BaseExpression) -> Expressions:
+        """What is to become of an expression so far."""
+        return self._expressions.get(node, lambda updated: updated)
+
+    def statement(self, node: Statement, change: Statements) -> None:
+        """Put any number of statements in the place of one."""
+        self._statements[node] = change
+
+    def block(self, node: cst.CSTNode, change: Blocks) -> None:
+        """Put the statements of a block together anew."""
+        self._blocks[node] = change
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Called by libcst for each node, inner ones first."""
+        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
+            return self._leave_block(original_node, updated_node)
+        if isinstance(original_node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
+            updated_node = self._leave_line(original_node, updated_node)
+        change = self._expressions.get(original_node)
+        return updated_node if change is None else change(updated_node)
+
+    def _leave_line(self, original: Any, updated: Any) -> Any:
+        if not any(small in self._statements for small in original.body):
+            return updated
+        parts: list[Any] = []
+        for before, after in zip(original.body, updated.body, strict=True):
+            change = self._statements.get(before)
+            parts += [after] if change is None else change(after)
+        parts = parts or [cst.Pass()]
+        # Semicolons belong to the statements they followed; libcst sets the ones that are needed.
+        return updated.with_changes(
+            body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for part in parts]
+        )
+
+    def _leave_block(self, original: Any, updated: Any) -> Any:
+        if original not in self._blocks and not any(one in self._statements for one in original.body):
+            return updated
+        lists: list[list[Any]] = []
+        waiting: list[cst.EmptyLine] = []
+        for before, after in zip(original.body, updated.body, strict=True):
+            change = self._statements.get(before)
+            several = [after] if change is None else list(change(after))
+            if not several:
+                waiting += _lines_of(after)
+            elif waiting:
+                several[0] = several[0].with_changes(leading_lines=_joined(waiting, several[0].leading_lines))
+                waiting = []
+            lists.append(several)
+        join = self._blocks.get(original)
+        body = join(lists) if join is not None else [one for some in lists for one in some]
+        if not body and isinstance(original, cst.IndentedBlock):
+            body = [cst.SimpleStatementLine([cst.Pass()])]
+        return updated.with_changes(body=body, footer=[*_comments(waiting), *updated.footer])
+
+
+def _lines_of(gone: Any) -> list[cst.EmptyLine]:
+    """The empty lines and comments of a statement that goes."""
+    ends = gone.trailing_whitespace if isinstance(gone, cst.SimpleStatementLine) else None
+    own = [cst.EmptyLine(comment=ends.comment)] if ends is not None and ends.comment is not None else []
+    return [*gone.leading_lines, *own]
+
+
+def _joined(before: list[cst.EmptyLine], after: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """The lines above two statements, now above the second: comments of both, empty lines as above one of them."""
+    comments = _comments(before)
+    return [*comments, *after] if after or (comments and before[0].comment is not None) else before
+
+
+def _comments(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    return [line for line in lines if line.comment is not None]

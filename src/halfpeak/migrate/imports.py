@@ -1,0 +1,151 @@
+"""Imports: one import statement, and what becomes of each name that it binds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import libcst as cst
+
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.tree import Import, Tree, walk
+
+
+class Entry(NamedTuple):
+    """``import module as local``, or with a name ``from module import name as local``."""
+
+    module: str
+    name: str | None = None
+    local: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The name as it stands in the list of a ``from`` import."""
+        return f"{self.name}" if self.local in (None, self.name) else f"{self.name} as {self.local}"
+
+
+class Imports:
+    """One statement. Names that are not replaced stay in it; the others become statements of their own after it."""
+
+    def __init__(self, statement: Import) -> None:
+        self._statement = statement
+        self._new: dict[cst.ImportAlias, list[Entry]] = {}
+        self._more: list[Entry] = []
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the statement will be another one."""
+        return bool(self._new or self._more)
+
+    def replace(self, alias: cst.ImportAlias, entries: Sequence[Entry]) -> None:
+        """Import these in the place of one name."""
+        self._new[alias] = list(entries)
+
+    def also(self, entry: Entry) -> None:
+        """Import this too."""
+        if entry not in self._more:
+            self._more.append(entry)
+
+    def lines(
+        self, updated: cst.SimpleStatementLine, known: Collection[str]
+    ) -> list[cst.SimpleStatementLine]:
+        """The line of the statement, become one or several; its comments stay with the first.
+
+        Args:
+            updated: the line as it is.
+            known: modules that are imported elsewhere, where this line's code sees them.
+        """
+        lines = [cst.SimpleStatementLine([part]) for part in self.parts(updated.body[0], known)]
+        lost = [
+            one for one in _comments(updated.body[0]) if not any(one in _comments(line) for line in lines)
+        ]
+        leading = [*updated.leading_lines, *(cst.EmptyLine(comment=cst.Comment(one)) for one in lost)]
+        ends = {"leading_lines": leading, "trailing_whitespace": updated.trailing_whitespace}
+        return [lines[0].with_changes(**ends), *lines[1:]] if lines else []
+
+    def parts(self, updated: cst.BaseSmallStatement, known: Collection[str]) -> list[cst.BaseSmallStatement]:
+        """The statements that take this one's place."""
+        kept = [alias for alias in self._aliases if alias not in self._new]
+        entries = [entry for alias in self._aliases for entry in self._new.get(alias, ())]
+        entries += [entry for entry in self._more if entry not in entries]
+        entries = [entry for entry in entries if entry.name or entry.local or entry.module not in known]
+        same = self._in_place(updated, entries) if not kept else None
+        if same is not None:
+            return [same]
+        parts: list[cst.BaseSmallStatement] = []
+        if kept:
+            last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            parts.append(updated.with_changes(names=[*kept[:-1], last]))
+        return parts + [_statement(text) for text in _spell(entries)]
+
+    @property
+    def _aliases(self) -> Sequence[cst.ImportAlias]:
+        names = self._statement.names
+        assert not isinstance(names, cst.ImportStar)
+        return names
+
+    def _in_place(
+        self, updated: cst.BaseSmallStatement, entries: list[Entry]
+    ) -> cst.BaseSmallStatement | None:
+        """The same statement with another module, if that is all: comments between its names stay."""
+        one_each = len(entries) == len(self._aliases) and all(
+            len(self._new[alias]) == 1 for alias in self._aliases
+        )
+        if (
+            not one_each
+            or not isinstance(updated, cst.ImportFrom)
+            or len({entry.module for entry in entries}) != 1
+        ):
+            return None
+        names: list[cst.ImportAlias] = []
+        for alias, entry in zip(self._aliases, entries, strict=True):
+            if entry.name is None:
+                return None
+            named = entry.local is not None and entry.local != entry.name
+            asname = cst.AsName(cst.Name(entry.local)) if named and entry.local is not None else None
+            same = alias.evaluated_name == entry.name
+            names.append(
+                alias
+                if same
+                else alias.with_changes(name=cst.Name(entry.name), asname=alias.asname or asname)
+            )
+        module = cst.parse_expression(entries[0].module)
+        return updated.with_changes(module=module, names=names)
+
+
+def place(tree: Tree, edits: Edits, statement: Import, imports: Imports) -> None:
+    """Put the statements that an import has become in its place."""
+    where = tree.parent(statement)
+    scope = tree.scope(statement)
+    known = {name for name in ("torch", "halfpeak") if scope is not None and tree.binds(name, scope)}
+    if not isinstance(where, cst.SimpleStatementLine) or len(where.body) > 1:
+        edits.statement(statement, lambda updated: imports.parts(updated, known))
+        return
+    block = tree.parent(where)
+    is_alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
+    edits.statement(where, lambda updated: imports.lines(updated, () if is_alone else known))
+
+
+def _comments(node: cst.CSTNode) -> list[str]:
+    return [one.value for one in walk(node) if isinstance(one, cst.Comment)]
+
+
+def _spell(entries: Sequence[Entry]) -> list[str]:
+    texts: list[str] = []
+    grouped: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.name is not None:
+            grouped.setdefault(entry.module, []).append(entry.shown)
+            continue
+        is_plain = entry.local in (None, entry.module)
+        text = f"import {entry.module}" if is_plain else f"import {entry.module} as {entry.local}"
+        texts += [text] if text not in texts else []
+    return texts + [
+        f"from {module} import {', '.join(dict.fromkeys(names))}" for module, names in grouped.items()
+    ]
+
+
+def _statement(text: str) -> cst.BaseSmallStatement:
+    line = cst.parse_statement(text)
+    assert isinstance(line, cst.SimpleStatementLine)
+    return line.body[0]

@@ -1,0 +1,258 @@
+"""Tree: a file as a syntax tree, and where each imported name of an old library is used in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import (
+    Assignment,
+    ImportAssignment,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
+
+Import = cst.Import | cst.ImportFrom
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Alias:
+    """One name that an import statement binds.
+
+    Attributes:
+        node: the alias in the statement.
+        statement: the import.
+        local: the name it binds.
+        name: what that name stands for: ``apex`` for ``import apex.amp``.
+        full: what is imported: ``apex.amp`` for ``import apex.amp``.
+    """
+
+    node: cst.ImportAlias
+    statement: Import
+    local: str
+    name: str
+    full: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Use:
+    """One place where such a name is read.
+
+    Attributes:
+        chain: the name, the first attribute of it, the second, ..., each with what it stands for.
+        aliases: the imports that it may come from.
+        doubt: why it may stand for something else; empty if it cannot.
+        scope: where it is read.
+    """
+
+    chain: tuple[tuple[cst.BaseExpression, str], ...]
+    aliases: tuple[Alias, ...]
+    doubt: str
+    scope: Scope
+
+    @property
+    def name(self) -> str:
+        """What the whole chain of attributes stands for."""
+        return self.chain[-1][1]
+
+    @property
+    def node(self) -> cst.BaseExpression:
+        """The whole chain."""
+        return self.chain[-1][0]
+
+
+class Tree:
+    """A parsed file.
+
+    Attributes:
+        module: the tree; what it says in full is the text that was parsed.
+        aliases: every name that is bound by an absolute import.
+    """
+
+    def __init__(self, module: cst.Module) -> None:
+        self._wrapper = MetadataWrapper(module)
+        self.module = self._wrapper.module
+        self._positions = self._wrapper.resolve(PositionProvider)
+        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = self._wrapper.resolve(ParentNodeProvider)
+        self._scopes = self._wrapper.resolve(ScopeProvider)
+        self.aliases = list(self._read_aliases(self.module))
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line a node begins in."""
+        return self._positions[node].start.line
+
+    def code(self, node: cst.CSTNode) -> str:
+        """What a node says."""
+        return self.module.code_for_node(node)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around a node."""
+        return self._parents.get(node)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, from the inside out."""
+        while (above := self._parents.get(node)) is not None:
+            yield above
+            node = above
+
+    def line_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
+        """The line that a node is in, if nothing else stands in it and it is no header of a block."""
+        for above in self.parents(node):
+            if isinstance(above, cst.SimpleStatementLine):
+                return above if len(above.body) == 1 else None
+            if isinstance(above, cst.BaseStatement | cst.Lambda):
+                return None
+        return None
+
+    def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function that a node is in; None outside of all."""
+        return next((above for above in self.parents(node) if isinstance(above, cst.FunctionDef)), None)
+
+    def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
+        """The class whose method a function is."""
+        for above in self.parents(function) if function is not None else ():
+            if isinstance(above, cst.ClassDef):
+                return above
+            if isinstance(above, cst.FunctionDef):
+                return None
+        return None
+
+    def within(self, function: cst.FunctionDef | None) -> Iterator[cst.CSTNode]:
+        """Everything in a function, or in the file."""
+        return walk(self.module if function is None else function)
+
+    def scope(self, node: cst.CSTNode) -> Scope | None:
+        """The scope that a node is evaluated in."""
+        return self._scopes.get(node)
+
+    def call_of(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call of which a node is the function."""
+        above = self.parent(node)
+        return above if isinstance(above, cst.Call) and above.func is node else None
+
+    def binds(self, name: str, scope: Scope) -> bool:
+        """Whether ``import name`` stands where ``scope`` sees it."""
+        return any(
+            isinstance(one, ImportAssignment)
+            and isinstance(one.node, cst.Import)
+            and any(alias.evaluated_name == name and alias.asname is None for alias in one.node.names)
+            for one in scope[name]
+        )
+
+    def is_fallback(self, alias: Alias) -> bool:
+        """Whether a name is imported so only where another import of it has failed."""
+        scope = self.scope(alias.statement)
+        is_handled = any(isinstance(above, cst.ExceptHandler) for above in self.parents(alias.statement))
+        return is_handled and scope is not None and len(list(scope[alias.local])) > 1
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        """Every place where a name that an import binds is read, in the order of the file."""
+        known = {(id(alias.statement), name): alias for alias in self.aliases for name in _bound(alias.node)}
+        found: dict[int, Use] = {}
+        for scope in {id(scope): scope for scope in self._scopes.values() if scope is not None}.values():
+            for access in scope.accesses:
+                root = _root(access.node)
+                referents = list(access.referents)
+                aliases = [
+                    known.get((id(one.node), one.name))
+                    for one in referents
+                    if isinstance(one, ImportAssignment)
+                ]
+                ours = tuple(alias for alias in aliases if alias is not None)
+                if root is not None and ours and id(root) not in found:
+                    others = [one for one in referents if not isinstance(one, ImportAssignment)]
+                    doubt = "" if len(ours) == len(aliases) else "it may come from another import"
+                    doubt = doubt or self._doubt(ours, others)
+                    found[id(root)] = Use(self._chain(root, ours[0].name), ours, doubt, access.scope)
+        return sorted(found.values(), key=lambda use: self._start(use.chain[0][0]))
+
+    def _start(self, node: cst.CSTNode) -> tuple[int, int]:
+        start = self._positions[node].start
+        return start.line, start.column
+
+    def _chain(self, root: cst.Name, name: str) -> tuple[tuple[cst.BaseExpression, str], ...]:
+        links: list[tuple[cst.BaseExpression, str]] = [(root, name)]
+        above = self.parent(root)
+        while isinstance(above, cst.Attribute) and above.value is links[-1][0]:
+            links.append((above, f"{links[-1][1]}.{above.attr.value}"))
+            above = self.parent(above)
+        return tuple(links)
+
+    def _doubt(self, aliases: tuple[Alias, ...], others: Sequence[object]) -> str:
+        if len({alias.name for alias in aliases}) > 1:
+            return f"it may be {' or '.join(sorted({alias.name for alias in aliases}))}"
+        for other in others:
+            if not isinstance(other, Assignment) or not self._is_fallback(other.node):
+                return f"{aliases[0].local} is also given another value"
+        return ""
+
+    def _is_fallback(self, node: cst.CSTNode) -> bool:
+        """Whether a name is set to nothing because its import failed: ``except ImportError: amp = None``."""
+        for above in self.parents(node):
+            if isinstance(above, cst.Assign):
+                return isinstance(above.value, cst.Name) and above.value.value in ("None", "False")
+            if isinstance(above, cst.BaseStatement):
+                return False
+        return False
+
+    def _read_aliases(self, module: cst.Module) -> Iterator[Alias]:
+        for node in walk(module):
+            if isinstance(node, cst.Import):
+                for alias in node.names:
+                    full = alias.evaluated_name
+                    local = alias.evaluated_alias
+                    yield Alias(
+                        alias,
+                        node,
+                        local or full.partition(".")[0],
+                        full if local else full.partition(".")[0],
+                        full,
+                    )
+            elif (
+                isinstance(node, cst.ImportFrom)
+                and not node.relative
+                and not isinstance(node.names, cst.ImportStar)
+            ):
+                origin = get_full_name_for_node(node.module) if node.module is not None else None
+                for alias in node.names if origin else ():
+                    full = f"{origin}.{alias.evaluated_name}"
+                    yield Alias(alias, node, alias.evaluated_alias or alias.evaluated_name, full, full)
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node and everything below it, in the order of the text."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def names_in(node: cst.CSTNode) -> Iterator[cst.Name]:
+    """The names that a node mentions: not attributes, not keywords of calls."""
+    if isinstance(node, cst.Name):
+        yield node
+    elif isinstance(node, cst.Attribute | cst.Arg):
+        yield from names_in(node.value)
+    else:
+        for child in node.children:
+            yield from names_in(child)
+
+
+def _bound(alias: cst.ImportAlias) -> list[str]:
+    """The names under which libcst keeps the assignments of an alias: ``a``, ``a.b``, ``a.b.c`` for ``import a.b.c``."""
+    if alias.evaluated_alias:
+        return [alias.evaluated_alias]
+    parts = alias.evaluated_name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _root(node: cst.CSTNode) -> cst.Name | None:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None

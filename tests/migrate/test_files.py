@@ -1,0 +1,217 @@
+"""Which files are taken, and how they are put back: the command, without and with --write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from halfpeak.cli.main import main
+from halfpeak.core.errors import ConfigError
+from halfpeak.migrate import migrate
+from halfpeak.migrate.files import find, replace
+from halfpeak.migrate.findings import parse_target
+from migrate.scripts import CORPUS, source
+
+OLD = "from apex import amp\n"
+NEW = "from halfpeak import amp\n"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(name: str, text: str = OLD) -> Path:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_diff_is_shown_and_nothing_is_touched(capsys: pytest.CaptureFixture[str]) -> None:
+    path = put("a.py")
+    before = path.stat().st_mtime_ns
+    assert main(["migrate", "a.py", "--to", "amp"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-{OLD}+{NEW}"
+    assert printed.err == "1 file would change, 0 places left to look at; --write applies it\n"
+    assert path.read_text() == OLD
+    assert path.stat().st_mtime_ns == before
+    assert [one.name for one in Path().iterdir()] == ["a.py"]
+
+
+def test_write_changes_the_file_and_keeps_its_permissions(capsys: pytest.CaptureFixture[str]) -> None:
+    path = put("a.py")
+    path.chmod(0o750)
+    assert main(["migrate", "a.py", "--to", "amp", "--write"]) == 0
+    assert capsys.readouterr().out == "rewritten a.py\n"
+    assert path.read_text() == NEW
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert [one.name for one in Path().iterdir()] == ["a.py"]
+    assert main(["migrate", "a.py", "--to", "amp", "--write"]) == 0
+    assert capsys.readouterr().err == "0 files rewritten, 0 places left to look at\n"
+
+
+def test_check_tells_by_its_status() -> None:
+    path = put("a.py")
+    assert main(["migrate", "a.py", "--check"]) == 1
+    assert path.read_text() == OLD
+    put("a.py", NEW)
+    assert main(["migrate", "a.py", "--check", "--to", "amp"]) == 0
+
+
+def test_a_diff_can_be_applied_by_patch(capsys: pytest.CaptureFixture[str]) -> None:
+    text = source("dcgan").decode() + "\n# the last line, without an end"
+    put("dcgan.py", text.replace("\n", "\r\n"))
+    assert main(["migrate", "dcgan.py"]) == 0
+    diff = capsys.readouterr().out
+    assert main(["migrate", "dcgan.py", "--write"]) == 0
+    wanted = Path("dcgan.py").read_bytes()
+    put("dcgan.py", "").write_bytes(text.replace("\n", "\r\n").encode())
+    done = subprocess.run(
+        ["git", "apply", "--whitespace=nowarn", "-"], input=diff.encode(), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path("dcgan.py").read_bytes() == wanted
+
+
+def test_folders_are_walked_but_for_environments_hidden_ones_and_links() -> None:
+    put("p/a.py")
+    put("p/deep/b.py")
+    put("p/notes.txt")
+    for skipped in (
+        ".git/c.py",
+        ".venv/c.py",
+        "venv/c.py",
+        "own_env/c.py",
+        "__pycache__/c.py",
+        "x.egg-info/c.py",
+    ):
+        put(f"p/{skipped}")
+    put("p/own_env/pyvenv.cfg", "")
+    put("elsewhere/d.py")
+    Path("p/link.py").symlink_to(Path("elsewhere/d.py").resolve())
+    Path("p/folder").symlink_to(Path("elsewhere").resolve())
+    assert find([Path("p")]) == [Path("p/a.py"), Path("p/deep/b.py")]
+    assert find([Path("p/a.py"), Path("p"), Path("p/notes.txt")]) == [
+        Path("p/a.py"),
+        Path("p/deep/b.py"),
+        Path("p/notes.txt"),
+    ]
+
+
+def test_a_link_that_is_named_stays_a_link() -> None:
+    target = put("elsewhere/d.py")
+    link = Path("link.py")
+    link.symlink_to(target)
+    assert main(["migrate", "link.py", "--to", "amp", "--write"]) == 0
+    assert link.is_symlink()
+    assert target.read_text() == NEW
+
+
+def test_one_bad_file_does_not_keep_the_others_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+    put("p/a.py")
+    put("p/b.py", "from apex import amp\nprint 'python 2'\n")
+    put("p/c.py")
+    assert main(["migrate", "p", "--to", "amp", "--write"]) == 2
+    assert "p/b.py:2: the file: it cannot be read" in capsys.readouterr().err
+    assert [Path(f"p/{name}.py").read_text() == NEW for name in "abc"] == [True, False, True]
+
+
+def test_what_is_left_is_listed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    put("a.py", "import torch\nf = torch.cuda.amp.autocast\n")
+    assert main(["migrate", "a.py"]) == 0
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0].startswith("a.py:2: torch.cuda.amp.autocast: it is passed on")
+    assert 'functools.partial(torch.autocast, "cuda")' in printed[0]
+    assert printed[1] == "0 files would change, 1 place left to look at"
+
+
+def test_a_path_that_does_not_exist_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    put("a.py")
+    assert main(["migrate", "a.py", "absent", "--write"]) == 2
+    assert (
+        capsys.readouterr().err == "halfpeak migrate: there is no absent; name files or folders that exist\n"
+    )
+    assert Path("a.py").read_text() == OLD
+
+
+@pytest.mark.parametrize(
+    "arguments", [["migrate"], ["migrate", ".", "--to", "jax"], ["migrate", ".", "--wirte"]]
+)
+def test_wrong_options_are_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: halfpeak migrate" in capsys.readouterr().err
+
+
+def test_an_unknown_target_is_named() -> None:
+    with pytest.raises(ConfigError, match="'jax' must be one of halfpeak, amp, torch"):
+        parse_target("jax")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put("a.py")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(path, b"half of it")
+    assert path.read_text() == OLD
+    assert [one.name for one in Path().iterdir()] == ["a.py"]
+
+
+def test_a_file_that_cannot_be_written_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put("a.py")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["migrate", "a.py", "--write"]) == 2
+    assert "a.py: it is left as it was: No space left on device" in capsys.readouterr().err
+
+
+def test_files_that_share_amp_stay_on_it_together() -> None:
+    put(
+        "main.py",
+        (CORPUS / "imagenet.py")
+        .read_text()
+        .replace("import argparse", "import argparse\n\nimport engine_loop"),
+    )
+    put("engine_loop.py", "from apex import amp\n\n\ndef clip(o):\n    return list(amp.master_params(o))\n")
+    put("alone.py", (CORPUS / "plain.py").read_text())
+    found = {one.path.name: one.result for one in migrate(find([Path()]), "halfpeak")}
+    assert b"prepare" not in found["main.py"].source
+    assert b"from halfpeak import amp" in found["main.py"].source
+    assert "engine_loop.py trains with the amp" in found["main.py"].findings[0].reason
+    assert b"from halfpeak import amp" in found["engine_loop.py"].source
+    assert b"prepare" in found["alone.py"].source
+
+
+def test_the_other_commands_work_without_libcst(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("halfpeak.migrate", "libcst"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["--version"]) == 0
+    put("a.py")
+    assert main(["migrate", "a.py"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "halfpeak migrate: libcst is not installed; write pip install 'halfpeak[migrate]'\n"
+    )
