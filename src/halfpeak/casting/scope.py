@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 from halfpeak.casting.cache import WeightCache
 from halfpeak.casting.rules import RULES, Casting, Function, Rule
 from halfpeak.casting.tables import Table, traced_rule
+from halfpeak.core.tracing import traced_inline
 
 
 class Lookup(Protocol):
@@ -57,6 +58,7 @@ class Scope(Casting):
         self._holders: set[object] = set()
         self._holding: list[Scope] = []
 
+    @traced_inline
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that :func:`torch.compile` leaves to Python where it traces their caller."""
+"""What :func:`torch.compile` does with functions of this package: it can be told so without importing the compiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ R = TypeVar("R")
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Mark ``function`` as one that Python runs, with all it calls, between two compiled graphs.
 
-    What :func:`torch.compiler.disable` does, without importing the compiler. A compiled function that it calls runs
-    compiled all the same.
+    What :func:`torch.compiler.disable` does. A compiled function that it calls runs compiled all the same.
 
     >>> @untraced
     ... def double(x):
@@ -23,7 +22,15 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     >>> double(3)
     6
     """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return traced_inline(function)
+
+
+def traced_inline(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark ``function`` as one that is traced as a part of its caller only.
+
+    Where Python calls it after a graph break, the compiler would otherwise try to compile it by itself.
+    """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
