@@ -244,6 +244,7 @@ def test_halfpeak_amp_is_rewritten_like_apex() -> None:
         ("    optimizer.step()", "    r = optimizer.step()", 9, "its result is used"),
         ("    optimizer.step()", "    optimizer.step(closure)", 9, "closure"),
         ("    optimizer.step()", "    pass", 9, "no step follows"),
+        ("    optimizer.step()", "    if loss > 9:\n        continue\n    optimizer.step()", 10, "may be left out"),
         ("        scaled.backward()", "        scaled.backward()\n        log(scaled)", 7, "more than scaled.backward()"),
         ("    optimizer.step()", "    print(scaled); optimizer.step()", 7, "used outside"),
         ("loss, optimizer)", "loss, other)", 7, "not one of amp.initialize's"),

@@ -17,6 +17,9 @@ PREFIXES: Final = ("apex.amp", "halfpeak.amp")
 KNOWN: Final = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
 
 
+_LEAVES: Final = (cst.Break, cst.Continue, cst.Return)
+
+
 def uses_of_amp(tree: Tree) -> dict[str, list[Use]]:
     """The uses of amp's names, whether it is apex's or ours. The module itself goes by the empty name."""
     found: dict[str, list[Use]] = {}
@@ -270,6 +273,9 @@ def _check_order(tree: Tree, training: Training, block: Block) -> None:
             waiting[event.number].append(loss_id)
         elif not waiting.pop(event.number, []):
             raise Unsure(node, tree.code(event.line.body[0]), "no backward pass comes before it", _STAY)
+    between = block.body[min(one.index for one in events) : max(one.index for one in events)]
+    for leave in (one for statement in between for one in walk(statement) if isinstance(one, _LEAVES)):
+        raise Unsure(leave, tree.code(leave), "the step may be left out after a backward pass", _STAY)
     if waiting:
         raise Unsure(block.body[-1], "amp.scale_loss", "no step follows in the same block", _STAY)
     inside = tree.within(tree.function(block))
