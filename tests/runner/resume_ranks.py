@@ -176,11 +176,69 @@ def reductions(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+class Told(torch.utils.data.Dataset[torch.Tensor]):
+    """Five numbers, and what they were evaluated as."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": float(index)}
+
+    def evaluate(self, results: Any, logger: Any = None) -> dict[str, float]:
+        self.seen.append(results)
+        return {"acc": 1.0 / len(self.seen)}
+
+
+class Tells(nn.Module):
+    """Says which rank saw what; its batch norm is another on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+        self.norm.running_mean.fill_(rank + 7.0)  # type: ignore[union-attr]
+        self.rank = rank
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        return {"loss": torch.ones(())}
+
+    def forward(self, return_loss: bool, x: torch.Tensor) -> list[Any]:
+        return [[self.rank, value, self.norm.running_mean.item()] for value in x.tolist()]  # type: ignore[union-attr]
+
+
+def evaluations(rank: int, folder: Path) -> dict[str, Any]:
+    """Two evaluations by two ranks, of which the first is the best; and one by a function that collects for itself."""
+    data, asked = Told(), []
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+    made = hr.EpochBasedRunner(Tells(rank), work_dir=folder / "best", logger=zoo.quiet(), max_epochs=2)
+    made.register_hook(hr.DistEvalHook(loader, save_best="acc"), "LOW")
+
+    def collect(model: Any, loader: Any, tmpdir: str | None = None) -> Any:
+        asked.append(tmpdir)
+        return {"loss": 0.5} if rank == 0 else None
+
+    made.register_hook(hr.DistEvalHook(loader, test_fn=collect, tmpdir="somewhere", gpu_collect=True))
+    made.run([[0]], [("train", 1)])
+    dist.barrier()
+    files = sorted(path.name for path in (folder / "best").iterdir())
+    return {
+        "evaluation": {
+            "seen": data.seen,
+            "asked": asked,
+            "files": files,
+            "output": dict(made.log_buffer.output),
+        }
+    }
+
+
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, windows, reductions)
+    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, windows, reductions, evaluations)
     found = {name: value for part in parts for name, value in part(rank, folder).items()}
     found["alone"] = of_rank_0(rank, folder)
     torch.save(found, folder / f"rank{rank}.pt")

@@ -100,5 +100,19 @@ def test_what_the_reduced_windows_come_to(ranks: Seen) -> None:
     assert torch.allclose(ranks["ddp float32 once"][0]["weights"][0], weight)
 
 
+def test_ranks_share_an_evaluation(ranks: Seen, folder: Path) -> None:
+    """Five samples are six for two ranks; the sixth is left out. The statistics are those of rank 0."""
+    first, second = ranks["evaluation"]
+    results = [[index % 2, float(index), 7.0] for index in range(5)]
+    assert (first["seen"], second["seen"]) == ([results] * 2, [])
+    assert first["asked"] == second["asked"] == ["somewhere"] * 2
+    assert first["files"] == ["best_acc_epoch_1.pth"]
+    assert first["output"]["acc"] == 0.5
+    assert second["output"] == {}
+    saved = torch.load(folder / "best" / "best_acc_epoch_1.pth", weights_only=True)
+    assert len(saved["ranks"]) == 2
+    assert saved["meta"]["hook_msgs"]["best_score"] == 1.0
+
+
 def test_one_rank_alone_gathers_itself() -> None:
     assert gather({"a": (1, None)}) == [{"a": (1, None)}]

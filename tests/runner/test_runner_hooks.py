@@ -293,6 +293,61 @@ def test_scores_that_cannot_be_used(
         made.run([DATA], TRAIN)
 
 
+def test_evaluation_by_one_rank_is_that_of_the_other_hook(tmp_path: Path) -> None:
+    for kind in (hr.EvalHook, hr.DistEvalHook):
+        data = Scored(0.1, 0.3, 0.2)
+        made = epochs(tmp_path / kind.__name__, 3)
+        made.register_hook(kind(DataLoader(data), save_best="acc", flag=1))  # type: ignore[arg-type]
+        made.run([DATA], TRAIN)
+        assert data.seen == [([n] * 3, {"flag": 1}) for n in (4.0, 8.0, 12.0)]
+        assert made.meta["hook_msgs"]["best_score"] == 0.3
+        assert [path.name for path in (tmp_path / kind.__name__).glob("*.pth")] == ["best_acc_epoch_2.pth"]
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "stops"), [({}, 4), ({"by_epoch": False, "profile_iters": 2}, 2)])
+def test_a_profile_of_the_beginning(options: dict[str, Any], stops: int, tmp_path: Path) -> None:
+    steps: list[int] = []
+    trace = tmp_path / "trace.json"
+    made = epochs(count=2)
+    made.register_profiler_hook(
+        {
+            "on_trace_ready": lambda found: steps.append(found.step_num),
+            "json_trace_path": str(trace),
+            **options,
+        }
+    )
+    made.run([DATA], TRAIN)
+    assert steps == [stops]
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_profile_of_the_log_and_a_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    made = epochs(count=1)
+    made.logger = logging.getLogger("profile")
+    hook = hr.ProfilerHook(
+        profile_iters=9,
+        activities=["cpu"],
+        schedule={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
+        on_trace_ready={"type": "log_trace", "row_limit": 3},
+        profile_memory=True,
+    )
+    made.register_hook(hook)
+    with caplog.at_level(logging.INFO, "profile"):
+        made.run([DATA], TRAIN)
+    assert "Self CPU %" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"profile_iters": 0}, {"activities": ["gpu"]}, {"on_trace_ready": {"type": "print"}}]
+)
+def test_refused_profiles(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="'cpu' or 'cuda'"):
+        hr.ProfilerHook(**options)
+
+
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from halfpeak.runner.hook import Hook
 from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
 from halfpeak.runner.hooks.closure import ClosureHook
+from halfpeak.runner.hooks.dist_evaluation import DistEvalHook
 from halfpeak.runner.hooks.ema import EMAHook
 from halfpeak.runner.hooks.evaluation import EvalHook
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
@@ -47,6 +48,7 @@ from halfpeak.runner.hooks.momentum import (
 )
 from halfpeak.runner.hooks.optim_wrapper import OptimWrapperHook
 from halfpeak.runner.hooks.optimizer import OptimizerHook
+from halfpeak.runner.hooks.profiler import ProfilerHook
 from halfpeak.runner.hooks.sampler_seed import DistSamplerSeedHook
 from halfpeak.runner.hooks.sync_buffers import SyncBuffersHook
 from halfpeak.runner.hooks.tensorboard import TensorboardLoggerHook
@@ -83,6 +85,7 @@ __all__ = [
     "CyclicMomentumUpdaterHook",
     "DefaultOptimizerConstructor",
     "DefaultRunnerConstructor",
+    "DistEvalHook",
     "DistSamplerSeedHook",
     "EMAHook",
     "EmptyCacheHook",
@@ -116,6 +119,7 @@ __all__ = [
     "OptimizerHook",
     "PolyLrUpdaterHook",
     "Priority",
+    "ProfilerHook",
     "Sequential",
     "StepLrUpdaterHook",
     "StepMomentumUpdaterHook",

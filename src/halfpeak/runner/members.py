@@ -7,6 +7,7 @@ from halfpeak.runner.epoch import EpochBasedRunner
 from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
 from halfpeak.runner.hooks.closure import ClosureHook
+from halfpeak.runner.hooks.dist_evaluation import DistEvalHook
 from halfpeak.runner.hooks.ema import EMAHook
 from halfpeak.runner.hooks.evaluation import EvalHook
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
@@ -35,6 +36,7 @@ from halfpeak.runner.hooks.momentum import (
 )
 from halfpeak.runner.hooks.optim_wrapper import OptimWrapperHook
 from halfpeak.runner.hooks.optimizer import OptimizerHook
+from halfpeak.runner.hooks.profiler import ProfilerHook
 from halfpeak.runner.hooks.sampler_seed import DistSamplerSeedHook
 from halfpeak.runner.hooks.sync_buffers import SyncBuffersHook
 from halfpeak.runner.hooks.tensorboard import TensorboardLoggerHook
@@ -49,6 +51,7 @@ for _hook in (
     CosineRestartLrUpdaterHook,
     CyclicLrUpdaterHook,
     CyclicMomentumUpdaterHook,
+    DistEvalHook,
     DistSamplerSeedHook,
     EMAHook,
     EmptyCacheHook,
@@ -68,6 +71,7 @@ for _hook in (
     OptimWrapperHook,
     OptimizerHook,
     PolyLrUpdaterHook,
+    ProfilerHook,
     StepLrUpdaterHook,
     StepMomentumUpdaterHook,
     SyncBuffersHook,

@@ -57,6 +57,10 @@ class Registration:
         """Add the hook that measures time: ``dict(type='IterTimerHook')``, or a hook."""
         self._register(timer_config, "IterTimerHook", "LOW", "timer_config")
 
+    def register_profiler_hook(self, profiler_config: HookConfig) -> None:
+        """Add the hook that profiles: ``dict(profile_iters=2)``, or a hook."""
+        self._register(profiler_config, "ProfilerHook", "NORMAL", "profiler_config")
+
     def register_logger_hooks(self, log_config: Mapping[str, Any] | None) -> None:
         """Add loggers: ``dict(interval=50, hooks=[dict(type='TextLoggerHook')])``."""
         if log_config is None:

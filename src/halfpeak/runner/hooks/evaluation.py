@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 
 GREATER: Final = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
 LESS: Final = ("loss",)
+
+
+class Best(NamedTuple):
+    """The best model so far: its file, the file of the one before, and what to say."""
+
+    path: Path
+    previous: Path | None
+    text: str
+
+    def save(self, runner: BaseRunner, *, every_rank: bool) -> None:
+        """Write the one file and then delete the other."""
+        runner.write_checkpoint(self.path, every_rank=every_rank)
+        runner.logger.info(self.text)
+        if self.previous is not None:
+            self.previous.unlink(missing_ok=True)
 
 
 class EvalHook(Hook):
@@ -137,21 +152,29 @@ class EvalHook(Hook):
         return number >= self.start and (number - self.start) % self.interval == 0
 
     def _evaluate(self, runner: BaseRunner) -> None:
+        best = self._score(runner, self._test(runner))
+        if best is not None and runner.rank == 0:
+            runner.defer(lambda: best.save(runner, every_rank=False))
+
+    def _test(self, runner: BaseRunner) -> Any:
+        """What ``test_fn`` gives, from the model as it validates."""
         was_training = runner.model.training
         runner.model.eval()
         try:
             with torch.no_grad(), runner.validation_step():
-                results = self.test_fn(runner.model, self.dataloader)
+                return self.test_fn(runner.model, self.dataloader)
         finally:
             runner.model.train(was_training)
+
+    def _score(self, runner: BaseRunner, results: Any) -> Best | None:
+        """Log the scores; where to save the model, if it is the best so far."""
         scores = self.evaluate(runner, results)
         runner.log_buffer.output[EVAL_ITERS] = len(self.dataloader)
         runner.log_buffer.output.update(scores)
         runner.log_buffer.ready = True
-        if self.save_best is not None and scores:
-            self._keep_best(runner, scores)
+        return self._note_best(runner, scores) if self.save_best is not None and scores else None
 
-    def _keep_best(self, runner: BaseRunner, scores: Mapping[str, Any]) -> None:
+    def _note_best(self, runner: BaseRunner, scores: Mapping[str, Any]) -> Best | None:
         key = next(iter(scores)) if self.save_best == "auto" else str(self.save_best)
         if key not in scores:
             raise ConfigError(
@@ -161,22 +184,13 @@ class EvalHook(Hook):
         best = messages.get("best_score")
         is_better = best is None or (score > best if self._is_greater(key) else score < best)
         if not is_better or score != score:
-            return
+            return None
         number, unit = (runner.epoch + 1, "epoch") if self.by_epoch else (runner.iter + 1, "iter")
         path = naming.target(str(self.out_dir), f"best_{key}_{unit}_{{}}.pth".replace("/", "_"), number)
         previous = messages.get("best_ckpt")
         messages.update(best_score=score, best_ckpt=str(path))
-
-        def save() -> None:
-            if runner.rank == 0:
-                runner.write_checkpoint(path)
-                runner.logger.info(
-                    "Best %s is %.4f at %s %d, saved as %s", key, score, unit, number, path.name
-                )
-                if previous is not None and Path(previous) != path:
-                    Path(previous).unlink(missing_ok=True)
-
-        runner.defer(save)
+        text = f"Best {key} is {score:.4f} at {unit} {number}, saved as {path.name}"
+        return Best(path, None if previous in (None, str(path)) else Path(previous), text)
 
     def _is_greater(self, key: str) -> bool:
         if self.rule is not None:

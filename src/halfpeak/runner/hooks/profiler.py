@@ -1,0 +1,101 @@
+"""ProfilerHook: ``torch.profiler`` over the first part of a run. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import profiler
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner.hook import Hook
+
+if TYPE_CHECKING:
+    from halfpeak.runner.base import BaseRunner
+
+
+class ProfilerHook(Hook):
+    """Profiles the first ``profile_iters`` epochs, or with ``by_epoch=False`` iterations, and stops.
+
+    Args:
+        activities: ``"cpu"`` and ``"cuda"``; what this machine has not is left out.
+        schedule: arguments of ``torch.profiler.schedule``, which counts iterations.
+        on_trace_ready: a function of the profiler; ``dict(type="log_trace", row_limit=20)``, which logs a table; or
+            ``dict(type="tb_trace", dir_name="traces")``, which writes for TensorBoard.
+        json_trace_path: where to write a trace for Chrome at the end.
+        options: of ``torch.profiler.profile``, such as ``profile_memory=True``.
+
+    Raises:
+        ConfigError: an unknown activity or trace, or ``profile_iters`` below 1.
+    """
+
+    def __init__(
+        self,
+        by_epoch: bool = True,
+        profile_iters: int = 1,
+        activities: Sequence[str] = ("cpu", "cuda"),
+        schedule: Mapping[str, int] | None = None,
+        on_trace_ready: Callable[[Any], Any] | Mapping[str, Any] | None = None,
+        json_trace_path: str | None = None,
+        **options: Any,
+    ) -> None:
+        known = profiler.ProfilerActivity.__members__
+        here = {
+            name.lower() for name, activity in known.items() if activity in profiler.supported_activities()
+        }
+        trace = on_trace_ready.get("type") if isinstance(on_trace_ready, Mapping) else "log_trace"
+        if (
+            profile_iters < 1
+            or trace not in ("log_trace", "tb_trace")
+            or not {*activities} <= {*here, "cpu", "cuda"}
+        ):
+            raise ConfigError(
+                f"profile_iters={profile_iters!r} must be 1 or more, activities={list(activities)} 'cpu' or 'cuda', and a "
+                f"trace of type {trace!r} 'log_trace' or 'tb_trace'"
+            )
+        self.by_epoch, self.profile_iters, self.json_trace_path = by_epoch, profile_iters, json_trace_path
+        self._options: dict[str, Any] = {
+            **options,
+            "activities": [known[name.upper()] for name in activities if name in here],
+        }
+        self._options["schedule"] = None if schedule is None else profiler.schedule(**schedule)
+        self._trace = on_trace_ready
+        self._profiler: profiler.profile | None = None
+
+    def before_run(self, runner: BaseRunner) -> None:
+        """Start."""
+        handler: Any = self._trace
+        if isinstance(handler, Mapping):
+            options: dict[str, Any] = {name: value for name, value in handler.items() if name != "type"}
+            handler = (
+                _logs(runner, options)
+                if handler["type"] == "log_trace"
+                else profiler.tensorboard_trace_handler(**options)
+            )
+        self._profiler = profiler.profile(on_trace_ready=handler, **self._options)
+        self._profiler.start()
+
+    def after_train_iter(self, runner: BaseRunner) -> None:
+        """Count, and stop if it is time."""
+        if self._profiler is not None:
+            self._profiler.step()
+            self._stop(not self.by_epoch and runner.iter + 1 >= self.profile_iters)
+
+    def after_train_epoch(self, runner: BaseRunner) -> None:
+        """Stop if it is time."""
+        self._stop(self.by_epoch and runner.epoch + 1 >= self.profile_iters)
+
+    def after_run(self, runner: BaseRunner) -> None:
+        """Stop in any case: the run may have been shorter."""
+        self._stop(True)
+
+    def _stop(self, is_over: bool) -> None:
+        if is_over and self._profiler is not None:
+            self._profiler.stop()
+            if self.json_trace_path is not None:
+                self._profiler.export_chrome_trace(self.json_trace_path)
+            self._profiler = None
+
+
+def _logs(runner: BaseRunner, options: Mapping[str, Any]) -> Callable[[profiler.profile], None]:
+    return lambda made: runner.logger.info("%s", made.key_averages().table(**options))
