@@ -44,7 +44,7 @@ def make_module(package: ModuleType, build: Callable[[Any], Any] = adamw, schedu
 
         validation_step = training_step
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer: Any, *_: int) -> None:
             grads = [
                 p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
             ]

@@ -1,0 +1,81 @@
+"""timm's own ApexScaler, unchanged, on ``from apex import amp`` of the shim."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from laws.source import ROOT
+
+SCRIPT = """
+import importlib.util, json, sys
+from importlib import metadata
+from types import ModuleType
+
+import torch
+from torch import nn
+
+import halfpeak
+import halfpeak.shim
+
+halfpeak.shim.install()
+from apex import amp
+from integrations.lightning_net import adamw, batches, plain_run
+from support.nets import make_net
+
+for package in ("timm", "timm.utils"):  # importing timm itself needs torchvision, and these files torch alone
+    sys.modules[package] = ModuleType(package)
+for name in ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda"):
+    path = next(f.locate() for f in metadata.files("timm") if str(f) == name.replace(".", "/") + ".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+cuda = sys.modules["timm.utils.cuda"]
+assert cuda.has_apex and cuda.amp is amp
+
+level = sys.argv[1]
+net = make_net()
+model, optimizer = amp.initialize(net, adamw(net.parameters()), opt_level=level, verbosity=0, norms="all")
+loss_scaler = cuda.ApexScaler()
+
+def train(part):
+    for x, y in part:
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        loss_scaler(loss, optimizer, clip_grad=0.01, parameters=model.parameters())
+        optimizer.zero_grad()
+
+train(batches()[:5])
+saved = loss_scaler.state_dict()
+loss_scaler.load_state_dict(saved)
+train(batches()[5:])
+clip = lambda parameters: nn.utils.clip_grad_norm_(list(parameters), 0.01)
+expected, _ = plain_run(level, clip=clip, scale=halfpeak.ScaleConfig())
+found = {name: value.float() for name, value in net.state_dict().items()}
+print(json.dumps({
+    "saved": saved,
+    "different": [name for name in expected if not torch.equal(found[name], expected[name])],
+}))
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_run_is_the_engines_bit_for_bit(level: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, level],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "PackageNotFoundError" in done.stderr:
+        pytest.skip("timm is not installed")
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert seen["different"] == []
+    assert set(seen["saved"]) == {"loss_scaler0"}
+    assert seen["saved"]["loss_scaler0"]["loss_scale"] < 2.0**16
