@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # torch imports it at the first optimizer, and then renews some of its names
 from torch import nn
 
+from halfpeak.shim.table import SHIMS
 from laws.source import ROOT
 
 OWNERS = {
@@ -31,20 +32,40 @@ OWNERS = {
 }
 
 
+PACKAGES = {package for shim in SHIMS.values() for package in shim.packages}
+"""Import names that come from a shim."""
+
+
 def process_state() -> dict[str, Any]:
     """Modules by name and identity, finders, importers, and every name of torch that a shim could touch."""
     return {
-        "modules": {
-            name: id(module) for name, module in sys.modules.items() if name.split(".")[0] != "halfpeak"
-        },
+        "modules": {name: id(module) for name, module in sys.modules.items()},
         "meta_path": [id(finder) for finder in sys.meta_path],
         "path_hooks": [id(hook) for hook in sys.path_hooks],
         "path": list(sys.path),
         "argv": list(sys.argv),
-        "importers": {path for path in sys.path_importer_cache if "shim" in path},
+        "importers": {path for path in sys.path_importer_cache if "halfpeak/shim" in path},
         "function modes": torch._C._len_torch_function_stack(),
-        **{name: {key: id(value) for key, value in vars(owner).items()} for name, owner in OWNERS.items()},
+        **{name: names_of(owner) for name, owner in OWNERS.items()},
     }
+
+
+def names_of(owner: Any) -> dict[str, int]:
+    """Without Python's own names, some of which it makes when they are first asked for."""
+    lazy = ("__slotnames__", "__annotations__", "__annotate__", "__annotations_cache__")
+    return {name: id(value) for name, value in vars(owner).items() if name not in lazy}
+
+
+def changes(before: dict[str, Any]) -> dict[str, Any]:
+    """What is not as it was. A module that torch or a script has imported meanwhile is no change, one of a shim is."""
+    now = process_state()
+    old, new = before["modules"], now["modules"]
+    modules = {name for name, module in old.items() if new.get(name) != module}
+    modules |= {name for name in new.keys() - old.keys() if name.split(".")[0] in PACKAGES}
+    others = {
+        key: (value, now[key]) for key, value in before.items() if key != "modules" and now[key] != value
+    }
+    return {**others, **({"modules": modules} if modules else {})}
 
 
 def run_python(

@@ -37,6 +37,8 @@ def on_cpu() -> Generator[None]:
             _replace(undo, module, names)
         _replace(undo, torch, _global())
         _replace(undo, nn.Module, {"to": _module_to()})
+        # Its argument is parsed before the mode is asked.
+        _replace(undo, Tensor, {"record_stream": _nothing})
         for module in (dist, dist.distributed_c10d):
             _replace(undo, module, _groups())
         _replace(undo, nn.parallel.DistributedDataParallel, {"__init__": _without_devices()})
@@ -56,8 +58,6 @@ class _ToCpu(TorchFunctionMode):
         if func in _STAY:
             kept = {key: value for key, value in kwargs.items() if key == "memory_format"}
             return args[0].to(CPU, **kept)
-        if func is Tensor.record_stream:
-            return None
         if func is Tensor.to and len(args) > 1:
             args = (args[0], _place(args[1]), *args[2:])
         if func is Tensor.type and len(args) > 1:
@@ -77,6 +77,9 @@ def _place(value: Any) -> Any:
 def _kind(value: Any) -> Any:
     """``torch.FloatTensor`` for ``torch.cuda.FloatTensor``, by its name."""
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
+
+
+def _nothing(*args: Any) -> None: ...
 
 
 def _global() -> Mapping[str, Any]:
