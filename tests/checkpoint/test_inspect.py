@@ -47,8 +47,8 @@ def fresh_session(process_left_as_found: None) -> Iterator[None]:
         (EngineO2Loop, "O2, as the file says"),
         (AmpLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
         (AmpO2Loop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
-        (ScalerLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
-        (MmengineLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
+        (ScalerLoop, "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"),
+        (MmengineLoop, "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"),
         (Fp16Loop, "not named; float16 weights, as of O2 or O3 with masters"),
     ],
 )

@@ -176,6 +176,8 @@ def _level(parts: Parts) -> str:
     for dtype, name in ((torch.bfloat16, "O5"), (torch.float16, "O2 or O3")):
         if any(is_half_rounded(model, dtype) for model in parts.models.values()):
             return f"not named; float32 weights that are all {_short(dtype)} numbers, as of {name} without masters"
+    if torch.float32 in dtypes and any(scaler.kind == "grad_scaler" for scaler in parts.scalers):
+        return "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"
     if torch.float32 in dtypes and parts.scalers:
         return "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"
     return "not named"

@@ -1,0 +1,80 @@
+"""Checkpoints that the real libraries wrote, and converted ones that they read, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfpeak.checkpoint import inspect, load, load_plain
+
+PROGRAM = Path(__file__).with_name("library_runs.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(
+    library: str, saved: str, resumed: str, *conversions: tuple[str, str, str, list[str]]
+) -> tuple[Any, Any]:
+    """Train with the library to ``saved``, convert, resume from ``resumed``; returns what both ended with."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), library, saved, resumed, json.dumps(conversions)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_plain("save.pt"), load_plain("resume.pt")
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else a == b
+
+
+def test_accelerate_goes_on_bit_for_bit() -> None:
+    """Its folder becomes an engine's state, and that a folder again, from which it goes on."""
+    there, back = ("folder", "engine", "e.pt", ["random_states_0.pkl"]), ("e.pt", "accelerate", "again", [])
+    end, resumed = run("accelerate", "folder", "again", there, back)
+    report = inspect("folder")
+    assert (report.form, report.scalers[0].scale, report.optimizers[0].steps) == ("accelerate", 128.0, 3)
+    assert same(resumed, end)
+
+
+def test_lightning_takes_up_what_was_converted() -> None:
+    there, back = ("a.ckpt", "grad_scaler", "s.pt", ["loops"]), ("s.pt", "lightning", "b.ckpt", [])
+    _, seen = run("lightning", "a.ckpt", "b.ckpt", there, back)
+    report, state = inspect("a.ckpt"), load("s.pt")
+    assert (report.form, report.epoch, report.iteration) == ("lightning", 1, 4)
+    assert (report.scalers[0].where, report.scalers[0].scale) == ("MixedPrecision", 128.0)
+    assert same(seen["weights"], dict(state["model"]))
+    assert same(seen["scaler"], state["scaler"])
+    assert same(seen["optimizer"]["state"], state["optimizer"]["state"])
+
+
+def test_mmengine_reads_its_own_run_again() -> None:
+    """mmengine 0.10.7 pickles its log: torch refuses to read that, and without it the run is plain data."""
+    source = "work_save/epoch_1.pth"
+    end, resumed = run("mmengine", "-", "plain.pth", (source, "mmengine", "plain.pth", ["message_hub"]))
+    report = inspect(source)
+    assert (report.form, report.epoch, report.iteration) == ("mmengine", 1, 4)
+    assert "mmengine.logging.history_buffer.HistoryBuffer" in report.wants
+    assert same(resumed, end)
