@@ -34,6 +34,7 @@ with warnings.catch_warnings():
 WRAPPERS = ("OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper", "OptimWrapperDict")
 CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 RUNS = Path(__file__).with_name("mmengine_runs")
+SCRIPT = Path(__file__).with_name("mmengine_script")
 OTHER = os.environ.get("HALFPEAK_TEST_MMENGINE")
 
 
@@ -287,6 +288,44 @@ def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any]
     assert resumed["trained"] == [1]
     assert resumed["weights"]
     assert resumed["momenta"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "owners"),
+    [
+        (("--shim", "mmengine"), "AmpOptimWrapper", ["halfpeak"]),
+        (("--shim", "mmengine"), "several", ["halfpeak", "halfpeak"]),
+        (("--device", "cpu"), "ApexOptimWrapper", ["mmengine"]),
+    ],
+    ids=["one wrapper", "several wrappers", "mmengine's own over our apex"],
+)
+def test_a_script_runs_unedited(
+    tmp_path: Path, options: tuple[str, ...], kind: str, owners: list[str]
+) -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(halfpeak.__file__).parents[1]),
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "halfpeak",
+        "run",
+        *options,
+        str(SCRIPT),
+        kind,
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["wrappers"] == owners
+    assert found["device"] == "cpu"
+    assert sum(found["loss"][-5:]) < sum(found["loss"][:5]) / 3
+    assert found["lr"] == (["train/body.lr", "train/head.lr"] if kind == "several" else ["train/lr"])
 
 
 def test_the_installed_mmengine_is_the_one_the_pages_name() -> None:
