@@ -1,6 +1,9 @@
-"""What does casting per operation add to an operation: the scope of O1 and O4 against ``torch.autocast``?
+"""What does casting per operation cost: O1 and O4 against ``torch.autocast``?
 
-A tiny addition is not cast by either; a tiny linear is, with its weight. The times are of 1,000 calls.
+Per operation: one that nobody casts, one that only apex's lists look at, one that they compute in float32, one that everybody
+casts, with its weights. The times are of 1,000 calls without a backward pass, which end with their result: the weakly held
+casts of weights with it, while autocast and shadow weights keep theirs. Then whole nets, forward and backward, of sizes at
+which an operation's overhead weighs much or little, and over a window of four backward passes.
 """
 
 from __future__ import annotations
@@ -13,35 +16,110 @@ import torch
 from _harness import Variant, arguments, report, time_variants
 from torch import Tensor, nn
 
+from halfpeak.casting.device import DeviceCasts
 from halfpeak.casting.opcasts import OpCasts
 
 CALLS = 1000
+LOW = torch.bfloat16
+
+Scope = AbstractContextManager[Any]
 
 
-def repeat(call: Callable[[], Tensor], scope: AbstractContextManager[Any]) -> Variant:
+def scopes(device: str) -> dict[str, tuple[Callable[[], Scope], Callable[[], None]]]:
+    """By name: what gives the scope of a forward pass, and what a step does to it."""
+    device_type = torch.device(device).type
+    apex, shadow, lists = OpCasts(LOW), OpCasts(LOW, shadow=True), DeviceCasts(device_type, LOW)
+    return {
+        "no casts": (nullcontext, _nothing),
+        "torch.autocast": (lambda: torch.autocast(device_type, LOW), _nothing),
+        "torch.autocast, cache off": (
+            lambda: torch.autocast(device_type, LOW, cache_enabled=False),
+            _nothing,
+        ),
+        "halfpeak, torch's lists": (lambda: lists, _nothing),
+        "halfpeak, apex's lists": (lambda: apex, _nothing),
+        "halfpeak, apex's lists, shadow weights": (lambda: shadow, shadow.clear_cache),
+    }
+
+
+def _nothing() -> None: ...
+
+
+def repeat(call: Callable[[], Tensor], make: Callable[[], Scope]) -> Variant:
     def run() -> None:
-        with scope:
+        with make():
             for _ in range(CALLS):
                 call()
 
     return run
 
 
+def operations(device: str) -> dict[str, Callable[[], Tensor]]:
+    x = torch.randn(4, 8, device=device)
+    linear = nn.Linear(8, 8, device=device)
+    return {
+        "relu": lambda: torch.relu(x),
+        "addition": lambda: x + x,
+        "softmax": lambda: torch.softmax(x, -1),
+        "linear": lambda: linear(x),
+    }
+
+
+class Block(nn.Module):
+    """A residual block of a transformer, without attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def window(
+    net: nn.Module, x: Tensor, passes: int, make: Callable[[], Scope], step: Callable[[], None]
+) -> Variant:
+    """Forward and backward, ``passes`` times, and what a step does to casts."""
+
+    def run() -> None:
+        for _ in range(passes):
+            with make():
+                loss = net(x).float().square().mean()
+            loss.backward()
+        step()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+    return run
+
+
+NETS: dict[str, tuple[int, int, int]] = {
+    "overhead-bound: 8 blocks of width 32, 8 rows": (8, 32, 8),
+    "2 blocks of width 512, 256 rows": (2, 512, 256),
+}
+"""Blocks, width and rows."""
+
+
 def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
-    low = torch.bfloat16
-    x = torch.randn(4, 8, device=options.device)
-    linear = nn.Linear(8, 8, device=options.device)
-    calls: dict[str, Callable[[], Tensor]] = {"addition": lambda: x + x, "linear": lambda: linear(x)}
-    for case, call in calls.items():
-        variants = {
-            "no casts": repeat(call, nullcontext()),
-            "torch.autocast": repeat(call, torch.autocast(options.device, low)),
-            "halfpeak": repeat(call, OpCasts(low)),
-        }
+    for case, call in operations(options.device).items():
+        variants = {name: repeat(call, make) for name, (make, _) in scopes(options.device).items()}
         times = time_variants(variants, device=options.device, rounds=options.rounds)
         report("casting", f"1000 calls of {case}", times, baseline="torch.autocast", options=options)
+    for name, (blocks, width, rows) in NETS.items():
+        for passes in (1, 4):
+            net = nn.Sequential(*(Block(width) for _ in range(blocks))).to(options.device)
+            x = torch.randn(rows, width, device=options.device)
+            variants = {
+                variant: window(net, x, passes, make, step)
+                for variant, (make, step) in scopes(options.device).items()
+            }
+            times = time_variants(variants, device=options.device, rounds=options.rounds)
+            case = f"{name}, forward and backward, {passes} a step"
+            report("casting", case, times, baseline="torch.autocast", options=options)
 
 
 if __name__ == "__main__":
