@@ -50,7 +50,7 @@ def train(
     loop = Loop(model, max_iters=TOTAL)
     loop.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     hook.before_run(loop)
-    scales, moved = [], []
+    scales, moved, trail = [], [], []
     for number in range(TOTAL):
         generator = torch.Generator().manual_seed(100 * number + rank)
         x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
@@ -64,6 +64,7 @@ def train(
         loop.outputs = {"loss": loss, "num_samples": 4}
         hook.after_train_iter(loop)
         moved.append(loop.step_result.stepped())
+        trail += [p.detach().clone() for p in net.parameters()]
         scaler = loop.meta.get("fp16", {}).get("loss_scaler", {})
         scales.append(float(scaler.get("scale", scaler.get("cur_scale", 0.0))))
     return {
@@ -73,6 +74,7 @@ def train(
         "norms": [entry["grad_norm"].clone() for entry, _ in loop.log_buffer.entries],
         "scales": scales,
         "moved": moved,
+        "trail": trail,
     }
 
 

@@ -32,10 +32,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def check_agreement(seen: list[Any]) -> Any:
-    """All ranks are equal to the bit; returns the first."""
+    """All ranks are equal to the bit, after every step; returns the first."""
     first = seen[0]
     for other in seen[1:]:
-        for name in ("parameters", "masters", "momenta"):
+        for name in ("parameters", "masters", "momenta", "trail"):
             assert same(first[name], other[name]), name
         assert first["scales"] == other["scales"]
         assert first["moved"] == other["moved"]

@@ -329,9 +329,11 @@ def test_a_hook_is_registered_once() -> None:
         made.register_hook("EMAHook")  # type: ignore[arg-type]
 
 
-def test_unknown_stages() -> None:
+@pytest.mark.parametrize("hooks", [[], [hr.Hook()]], ids=["no hook", "a hook"])
+def test_unknown_stages(hooks: list[hr.Hook]) -> None:
     made = epochs()
-    made.register_hook(hr.Hook())
+    for hook in hooks:
+        made.register_hook(hook)
     with pytest.raises(
         ConfigError, match="unknown stage 'after_step'; the stages are before_run, before_train_epoch"
     ):

@@ -38,7 +38,8 @@ def check_stage(stage: str, hooks: Sequence[Hook]) -> None:
     Raises:
         ConfigError: one has no method of that name.
     """
-    if not all(callable(getattr(hook, stage, None)) for hook in hooks):
+    every: Sequence[object] = hooks or [Hook]
+    if not all(callable(getattr(hook, stage, None)) for hook in every):
         raise unknown_stage(stage)
 
 
