@@ -14,6 +14,7 @@ import torch
 
 import halfpeak
 from halfpeak import shim
+from halfpeak.cli.main import main
 from shim.process import changes, process_state, run_python
 
 PROBE = """
@@ -247,6 +248,17 @@ def test_a_real_package_keeps_its_own_way_of_answering(real_apex: Path) -> None:
     assert apex.amp.scale_loss is halfpeak.amp.scale_loss
     shim.uninstall()
     assert apex.amp == "ampamp"
+
+
+def test_run_says_whose_apex_it_is(
+    real_apex: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import apex\nprint(apex.REAL, apex.amp.__name__)\n")
+    assert main(["run", str(script)]) == 0
+    seen = capsys.readouterr()
+    assert seen.out == "True apex.amp\n"
+    assert "completes the installed apex" in seen.err
 
 
 def test_a_folder_that_is_no_package_is_passed_over(

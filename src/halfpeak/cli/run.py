@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 from halfpeak import __version__
@@ -98,7 +99,13 @@ def _device(value: str) -> bool:
 
 
 def _emulated(request: Request) -> str:
-    parts = [f"halfpeak {__version__} answers for {' and '.join(request.shims)}"]
+    parts = [f"halfpeak {__version__} {' and '.join(map(_role, request.shims))}"]
     if request.cpu:
         parts.append("the CPU plays one CUDA device (.cuda(), device='cuda', torch.cuda, nccl)")
     return "; ".join(parts)
+
+
+def _role(name: str) -> str:
+    found = find_spec(name)
+    is_real = found is not None and not SHIMS[name].has(found.origin)
+    return f"completes the installed {name}" if is_real else f"answers for {name}"
