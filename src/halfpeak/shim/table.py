@@ -12,7 +12,7 @@ from halfpeak.shim.mmcv_hooks import set_up as set_up_mmcv
 from halfpeak.shim.mmengine import set_up as set_up_mmengine
 
 _APEX = Shim(
-    packages={"apex": "apex", "amp_C": "amp_C.py"},
+    packages={"apex": "apex", "amp_C": "amp_C.py", "apex_C": "apex_C.py"},
     distribution="apex",
     version="0.1+halfpeak",  # apex has called itself 0.1 in every release
     absent={
@@ -21,6 +21,11 @@ _APEX = Shim(
         "apex.pyprof": "use torch.profiler",
         "apex.RNN": "use torch.nn.LSTM, GRU and RNN, which amp casts",
         "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+        "apex.optimizers.FP16_Optimizer": "import it, and the FusedAdam that goes with it, from apex.contrib.optimizers",
+        "apex.optimizers": "use torch.optim, or halfpeak.fused",
+        "apex.mlp": "use torch.nn.Linear, which torch.compile fuses with what follows",
+        "apex.fused_dense": "use torch.nn.Linear, which torch.compile fuses with what follows",
+        "apex.contrib.optimizers": "use FullyShardedDataParallel of torch for sharded optimizers",
         "apex.contrib": "its kernels need CUDA; use the functions of torch.nn, which torch.compile fuses",
     },
     setup=set_up_apex,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.rules.base import Count, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class AdagradRule(Rule):
 
     Attributes:
         decoupled: decay beside the gradient, as in AdamW.
+        counts: keep the number of steps; apex's, whose learning rate does not fall, keeps none.
 
     Source: Duchi, Hazan and Singer, 2011.
 
@@ -39,19 +40,25 @@ class AdagradRule(Rule):
     """
 
     decoupled: bool = False
+    counts: bool = True
 
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("sum",)
 
+    @property
+    def count(self) -> Count:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return "parameter" if self.counts else "nowhere"
+
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
-        return (float(group["initial_accumulator_value"]),)
+        return (float(group.get("initial_accumulator_value", 0.0)),)
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
-        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"]) if self.counts else group["lr"]
         return (rate, group["eps"], group["weight_decay"])
 
     def __call__(
@@ -79,7 +86,7 @@ class AdagradRule(Rule):
             [slots[0]],
             [step],
             lr=float(group["lr"]),
-            lr_decay=float(group["lr_decay"]),
+            lr_decay=float(group["lr_decay"]) if self.counts else 0.0,
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
             maximize=False,

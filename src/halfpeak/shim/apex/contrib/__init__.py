@@ -1,0 +1,1 @@
+"""``apex.contrib`` as of 25.04: its optimizers for masters and low gradients."""

@@ -1,0 +1,216 @@
+"""``apex.normalization`` over torch's functions: layer norm and RMS norm, computed in float32."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+
+Shape: TypeAlias = int | Sequence[int] | torch.Size
+
+
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
+) -> Tensor:
+    """``input / sqrt(mean(input**2) + eps) * weight`` over the last dimensions, rounded to ``weight``'s dtype before it."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    normed = input * torch.rsqrt(input.float().pow(2).mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return normed
+    return weight * (normed.to(weight.dtype) if is_low(weight) else normed)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm with weight and bias, in the dtype of ``input``."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps).to(input.dtype)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer norm without weight and bias, in the dtype of ``input``."""
+    return _layer_norm(input, normalized_shape, None, None, eps).to(input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm with weight and bias, in the dtype of ``weight``."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps).to(weight.dtype)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm with weight, in the dtype of ``input``."""
+    return _rms_norm(input, normalized_shape, weight, eps).to(input.dtype)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS norm without weight, in the dtype of ``input``."""
+    return _rms_norm(input, normalized_shape, None, eps).to(input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm with weight, in the dtype of ``weight``."""
+    return _rms_norm(input, normalized_shape, weight, eps).to(weight.dtype)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
+
+    Args:
+        memory_efficient: no effect here.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(list(_shape(normalized_shape)), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input, normalized over its last dimensions."""
+        if self.weight is None:  # pyright: ignore[reportUnnecessaryComparison]  # without elementwise_affine
+            return fused_layer_norm(input, self.normalized_shape, self.eps)
+        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
+
+    Args:
+        memory_efficient: no effect here.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(list(_shape(normalized_shape)), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, divided by its root mean square over its last dimensions."""
+        if self.weight is None:  # pyright: ignore[reportUnnecessaryComparison]  # without elementwise_affine
+            return fused_rms_norm(x, self.normalized_shape, self.eps or 0.0)
+        return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """:class:`FusedLayerNorm` whose output has the dtype of its weight.
+
+    Raises:
+        ConfigError: ``elementwise_affine=False``: there would be no weight.
+    """
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _require_affine(type(self), kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input, normalized over its last dimensions."""
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps
+        )
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """:class:`FusedRMSNorm` whose output has the dtype of its weight.
+
+    Raises:
+        ConfigError: ``elementwise_affine=False``: there would be no weight.
+    """
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _require_affine(type(self), kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, divided by its root mean square over its last dimensions."""
+        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
+
+
+def _shape(normalized_shape: Shape) -> tuple[int, ...]:
+    if isinstance(normalized_shape, numbers.Integral):
+        return (int(normalized_shape),)
+    return tuple(normalized_shape)  # type: ignore[arg-type]
+
+
+def _layer_norm(
+    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """In the widest dtype of its arguments, and at least float32."""
+    wide = _widest(input, weight, bias)
+    return F.layer_norm(
+        input.to(wide),
+        list(_shape(shape)),
+        None if weight is None else weight.to(wide),
+        None if bias is None else bias.to(wide),
+        eps,
+    )
+
+
+def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    wide = _widest(input, weight)
+    return F.rms_norm(input.to(wide), list(_shape(shape)), None if weight is None else weight.to(wide), eps)
+
+
+def _widest(*tensors: Tensor | None) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _require_affine(kind: type[Any], given: dict[str, Any]) -> None:
+    unknown = set(given) - {"elementwise_affine"}
+    if unknown:
+        raise ConfigTypeError(f"{kind.__name__} takes no {', '.join(sorted(unknown))}; leave it out")
+    if not given.get("elementwise_affine", True):
+        raise ConfigError(
+            f"{kind.__name__} needs elementwise_affine=True: its weight says which dtype it returns"
+        )
