@@ -17,10 +17,10 @@ from halfpeak.runner import EpochBasedRunner, Fp16OptimizerHook
 from migrate.scripts import CORPUS, SCRIPTS, rewritten, run, same, source
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-BY_LEVEL = ("dcgan", "function", "glue", "imagenet", "segmentation", "swav", "trainer", "uniter")
+BY_LEVEL = ("dcgan", "function", "glue", "imagenet", "quiet", "segmentation", "swav", "trainer", "uniter")
 """Scripts that take ``--opt-level``."""
 
-NATIVE = ("dcgan", "function", "imagenet", "plain", "swav", "trainer")
+NATIVE = ("dcgan", "function", "imagenet", "plain", "quiet", "swav", "trainer")
 """Scripts whose loop is understood in full."""
 
 

@@ -72,6 +72,9 @@ def write_autocast(tree: Tree, training: Training) -> tuple[Edits, list[Finding]
         for use in training.uses.get(name, ()):
             write = f"write scaler.{name} yourself; halfpeak.checkpoint.foreign translates states of apex"
             raise Unsure(use.node, use.name, "checkpoints of apex have another form than GradScaler's", write)
+    for use in training.uses.get("disable_casts", ()):
+        write = 'write with torch.autocast("cuda", enabled=False), and cast its inputs'
+        raise Unsure(use.node, use.name, "torch casts no input back inside it", write)
     engines.pass_on(edits)
     drop_imports(tree, training, edits, [Entry("torch")], kept=())
     return edits, []

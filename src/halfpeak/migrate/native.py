@@ -25,6 +25,9 @@ _KEPT: Final = frozenset(
 """Keywords of ``initialize`` that ``prepare`` takes too."""
 
 _GONE: Final = frozenset({"verbosity", "opt_level", "min_loss_scale", "max_loss_scale"})
+_SHARED: Final = frozenset({"master_params", "disable_casts"})
+"""Names of amp that do for an engine what they do for amp."""
+
 _WHOLE_MODEL: Final = frozenset({"O0", "O2", "O3", "O5"})
 """Levels without casts per operation: it does not matter to them what stands inside ``engine.forward()``."""
 
@@ -63,7 +66,7 @@ def write_native(tree: Tree, training: Training) -> tuple[Edits, list[Finding]]:
         wrap_forward(edits, training, block, f"{engine}.forward()", required=per_op)
     more = _save_and_load(tree, training, engines, edits)
     engines.pass_on(edits)
-    drop_imports(tree, training, edits, [Entry("halfpeak"), *more], kept={"master_params"})
+    drop_imports(tree, training, edits, [Entry("halfpeak"), *more], kept=_SHARED)
     if per_op:
         notes.append(_note(tree, training))
     return edits, notes

@@ -14,7 +14,7 @@ from halfpeak.migrate.tree import Tree, Use, names_in, walk
 
 PREFIXES: Final = ("apex.amp", "halfpeak.amp")
 
-KNOWN: Final = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
+KNOWN: Final = ("initialize", "scale_loss", "master_params", "disable_casts", "state_dict", "load_state_dict")
 
 
 _LEAVES: Final = (cst.Break, cst.Continue, cst.Return)
