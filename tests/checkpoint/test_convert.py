@@ -26,8 +26,10 @@ from checkpoint.loops import (
 from halfpeak import amp
 from halfpeak.checkpoint import convert, load, load_plain, save
 from halfpeak.checkpoint.forms.pairing import pair
+from halfpeak.checkpoint.forms.recognition import FORMS
 from halfpeak.checkpoint.forms.targets import TARGETS
 from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
+from runner import zoo
 
 FLOAT32 = (EngineLoop, AmpLoop, ScalerLoop, MmengineLoop)
 O2 = (EngineO2Loop, AmpO2Loop)
@@ -177,6 +179,22 @@ def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
     assert same(dict(load(tmp_path / "w.pt")), dict(parts["model"]))
 
 
+def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
+    zoo.run(zoo.build("EpochBasedRunner", tmp_path / "run", "fp16"))
+    source = tmp_path / "run" / "iter_8.pth"
+    with pytest.raises(StateError, match=r"no place for 'hooks' \(a dict of 1\); 'loop' .*; 'random' "):
+        convert(source, "apex", tmp_path / "a.pt")
+    convert(source, "apex", tmp_path / "a.pt", drop=["all"])
+    convert(tmp_path / "a.pt", "mmcv", tmp_path / "b.pth")
+    other = zoo.build("EpochBasedRunner", tmp_path / "other", "fp16")
+    other.resume(tmp_path / "b.pth")
+    saved, back = load(source), load(tmp_path / "b.pth")
+    assert (other.epoch, other.iter) == (saved["meta"]["epoch"], saved["meta"]["iter"])
+    assert same(dict(other.model.state_dict()), dict(saved["state_dict"]))
+    assert same(back["optimizer"], {key: saved["optimizer"][key] for key in ("state", "param_groups")})
+    assert back["meta"]["fp16"]["loss_scaler"]["scale"] == saved["meta"]["fp16"]["loss_scaler"]["cur_scale"]
+
+
 def test_several_losses_need_room(tmp_path: Path) -> None:
     scalers = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
     save(tmp_path / "a.pt", {**AmpLoop().save(), "amp": scalers})
@@ -282,3 +300,10 @@ class TestPairing:
             pair(weights, [torch.ones(2), torch.zeros(2), tiny])
         assert torch.equal(pair(weights, [torch.zeros(2), torch.ones(2), tiny])["c"], tiny)
         assert set(pair(weights, [torch.ones(2), torch.zeros(2), torch.zeros(2)])) == {"a", "b", "c"}
+
+
+def test_the_page_names_every_form() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name.strip(" `").replace("-", "_") for cell in first for name in cell.split(",")}
+    assert named == (FORMS.keys() - {"unknown"}) | TARGETS.keys()

@@ -80,6 +80,16 @@ def test_names_in_a_file_are_printed_escaped(capsys: pytest.CaptureFixture[str])
     assert "\\x1b[31mred\\n: the number 1" in capsys.readouterr().out
 
 
+def test_a_run_of_halfpeak_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--steps", "2", "--level", "O2", "--output", "run", "--plot", "false"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "run/checkpoint.pt"]) == 0
+    printed = capsys.readouterr().out
+    assert "  made by     a run of halfpeak train" in printed
+    assert "  level       O2, as the file says" in printed
+    assert "suspicious" not in printed
+
+
 def test_a_damaged_file_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     save("last.pt", script())
     data = bytearray(Path("last.pt").read_bytes())

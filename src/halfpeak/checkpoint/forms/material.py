@@ -163,7 +163,8 @@ def _rest(parts: Parts, target: Target, account: Account) -> dict[str, Any]:
     """Entries that have a place in the target, as far as they are plain data."""
     kept: dict[str, Any] = {}
     for name, value in parts.rest.items():
-        has_place = "." not in name if target.family is None else parts.form in target.family
+        own_key = "." not in name and parts.form in {*SCRIPTS, "engine"}
+        has_place = own_key if target.family is None else parts.form in target.family
         if is_empty(value):
             continue
         if not has_place:

@@ -79,7 +79,7 @@ class Target(NamedTuple):
         models: how many it holds at most; None for any number.
         optimizers: likewise.
         scalers: likewise.
-        family: forms whose entries have their places in it; None for a script's own dict, which takes everything.
+        family: forms whose entries have their places in it; None for a script's own dict, which takes those of a script.
         needs_scale: whether it is made around a loss scale.
         keeps_rule: whether growth factor and interval have a place.
         keeps_counters: whether epochs and iterations have.
