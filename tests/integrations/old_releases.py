@@ -11,8 +11,8 @@ Each release goes into a folder of its own, beside the environment of the tests,
 What happened with torch 2.13 on Python 3.11, at O1 and at O2:
 
 - pytorch-lightning 1.9.5 (``ApexMixedPrecisionPlugin``, clipping): the weights of a plain loop over an engine, bit for bit.
-  It needs a setuptools that still has ``pkg_resources``. ``Trainer(precision=16, amp_backend="apex")`` itself turns to
-  bfloat16 on a CPU, so the plugin is passed.
+  It needs a setuptools that still has ``pkg_resources``. ``Trainer(precision=16, amp_backend="apex")`` itself refuses a
+  CPU, so the plugin is passed.
 - transformers 4.41.2 (``fp16=True, half_precision_backend="apex"``): trains; the loss falls, norms have true size.
 - transformers 4.46.3: fails by itself, with any apex: its ``training_step`` returns None where it uses apex.
 """
