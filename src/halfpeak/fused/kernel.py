@@ -44,3 +44,15 @@ def update_of(rule: Rule) -> Update:
             low.copy_(moved[0])
 
     return update
+
+
+def flat_update_of(rule: Rule, *, has_low: bool) -> Callable[..., tuple[()]]:
+    """:func:`update_of` as a function of ``weight, [low,] *slots, grad, numbers``."""
+    update = update_of(rule)
+
+    def flat_update(weight: Tensor, *rest: Tensor) -> tuple[()]:
+        low, slots = (rest[0], rest[1:-2]) if has_low else (None, rest[:-2])
+        update(weight, low, slots, rest[-2], rest[-1])
+        return ()
+
+    return flat_update
