@@ -1,0 +1,425 @@
+"""``apex.optimizers`` in the form a script uses it, against apex's rules written out by hand in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigError, StateError
+
+pytestmark = pytest.mark.usefixtures("apex_installed")
+
+SHAPES = ((3, 4), (7,), (), (2, 2, 3))
+STEPS = 4
+
+
+def parameters_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def batches_for(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
+    return [[torch.randn(p.shape).to(p.dtype) for p in parameters] for _ in range(STEPS)]
+
+
+def run(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], batches: Any) -> None:
+    for batch in batches:
+        for parameter, gradient in zip(parameters, batch, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+
+
+Formula = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
+
+
+def adam(*, decay: float, mode: int, correct: bool) -> Formula:
+    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
+        lr, beta1, beta2, eps = 0.05, 0.8, 0.95, 1e-6
+        first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        for t, batch in enumerate(batches, 1):
+            scale1, scale2 = (1 - beta1**t, 1 - beta2**t) if correct else (1.0, 1.0)
+            for i, w in enumerate(weights):
+                g = batch[i].double() + (decay * w if mode == 0 else 0.0)
+                first[i] = beta1 * first[i] + (1 - beta1) * g
+                second[i] = beta2 * second[i] + (1 - beta2) * g * g
+                update = (first[i] / scale1) / ((second[i] / scale2).sqrt() + eps)
+                weights[i] = w - lr * (update + (decay * w if mode == 1 else 0.0))
+        return weights
+
+    return formula
+
+
+def sgd(*, momentum: float, dampening: float, decay: float, nesterov: bool, late: bool) -> Formula:
+    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
+        buffers: list[Tensor | None] = [None] * len(weights)
+        for batch in batches:
+            for i, w in enumerate(weights):
+                g = batch[i].double() + (0.0 if late else decay * w)
+                if momentum:
+                    old = buffers[i]
+                    new = g if old is None else momentum * old + (1 - dampening) * g
+                    buffers[i] = new
+                    g = g + momentum * new if nesterov else new
+                weights[i] = w - 0.05 * (g + (decay * w if late else 0.0))
+        return weights
+
+    return formula
+
+
+def adagrad(*, decay: float, mode: int) -> Formula:
+    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
+        sums = [torch.zeros_like(w) for w in weights]
+        for batch in batches:
+            for i, w in enumerate(weights):
+                g = batch[i].double() + (decay * w if mode == 0 else 0.0)
+                sums[i] = sums[i] + g * g
+                update = g / (sums[i].sqrt() + 1e-6) + (decay * w if mode == 1 else 0.0)
+                weights[i] = w - 0.05 * update
+        return weights
+
+    return formula
+
+
+def lamb(*, decay: float, mode: int, everywhere: bool) -> Formula:
+    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
+        lr, beta1, beta2, eps, limit = 0.05, 0.8, 0.95, 1e-6, 1.0
+        first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        for t, batch in enumerate(batches, 1):
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in batch))
+            divisor = norm / limit if norm > limit else 1.0
+            for i, w in enumerate(weights):
+                g = batch[i].double() / divisor + (decay * w if mode == 0 else 0.0)
+                first[i] = beta1 * first[i] + (1 - beta1) * g
+                second[i] = beta2 * second[i] + (1 - beta2) * g * g
+                update = first[i] / (1 - beta1**t) / ((second[i] / (1 - beta2**t)).sqrt() + eps)
+                update = update + (decay * w if mode == 1 else 0.0)
+                ratio = float(w.norm() / update.norm()) if everywhere or decay else 1.0
+                weights[i] = w - lr * ratio * update
+        return weights
+
+    return formula
+
+
+def novograd(*, decay: float, inside: bool, norm_type: int) -> Formula:
+    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
+        lr, beta1, beta2, eps = 0.05, 0.8, 0.95, 1e-6
+        moments, norms = [torch.zeros_like(w) for w in weights], [0.0] * len(weights)
+        for t, batch in enumerate(batches, 1):
+            for i, w in enumerate(weights):
+                g = batch[i].double()
+                now = float(g.abs().max() if norm_type == 0 else g.norm())
+                before = now if t == 1 else norms[i]
+                if norm_type == 0:
+                    norms[i] = beta2 * before + (1 - beta2) * now
+                else:
+                    norms[i] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
+                divisor = norms[i] / math.sqrt(1 - beta2**t) + eps
+                if inside:
+                    g = g / divisor + decay * w
+                moments[i] = beta1 * moments[i] + (1 - beta1) * g
+                m = moments[i] / (1 - beta1**t)
+                weights[i] = w - lr * (m if inside else m / divisor + decay * w)
+        return weights
+
+    return formula
+
+
+BETAS = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6}
+
+
+def cases() -> Iterator[Any]:
+    for decay in (0.0, 0.1):
+        for mode in (0, 1):
+            for correct in (True, False):
+                options = {
+                    **BETAS,
+                    "weight_decay": decay,
+                    "adam_w_mode": bool(mode),
+                    "bias_correction": correct,
+                }
+                yield "FusedAdam", options, adam(decay=decay, mode=mode, correct=correct)
+            yield (
+                "FusedAdagrad",
+                {"lr": 0.05, "eps": 1e-6, "weight_decay": decay, "adagrad_w_mode": bool(mode)},
+                adagrad(decay=decay, mode=mode),
+            )
+            for everywhere in (True, False):
+                options = {
+                    **BETAS,
+                    "weight_decay": decay,
+                    "adam_w_mode": bool(mode),
+                    "use_nvlamb": everywhere,
+                }
+                yield "FusedLAMB", options, lamb(decay=decay, mode=mode, everywhere=everywhere)
+                yield "FusedMixedPrecisionLamb", options, lamb(decay=decay, mode=mode, everywhere=everywhere)
+        for momentum, dampening, nesterov in ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)):
+            for late in (True, False):
+                options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+                yield (
+                    "FusedSGD",
+                    {"lr": 0.05, "weight_decay": decay, "wd_after_momentum": late, **options},
+                    sgd(decay=decay, late=late, **options),
+                )
+        for inside in (True, False):
+            for norm_type in (0, 2):
+                yield (
+                    "FusedNovoGrad",
+                    {**BETAS, "weight_decay": decay, "reg_inside_moment": inside, "norm_type": norm_type},
+                    novograd(decay=decay, inside=inside, norm_type=norm_type),
+                )
+
+
+@pytest.mark.parametrize(("name", "options", "formula"), list(cases()))
+def test_the_rule(name: str, options: dict[str, Any], formula: Formula) -> None:
+    from apex import optimizers
+
+    parameters = parameters_of()
+    batches = batches_for(parameters)
+    wanted = formula([p.detach().double() for p in parameters], batches)
+    optimizer = getattr(optimizers, name)(parameters, **options)
+    run(optimizer, parameters, batches)
+    for parameter, weight in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=2e-6)
+
+
+KEYS = {
+    "FusedAdam": ({"exp_avg", "exp_avg_sq"}, {"step": STEPS}),
+    "FusedSGD": ({"momentum_buffer"}, {}),
+    "FusedLAMB": ({"exp_avg", "exp_avg_sq"}, {"step": STEPS}),
+    "FusedNovoGrad": ({"exp_avg"}, {"step": STEPS}),
+    "FusedAdagrad": ({"sum"}, {}),
+    "FusedMixedPrecisionLamb": ({"exp_avg", "exp_avg_sq"}, {"step": STEPS}),
+}
+
+
+def build(name: str, parameters: list[nn.Parameter], **options: Any) -> Any:
+    from apex import optimizers
+
+    given: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if name == "FusedSGD" else {"lr": 0.05}
+    return getattr(optimizers, name)(parameters, **given, **options)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_state_keys_and_an_exact_resume(name: str) -> None:
+    parameters = parameters_of()
+    batches = batches_for(parameters)
+    optimizer = build(name, parameters)
+    run(optimizer, parameters, batches)
+    state = copy.deepcopy(optimizer.state_dict())
+    keys, counts = KEYS[name]
+    assert all(set(row) == keys for row in state["state"].values())
+    assert {k: v for k, v in state["param_groups"][0].items() if k == "step"} == counts
+    if name == "FusedNovoGrad":
+        low, wide = state["param_groups"][0]["exp_avg_sq"]
+        assert (len(low), len(wide)) == (0, len(SHAPES))
+    others = [nn.Parameter(p.detach().clone()) for p in parameters]
+    resumed = build(name, others)
+    resumed.load_state_dict(state)
+    more = batches_for(parameters)
+    run(optimizer, parameters, more)
+    run(resumed, others, more)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_alone(name: str, how: str) -> None:
+    parameters = parameters_of()
+    optimizer = build(name, parameters)
+    run(optimizer, parameters, batches_for(parameters))
+    pair = (parameters, optimizer)
+    others, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    more = batches_for(parameters)
+    run(other, others, more)
+    assert not torch.equal(parameters[0], others[0])
+    run(optimizer, parameters, more)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_low_parameters_are_stepped_in_float32_and_rounded(name: str) -> None:
+    lows = parameters_of(torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in lows]
+    batch = batches_for(lows)[:1]
+    run(build(name, lows), lows, batch)
+    run(build(name, wide), wide, [[g.float() for g in batch[0]]])
+    for low, master in zip(lows, wide, strict=True):
+        assert torch.equal(low, master.to(torch.bfloat16))
+
+
+def test_a_parameter_that_pauses_keeps_the_step_of_its_group() -> None:
+    """apex has one step for a group; torch one for each parameter."""
+    parameters = parameters_of()
+    batches: list[Any] = batches_for(parameters)
+    batches[1][0] = None
+    optimizer = build("FusedAdam", parameters, eps=0.0, betas=(0.0, 0.5))
+    run(optimizer, parameters, batches[:2])
+    before = parameters[0].detach().clone()
+    batches[2][0] = batches[0][0]
+    run(optimizer, parameters, batches[2:3])
+    # Moments 1/2 g**2, then 3/4 g**2; corrected at step 3 by 7/8.
+    expected = before - 0.05 * batches[0][0].sign() / math.sqrt(0.75 / 0.875)
+    torch.testing.assert_close(parameters[0].detach(), expected)
+
+
+def test_a_state_of_torchs_adamw_loads() -> None:
+    parameters = parameters_of()
+    plain = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.0)
+    run(plain, parameters, batches_for(parameters))
+    others = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = build("FusedAdam", others)
+    state = copy.deepcopy(plain.state_dict())
+    state["param_groups"][0]["bias_correction"] = True
+    optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["param_groups"][0]["step"] == STEPS
+    more = batches_for(parameters)
+    run(plain, parameters, more)
+    run(optimizer, others, more)
+    for mine, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_novograd_refuses_norms_of_another_model() -> None:
+    parameters = parameters_of()
+    optimizer = build("FusedNovoGrad", parameters)
+    run(optimizer, parameters, batches_for(parameters))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["exp_avg_sq"][1] = torch.ones(2)
+    with pytest.raises(StateError, match="2 norms for 4 float32 parameters"):
+        build("FusedNovoGrad", parameters_of()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"])
+def test_amsgrad_is_refused_as_apex_does(name: str) -> None:
+    with pytest.raises(RuntimeError, match="amsgrad=True is not in apex's optimizers"):
+        build(name, parameters_of(), amsgrad=True)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(RuntimeError, match="master_weights=True needs capturable=True"):
+        build("FusedAdam", parameters_of(), master_weights=True)
+    with pytest.raises(RuntimeError, match=r"scale is an argument of apex\.contrib"):
+        build("FusedAdam", parameters_of()).step(scale=2.0)
+    with pytest.raises(ConfigError, match="norm_type=1 must be 2, or 0"):
+        build("FusedNovoGrad", parameters_of(), norm_type=1)
+    with pytest.raises(ValueError, match="nesterov=True needs momentum"):
+        build("FusedSGD", parameters_of(), nesterov=True, dampening=0.1)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_zero_grad_drops_or_zeroes(name: str) -> None:
+    for drops in (True, False):
+        parameters = parameters_of()
+        given = {} if name == "FusedMixedPrecisionLamb" else {"set_grad_none": drops}
+        optimizer = build(name, parameters, **given)
+        run(optimizer, parameters, batches_for(parameters)[:1])
+        optimizer.zero_grad()
+        assert all((p.grad is None) == (drops or not given) for p in parameters)
+        run(optimizer, parameters, batches_for(parameters)[:1])
+        optimizer.zero_grad(set_to_none=True)
+        assert all(p.grad is None for p in parameters)
+
+
+def with_masters(name: str, parameters: list[nn.Parameter]) -> Any:
+    if name == "FusedAdam":
+        return build(name, parameters, capturable=True, master_weights=True)
+    return build(name, parameters, reduced_precision_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+def test_own_masters_move_and_the_parameters_are_rounded_from_them(name: str) -> None:
+    lows = parameters_of(torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in lows]
+    batches = batches_for(lows)
+    optimizer, plain = with_masters(name, lows), build(name, wide)
+    for batch in batches:
+        run(optimizer, lows, [batch])
+        run(plain, wide, [[g.float() for g in batch]])
+        for low, master in zip(lows, wide, strict=True):
+            assert torch.equal(low, master.to(torch.bfloat16))
+    assert set(optimizer.state_dict()["state"][0]) == {"exp_avg", "exp_avg_sq"}
+    assert optimizer.state_dict()["param_groups"][0]["step"] == STEPS
+    copies, other = copy.deepcopy((lows, optimizer))
+    with torch.no_grad():
+        for low, master in ((lows[0], wide[0]), (copies[0], wide[0])):
+            low.zero_()
+            master.zero_()
+    more = batches_for(lows)
+    run(other, copies, more)
+    run(optimizer, lows, more)
+    run(plain, wide, [[g.float() for g in batch] for batch in more])
+    for low, twin, master in zip(lows, copies, wide, strict=True):
+        assert torch.equal(low, master.to(torch.bfloat16))
+        assert torch.equal(low, twin)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("asked", ["by the scaler", "by the step"])
+def test_torchs_gradient_scaler(name: str, masters: bool, asked: str) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    lows = parameters_of(dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in lows]
+    optimizer = with_masters(name, lows) if masters else build(name, lows)
+    plain = build(name, wide)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True, False):
+        batch = batches_for(lows)[0]
+        if not bad:
+            run(plain, wide, [[g.float() for g in batch]])
+        scaler.scale(torch.ones(()))
+        for low, gradient in zip(lows, batch, strict=True):
+            low.grad = gradient * (math.inf if bad else scaler.get_scale())
+        if asked == "by the scaler":
+            scaler.step(optimizer)
+        else:
+            optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        assert not hasattr(optimizer, "found_inf")
+    assert scaler.get_scale() == 2.0
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 2
+    for low, master in zip(lows, wide, strict=True):
+        torch.testing.assert_close(low.float(), master.to(dtype).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_divides_by_the_scale_that_somebody_left() -> None:
+    parameters, others = parameters_of(), parameters_of()
+    for mine, other in zip(parameters, others, strict=True):
+        other.data.copy_(mine.data)
+    batch = batches_for(parameters)[0]
+    optimizer = build("FusedSGD", parameters)
+    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 8.0, True
+    run(optimizer, parameters, [[g * 8.0 for g in batch]])
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+    run(build("FusedSGD", others), others, [batch])
+    for mine, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("name", [name for name in KEYS if name != "FusedMixedPrecisionLamb"])
+def test_under_amp_it_learns(name: str, level: str) -> None:
+    from apex import amp
+    from apex.normalization import FusedLayerNorm
+
+    model = nn.Sequential(nn.Linear(8, 16), FusedLayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = build(name, list(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    x = torch.randn(64, 8)
+    y = x[:, :1] - x[:, 1:2]
+    losses: list[float] = []
+    for _ in range(40):
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
