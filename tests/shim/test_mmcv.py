@@ -89,7 +89,6 @@ def test_it_says_which_version_it_stands_for(installed: None) -> None:
         ("import mmcv.cnn", r"mmcv\.cnn; install mmcv-lite"),
         ("from mmcv.ops import nms", r"mmcv\.ops; install mmcv of version 2"),
         ("from mmcv.parallel import collate", r"mmcv\.parallel\.collate; use torch\.utils\.data"),
-        ("from mmcv.runner import DistEvalHook", r"DistEvalHook; use EvalHook"),
         ("from mmcv.runner.hooks import WandbLoggerHook", r"WandbLoggerHook; use TextLoggerHook"),
         ("from mmcv.runner import no_such_name", r"no_such_name; docs/compat/mmcv\.md"),
     ],

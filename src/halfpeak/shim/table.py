@@ -45,7 +45,6 @@ _MMCV = Shim(
         "mmcv.ops": "install mmcv of version 2; mmcv.runner is added to that",
         "mmcv.fileio": "use mmengine.fileio",
         "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
-        "mmcv.runner.DistEvalHook": "use EvalHook",
         "mmcv.runner.hooks": "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks",
         "mmcv.runner": "docs/compat/mmcv.md lists what is there",
     },

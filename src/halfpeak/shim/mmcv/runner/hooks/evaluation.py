@@ -1,5 +1,5 @@
 """``mmcv.runner.hooks.evaluation`` as of 1.7.2."""
 
-from halfpeak.runner import HOOKS, EvalHook, Hook
+from halfpeak.runner import HOOKS, DistEvalHook, EvalHook, Hook
 
-__all__ = ["HOOKS", "EvalHook", "Hook"]
+__all__ = ["HOOKS", "DistEvalHook", "EvalHook", "Hook"]
