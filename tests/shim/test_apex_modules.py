@@ -1,0 +1,313 @@
+"""``apex.normalization``, ``apex.multi_tensor_apply`` with ``amp_C``, ``apex.fp16_utils``, and what apex had besides."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("apex_installed")
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    x = x.double()
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    normed = normed if weight is None else normed * weight.double()
+    return normed if bias is None else normed + bias.double()
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = x.double()
+    normed = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed if weight is None else normed * weight.double()
+
+
+CLASSES = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+LOW = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_norms_are_right_and_return_the_dtype_that_apex_does(
+    name: str, given: torch.dtype, stored: torch.dtype
+) -> None:
+    from apex import normalization
+
+    module: Any = getattr(normalization, name)(8)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    module.to(stored)
+    x = torch.randn(5, 8).to(given).requires_grad_()
+    y = module(x)
+    assert y.dtype == (stored if name.startswith("Mixed") else given)
+    bias = getattr(module, "bias", None)
+    is_rms = "RMS" in name
+    wanted = rms_norm(x, module.weight, 1e-5) if is_rms else layer_norm(x, module.weight, bias, 1e-5)
+    error = LOW[y.dtype]
+    torch.testing.assert_close(y.double(), wanted, rtol=error, atol=error)
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == given
+    assert {p.grad.dtype for p in module.parameters()} == {stored}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_parameters_have_the_names_of_apex(name: str) -> None:
+    from apex import normalization
+    from apex.normalization import fused_layer_norm
+
+    module = getattr(normalization, name)((3, 4), eps=1e-3, memory_efficient=True)
+    names = {"weight"} if "RMS" in name else {"weight", "bias"}
+    assert set(module.state_dict()) == names
+    assert (tuple(module.normalized_shape), module.eps) == ((3, 4), 1e-3)
+    assert getattr(fused_layer_norm, name) is getattr(normalization, name)
+    if name.startswith("Mixed"):
+        with pytest.raises(RuntimeError, match="needs elementwise_affine=True"):
+            getattr(normalization, name)(4, elementwise_affine=False)
+    else:
+        bare = getattr(normalization, name)(4, elementwise_affine=False)
+        x = torch.randn(2, 4)
+        wanted = rms_norm(x, None, 1e-5) if "RMS" in name else layer_norm(x, None, None, 1e-5)
+        torch.testing.assert_close(bare(x).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_functions() -> None:
+    from apex.normalization import fused_layer_norm as f
+
+    x, weight, bias = torch.randn(2, 4).half(), torch.randn(4), torch.randn(4)
+    layer, rms = layer_norm(x, weight, bias, 1e-6), rms_norm(x, weight, 1e-6)
+    results = [
+        (f.fused_layer_norm_affine(x, weight, bias, (4,)), layer, torch.float16),
+        (f.mixed_dtype_fused_layer_norm_affine(x, weight, bias, (4,)), layer, torch.float32),
+        (f.fused_layer_norm(x, 4), layer_norm(x, None, None, 1e-6), torch.float16),
+        (f.fused_rms_norm_affine(x, weight, (4,)), rms, torch.float16),
+        (f.mixed_dtype_fused_rms_norm_affine(x, weight, (4,)), rms, torch.float32),
+        (f.fused_rms_norm(x, (4,)), rms_norm(x, None, 1e-6), torch.float16),
+        (f.manual_rms_norm(x, (4,), weight, 1e-6), rms, torch.float32),
+        (f.manual_rms_norm(x, (4,), weight.half(), 1e-6), rms, torch.float16),
+    ]
+    for found, wanted, dtype in results:
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+def test_norms_stay_in_float32_at_o2() -> None:
+    from apex import amp
+    from apex.normalization import FusedLayerNorm, FusedRMSNorm
+
+    model = nn.Sequential(nn.Linear(4, 8), FusedLayerNorm(8), FusedRMSNorm(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert [model[i].weight.dtype for i in range(4)] == [
+        torch.float16,
+        torch.float32,
+        torch.float32,
+        torch.float16,
+    ]
+    assert model(torch.randn(3, 4)).dtype == torch.float32
+
+
+def lists(*names: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    shapes = ((3, 4), (5,), (0,), ())
+    made = {"g": torch.randn, "p": torch.randn, "zeros": torch.zeros}
+    return [[made[name](shape).to(dtype) for shape in shapes] for name in names]
+
+
+def copies(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[tensor.clone() for tensor in one] for one in tensors]
+
+
+def test_steps_of_amp_c_are_those_of_the_optimizers() -> None:
+    import amp_C
+    from apex import optimizers
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    assert multi_tensor_applier.available
+    flag = torch.zeros(1, dtype=torch.int)
+    calls: dict[str, tuple[Any, int, Any]] = {
+        "multi_tensor_adam": (
+            lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1),
+            2,
+            lambda step, _: (0.1, 0.9, 0.999, 1e-8, step, 1, 1, 0.1),
+        ),
+        "multi_tensor_adagrad": (
+            lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.1),
+            1,
+            lambda step, _: (0.1, 1e-10, 0, 0.1),
+        ),
+        "multi_tensor_sgd": (
+            lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+            1,
+            lambda step, _: (0.1, 0.9, 0.1, 0.1, False, step == 1, False, 1.0),
+        ),
+        "multi_tensor_lamb": (
+            lambda p: optimizers.FusedLAMB(p, lr=0.1),
+            2,
+            lambda step, norm: (0.1, 0.9, 0.999, 1e-6, step, 1, 0.01, 1, 1, norm, 1.0, False),
+        ),
+    }
+    for name, (build, slots, arguments) in calls.items():
+        grads, weights = lists("g", "p")
+        parameters = [nn.Parameter(weight.clone()) for weight in weights]
+        optimizer = build(parameters)
+        state = lists(*["zeros"] * slots)
+        for step in (1, 2):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+            optimizer.step()
+            norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)
+            operation = getattr(amp_C, name)
+            multi_tensor_applier(operation, flag, [grads, weights, *state], *arguments(step, norm))
+        for parameter, weight in zip(parameters, weights, strict=True):
+            torch.testing.assert_close(parameter.detach(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_writes_the_low_weights_and_stops_at_the_flag() -> None:
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    grads, weights, buffers = lists("g", "p", "zeros")
+    lows = [weight.half() for weight in weights]
+    before = copies([weights])[0]
+    arguments = (0.0, 0.0, 0.0, 0.5, False, True, False, 0.25)
+    tensors = [grads, weights, buffers, lows]
+    multi_tensor_applier(amp_C.multi_tensor_sgd, torch.ones(1), tensors, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+    multi_tensor_applier(amp_C.multi_tensor_sgd, torch.zeros(1), tensors, *arguments)
+    for weight, old, grad, low in zip(weights, before, grads, lows, strict=True):
+        torch.testing.assert_close(weight, old - 0.5 * 0.25 * grad)
+        assert torch.equal(low, weight.half())
+
+
+def test_novograd_moves_the_norms_it_is_given() -> None:
+    import amp_C
+
+    grads, weights, moments = ([torch.full((4,), value)] for value in (2.0, 1.0, 0.0))
+    norms = torch.tensor([4.0])
+    amp_C.multi_tensor_novograd(
+        65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 1, 0, 0.0, 1, 1, 2
+    )
+    assert float(norms) == 4.0  # sqrt(4**2 / 2 + 4**2 / 2)
+    torch.testing.assert_close(weights[0], torch.full((4,), 1 - 0.1 * 2.0 / 4.0))
+    amp_C.multi_tensor_novograd(
+        65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 2, 0, 0.0, 1, 1, 0
+    )
+    assert float(norms) == 3.0  # 4 / 2 + 2 / 2
+    with pytest.raises(ConfigError, match="norm_type=1"):
+        amp_C.multi_tensor_novograd(
+            65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 2, 0, 0.0, 1, 1, 1
+        )
+
+
+def test_steps_refuse_lists_that_do_not_fit_and_unknown_modes() -> None:
+    import amp_C
+
+    grads, weights, first, second = lists("g", "p", "zeros", "zeros")
+    with pytest.raises(ConfigError, match=r"lists of lengths \[3, 4, 4, 4\]"):
+        amp_C.multi_tensor_adam(
+            1, torch.zeros(1), [grads[:3], weights, first, second], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
+        )
+    with pytest.raises(ConfigError, match="mode=2 must be 1"):
+        amp_C.multi_tensor_adam(
+            1, torch.zeros(1), [grads, weights, first, second], 0.1, 0.9, 0.9, 1e-8, 1, 2, 1, 0.0
+        )
+
+
+def test_amp_c_has_the_operations_on_lists() -> None:
+    import amp_C
+    import apex_C
+    from apex.multi_tensor_apply import MultiTensorApply
+
+    apply, flag = MultiTensorApply(333), torch.zeros(1, dtype=torch.int)
+    x, out = [torch.full((3,), 4.0)], [torch.empty(3).half()]
+    apply(amp_C.multi_tensor_scale, flag, [x, out], 0.5)
+    assert torch.equal(out[0], torch.full((3,), 2.0).half())
+    apply(amp_C.multi_tensor_axpby, flag, [x, x, out], 2.0, 1.0, -1)
+    assert torch.equal(out[0], torch.full((3,), 12.0).half())
+    norm, each = apply(amp_C.multi_tensor_unscale_l2norm, flag, [x], torch.tensor([0.25]), True)
+    assert (float(norm), len(each), int(flag)) == (pytest.approx(3**0.5), 1, 0)
+    flat = apex_C.flatten(x + x)
+    assert torch.equal(apex_C.unflatten(flat, x + x)[1], x[0])
+    scale, growth, grace = (
+        torch.tensor([8.0]),
+        torch.zeros(1, dtype=torch.int),
+        torch.ones(1, dtype=torch.int),
+    )
+    amp_C.update_scale_hysteresis(scale, growth, grace, torch.ones(1), 2.0, 0.5, 10, 1)
+    assert float(scale) == 4.0
+
+
+def test_fp16_utils_by_hand() -> None:
+    from apex.fp16_utils import (
+        master_params_to_model_params,
+        model_grads_to_master_grads,
+        network_to_half,
+        prep_param_lists,
+        to_python_float,
+    )
+
+    model = network_to_half(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    low, masters = prep_param_lists(model)
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    x = torch.randn(32, 4)
+    losses: list[float] = []
+    for _ in range(20):
+        model.zero_grad()
+        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        model_grads_to_master_grads(low, masters)
+        optimizer.step()
+        master_params_to_model_params(low, masters)
+        losses.append(to_python_float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(low, masters, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["FP16_Optimizer", "FP16Model", "BN_convert_float", "DynamicLossScaler", "LossScaler"]
+)
+def test_fp16_utils_are_halfpeaks(name: str) -> None:
+    from apex import fp16_utils
+
+    from halfpeak.amp import fp16_utils as native
+
+    assert getattr(fp16_utils, name) is getattr(native, name)
+
+
+def test_the_warning_of_25_04_is_there_to_be_filtered() -> None:
+    import apex
+
+    assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
+    with pytest.warns(apex.DeprecatedFeatureWarning, match="gone"):
+        apex.deprecated_warning("gone")
+
+
+ABSENT = {
+    "apex.contrib.xentropy": "functions of torch.nn",
+    "apex.contrib.optimizers.distributed_fused_adam": "FullyShardedDataParallel",
+    "apex.transformer": "Megatron-Core",
+    "apex.pyprof": "torch.profiler",
+    "apex.RNN": "torch.nn.LSTM",
+    "apex.mlp": "torch.nn.Linear",
+    "apex.fused_dense": "torch.nn.Linear",
+    "apex.reparameterization": "weight_norm",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_not_provided_says_so_and_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"halfpeak does not provide {name}.*{ABSENT[name]}"):
+        importlib.import_module(name)
+
+
+def test_an_optimizer_that_moved_says_where_to() -> None:
+    with pytest.raises(ImportError, match=r"from apex\.contrib\.optimizers"):
+        from apex.optimizers import FP16_Optimizer  # noqa: F401
