@@ -29,7 +29,7 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Tensor], length: 
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    example = [_stand_in(argument, length) for argument in arguments]
+    example: list[Any] = [_stand_in(argument, length) for argument in arguments]
     # A context of the caller's, such as a mode that casts, is not to be traced into a kernel that others use as well.
     with torch.no_grad(), torch._C.DisableTorchFunction():
         # Through a lambda: annotations of the function would get into the graph and keep it out of the cache on disk.
