@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from checkpoint.loops import (
 )
 from checkpoint.payloads import archive
 from halfpeak import amp
-from halfpeak.checkpoint import Report, inspect, save
+from halfpeak.checkpoint import Report, convert, inspect, load, save
 from halfpeak.checkpoint.forms.recognition import FORMS
 from halfpeak.core.errors import CheckpointError
 from runner import zoo
@@ -355,3 +357,31 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
 
 def test_every_form_has_a_name() -> None:
     assert {form for _, form, _ in FOREIGN.values()} <= FORMS.keys()
+
+
+def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP16_Optimizer of apex put the object itself into its state; it is read as the numbers that it holds."""
+    module = ModuleType("apex.amp.scaler")
+    kind = type("LossScaler", (), {"__module__": "apex.amp.scaler"})
+    setattr(module, "LossScaler", kind)  # noqa: B010
+    made = Fp16Loop().run(range(4))
+    state = made.save()
+    state["optimizer"]["loss_scaler"] = scaler = kind()
+    vars(scaler).update(
+        _loss_scale=512.0, _unskipped=3, dynamic=True, _overflow_buf=torch.zeros(1, dtype=torch.int32)
+    )
+    with monkeypatch.context() as patch:
+        for name in ("apex", "apex.amp"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, "apex.amp.scaler", module)
+        torch.save(state, tmp_path / "a.pt")
+    report = inspect(tmp_path / "a.pt")
+    assert (report.form, report.wants) == ("fp16_optimizer", ["apex.amp.scaler.LossScaler"])
+    assert [(one.scale, one.clean) for one in report.scalers] == [(512.0, 3)]
+    convert(tmp_path / "a.pt", "engine", tmp_path / "e.pt", drop=["epoch"], level="O2")
+    engine = EngineO2Loop()
+    engine.load(load(tmp_path / "e.pt"))
+    assert engine.scale() == (512.0, 3)
+    masters = [master for group in state["optimizer"]["fp32_from_fp16"] for master in group]
+    held = [p.detach() for group in engine.optimizer.param_groups for p in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(held, masters, strict=True))
