@@ -16,6 +16,7 @@ import halfpeak
 from halfpeak import amp
 from halfpeak.casting.device import DeviceCasts
 from halfpeak.casting.opcasts import OpCasts, disable_casts
+from halfpeak.integrations.holder import scaled
 from laws.source import modules
 
 ELSEWHERE = {
@@ -43,6 +44,7 @@ HERE = {
     "engine/block.py",
     "engine/engine.py",
     "engine/phases.py",
+    "integrations/holder.py",
     "casting/device.py",
     "casting/entry.py",
     "casting/opcasts.py",
@@ -102,6 +104,11 @@ CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager
     "forward O1": (Run, "O1", lambda run: run.engine.forward()),
     "forward O2": (Run, "O2", lambda run: run.engine.forward()),
     "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
+    "scaled in a loop of others": (
+        Run,
+        "O1",
+        lambda run: scaled(run.engine, run.penalty(), run.engine.lanes, delay=False),
+    ),
     "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
     "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
     "amp.disable_casts O1": (AmpRun, "O1", lambda run: amp.disable_casts()),

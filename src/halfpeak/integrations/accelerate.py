@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import accelerate
@@ -111,11 +111,9 @@ class Accelerator(accelerate.Accelerator):
         with scaled(engine, loss / self.gradient_accumulation_steps, engine.lanes, delay=delay) as product:
             product.backward(**kwargs)
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Generator[None]:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""
-        with self.holder.forward():
-            yield
+        return self.holder.forward()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the true-sized gradients that the optimizers will read; returns their norm before that."""
