@@ -303,7 +303,7 @@ def test_what_torch_cannot_express_is_left(level: str, reason: str) -> None:
         ),
         ("from apex.parallel import create_syncbn_process_group as c\nc(4)\n", 2, "made by torch"),
         ("from apex.parallel import SyncBatchNorm\nSyncBatchNorm(3, fuse_relu=True)\n", 2, "fuse_relu"),
-        ("from apex.normalization import MixedFusedLayerNorm as N\nN(3)\n", 2, "dtype of the weights"),
+        ("from apex.normalization import MixedFusedLayerNorm as N\nN(3)\n", 2, "different dtypes"),
         ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss\n", 1, "no counterpart"),
         ("from apex.amp import *\n", 1, "hides"),
         ("import apex\n", 1, "does not answer"),
@@ -334,6 +334,23 @@ def test_a_name_that_falls_back_to_the_old_one_is_left() -> None:
         scaler = GradScaler()
         """
     assert left(text, "torch") == []
+
+
+def test_a_name_with_two_origins_is_left_in_each_use() -> None:
+    text = """\
+        if on_npu:
+            from torch.npu.amp import autocast
+        else:
+            from torch.cuda.amp import autocast
+        with autocast():
+            pass
+        """
+    assert left(text, "torch") == [(5, "it may be torch.cuda.amp.autocast or torch.npu.amp.autocast")]
+
+
+def test_what_every_module_has_is_looked_up_in_the_new_one() -> None:
+    text = "from apex import amp\nif 'load_state_dict' in amp.__dict__ and amp.__path__:\n    pass\n"
+    assert becomes(text) == text.replace("apex", "halfpeak")
 
 
 def test_a_shadowed_name_is_another_name() -> None:

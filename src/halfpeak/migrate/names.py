@@ -105,8 +105,8 @@ _WHOLE: Final[Mapping[str, Refusal]] = MappingProxyType(
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
         ),
         "apex.normalization": Refusal(
-            "its output has the dtype of the weights, which torch's layers have only where input and weights agree",
-            "write torch.nn.LayerNorm or torch.nn.RMSNorm and cast the input",
+            "it takes inputs and weights of different dtypes, which torch's layers and functions do not",
+            "write torch.nn.LayerNorm or RMSNorm, or torch.nn.functional.layer_norm or rms_norm, and cast the input",
         ),
         "apex.optimizers": Refusal(
             _GONE, "write one of " + ", ".join(f"halfpeak.fused.{name}" for name in _FUSED)

@@ -67,7 +67,8 @@ class _Renaming:
         return any(name.startswith("mmcv.") and name.rpartition(".")[2] in FP16_OF_MMCV for name in names)
 
     def _alias(self, alias: Alias) -> None:
-        uses = [use for use in self._uses[alias] if is_ours(use.name)]
+        is_own = is_ours(alias.name)
+        uses = [use for use in self._uses[alias] if is_own or is_ours(use.name)]
         if (not uses and not is_ours(alias.full)) or self._tree.is_fallback(alias):
             return
         imports = self._imports.setdefault(alias.statement, Imports(alias.statement))
@@ -148,9 +149,13 @@ class _Renaming:
             found = answer(name, self._target)
             if isinstance(found, Rule):
                 return _Meaning(node, name, found)
-        module = module_for(use.name, self._target)
-        if module is not None:
-            return _Meaning(use.node, use.name, module)
+        for node, name in reversed(use.chain):
+            module = module_for(name, self._target)
+            rest = use.name.removeprefix(name)
+            if module is not None and (
+                not rest or rest.startswith(".__")
+            ):  # amp.__dict__: every module has one
+                return _Meaning(node, name, module)
         found = answer(use.name, self._target)
         return _Meaning(
             use.node, use.name, found or Refusal("nothing answers to it here", "rewrite it by hand")
