@@ -44,7 +44,9 @@ def process_state() -> dict[str, Any]:
         "path_hooks": [id(hook) for hook in sys.path_hooks],
         "path": list(sys.path),
         "argv": list(sys.argv),
-        "importers": {path for path in sys.path_importer_cache if "halfpeak/shim" in path},
+        "importers": {
+            path for path in sys.path_importer_cache if any(shim.has(path) for shim in SHIMS.values())
+        },
         "function modes": torch._C._len_torch_function_stack(),
         **{name: names_of(owner) for name, owner in OWNERS.items()},
     }

@@ -17,7 +17,6 @@ import halfpeak
 from halfpeak import shim
 from halfpeak.amp.larc import LARC
 from halfpeak.cli.main import main
-from halfpeak.shim.table import SHIMS
 from laws.source import ROOT
 from shim.process import changes, process_state
 

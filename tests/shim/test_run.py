@@ -116,6 +116,16 @@ def test_the_status_of_exit_passes_through(end: str, status: int, tmp_path: Path
     assert done.stderr.splitlines()[1:] == (["enough"] if status == 1 else [])
 
 
+def test_a_package_that_lacks_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "halfway").mkdir()
+    (tmp_path / "halfway" / "__init__.py").write_text("import nothere\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-m", "halfway.tool"]) == 1
+    assert "No module named 'nothere'" in capsys.readouterr().err
+
+
 def test_an_interrupted_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text("raise KeyboardInterrupt\n")
     assert main(["run", str(tmp_path / "script.py")]) == 130

@@ -48,7 +48,7 @@ class Program:
             found = find_spec(self.target)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{self.target}.".startswith(f"{error.name}."):
-                raise  # the package is there, and something that it imports is not
+                return  # the package is there, and something that it imports is not: an error of its own
             found = None
         if found is None:
             raise ConfigError(f"there is no module {self.target!r}; write halfpeak run -m MODULE [ARGUMENTS]")

@@ -20,13 +20,12 @@ def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
     """
     before = installed()
     with ExitStack() as undo:
+        if cpu:
+            undo.enter_context(on_cpu())
+        # Left before the device: casts that a script has left on lie above its mode.
         undo.callback(_uninstall_but, before)
         for name in shims:
             install(name)
-        if cpu:
-            undo.enter_context(on_cpu())
-            # Innermost: casts that a script left on lie above the device mode, and end first.
-            undo.callback(_uninstall_but, before)
         prepare = spawn.get_preparation_data
         undo.callback(setattr, spawn, "get_preparation_data", prepare)
         setattr(spawn, "get_preparation_data", _telling(prepare, _Scope(shims, cpu)))  # noqa: B010
