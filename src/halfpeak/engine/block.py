@@ -37,6 +37,7 @@ class Block:
         self._lanes = lanes
         self.slots: list[Slot] = []
         self._held: list[tuple[Tensor, Tensor | None]] = []
+        self._holds = False
         self._has_begun = False
         self._has_taken = False
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
@@ -57,6 +58,10 @@ class Block:
 
     def _set_aside(self, sources: list[Tensor]) -> None:
         grads = gradients_of(sources)
+        if grads.count(None) == len(grads):
+            self._held += zip(sources, grads, strict=True)
+            return
+        self._holds = True
         self._held += zip(sources, map(_kept, grads), strict=True)
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
@@ -93,7 +98,7 @@ class Block:
         grads = [grad for grad in gradients_of([slot.source for slot in self.slots]) if grad is not None]
         return (
             all(lane.phase is Phase.CLEAN for lane in self._lanes)
-            and all(held is None for _, held in self._held)
+            and not self._holds
             and not any(map(_HAS_GRAPH, grads))
             and not any(map(_IS_SPARSE, grads))
         )

@@ -69,16 +69,14 @@ class Deferred:
 
     def withdraw(self, *, keep: bool) -> None:
         """The step is over. Gradients of masters go; others stay true-sized and clipped if they are to be kept."""
-        kept: list[Tensor] = []
-        for slot in self._block.slots if keep else ():
-            if slot.source is slot.target and slot.source.grad is not None:
-                kept.append(slot.source.grad)
-        if kept:
-            foreach.scale_(kept, self._feed.factor)
-        held = {id(grad) for grad in kept}
-        for source, grad in zip(self._feed.lows, self._feed.grads, strict=True):
-            if grad is not None and id(grad) not in held:
-                source.grad = None
+        slots = self._block.slots if keep else ()
+        own = [(s.source, s.source.grad) for s in slots if s.source is s.target and s.source.grad is not None]
+        for source in self._feed.lows:
+            source.grad = None
+        if own:
+            foreach.scale_([grad for _, grad in own], self._feed.factor)
+        for source, grad in own:
+            source.grad = grad
 
     def release(self) -> None:
         """Nobody is to read them any more."""

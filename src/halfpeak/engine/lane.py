@@ -275,8 +275,9 @@ class Lane:
         elif verdict is True:
             for target in self.roster().targets:
                 target.grad = None
-        moving = [slot.target for slot in self.slots() if slot.target.grad is not None]
-        self._movement = Movement(optimizer, moving, is_fed=self._deferred is not None)
+        is_fed = self._deferred is not None
+        moving = [] if is_fed else [slot.target for slot in self.slots() if slot.target.grad is not None]
+        self._movement = Movement(optimizer, moving, is_fed=is_fed)
         self.masters.mark_stepped(optimizer)
         return None
 

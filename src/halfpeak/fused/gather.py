@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -35,12 +37,11 @@ class Gather:
         last = self._last
         if last is not None and last[0] is block and last[1] is grads:
             return last[2]
-        own = [grad for member in block.members if (grad := grads[member]) is not None]
+        own = cast(list[Tensor], [grads[member] for member in block.members])
         if block.is_alone:
             return _in_order(own[0], block)
-        dtype = own[0].dtype
-        if any(grad.dtype != dtype for grad in own):
-            dtype = torch.float32
+        dtypes = set(map(_DTYPE, own))
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         vector, views = self._room(block, dtype, own[0].device)
         torch._foreach_copy_(views, own)
         self._last = (block, grads, vector)
@@ -71,6 +72,9 @@ class Gather:
             # Between the parameters lies what other blocks have left.
             vector.zero_()
         return vector, views
+
+
+_DTYPE: Final = attrgetter("dtype")
 
 
 def _in_order(grad: Tensor, block: Block) -> Tensor:
