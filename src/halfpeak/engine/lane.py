@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
-from halfpeak.core.tracing import untraced
 from halfpeak.engine.bypass import refuse_half_way
 from halfpeak.engine.closures import Guard, take_closure
 from halfpeak.engine.deferred import Deferred
@@ -252,7 +251,6 @@ class Lane:
         if optimizer is not None:
             self.masters.release(optimizer)
 
-    @untraced
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -281,7 +279,6 @@ class Lane:
         self.masters.mark_stepped(optimizer)
         return None
 
-    @untraced
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.has_stepped = True
         self._finish()
