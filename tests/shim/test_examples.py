@@ -61,10 +61,6 @@ RUNS: dict[str, tuple[list[str], float]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs_unedited_and_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, factor = RUNS[name]
-    if name in ("bert_finetune.py O1", "bert_finetune.py O2") and not SHIMS["apex"].file_of(
-        "apex.optimizers"
-    ):
-        pytest.skip("apex.optimizers is not there yet")
     text = run(name.split()[0], *arguments, capsys=capsys)
     label = "itm" if name.startswith("uniter") else "[Ll]oss"
     found = losses(re.sub(r"loss scale \S+", "", text), label)
