@@ -55,7 +55,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "apex.amp": "halfpeak.amp",
         "apex.fp16_utils": "halfpeak.amp.fp16_utils",
         "apex.multi_tensor_apply": "halfpeak.amp.multi_tensor",
-        "apex.optimizers": "halfpeak.fused",
+        "apex.optimizers": "halfpeak.amp.optimizers",
         "amp_C": "halfpeak.amp.multi_tensor",
         "mmcv.runner": "halfpeak.runner",
         "torch.cuda.amp": "torch.amp",
@@ -86,6 +86,13 @@ FP16_OF_MMCV: Final = frozenset(
 _FUSED: Final = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
 _FP16_PARTS: Final = ("fp16util", "fp16_optimizer", "loss_scaler")
+_STEPS: Final = (
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_lamb",
+    "multi_tensor_novograd",
+    "multi_tensor_sgd",
+)
 _MULTI_TENSOR: Final = (
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
@@ -109,7 +116,7 @@ _WHOLE: Final[Mapping[str, Refusal]] = MappingProxyType(
             "write torch.nn.LayerNorm or RMSNorm, or torch.nn.functional.layer_norm or rms_norm, and cast the input",
         ),
         "apex.optimizers": Refusal(
-            _GONE, "write one of " + ", ".join(f"halfpeak.fused.{name}" for name in _FUSED)
+            _GONE, "write one of " + ", ".join(f"halfpeak.amp.optimizers.{name}" for name in _FUSED)
         ),
         "apex.contrib": Refusal(_GONE, "use what torch has: scaled_dot_product_attention, torch.compile"),
         "apex.transformer": Refusal(
@@ -210,8 +217,11 @@ def _rules() -> Mapping[str, Rule]:
     table.update(
         {f"amp_C.{name}": Rule(module="halfpeak.amp.multi_tensor", name=name) for name in _MULTI_TENSOR}
     )
+    table.update(
+        {f"amp_C.{name}": Rule(module="halfpeak.amp.multi_tensor_steps", name=name) for name in _STEPS}
+    )
     for name in _FUSED:
-        table[f"apex.optimizers.{name}"] = rule = Rule(module="halfpeak.fused", name=name)
+        table[f"apex.optimizers.{name}"] = rule = Rule(module="halfpeak.amp.optimizers", name=name)
         table[f"apex.optimizers.fused_{name[5:].lower()}.{name}"] = rule
     table.update(_parallel())
     table.update(_normalization())

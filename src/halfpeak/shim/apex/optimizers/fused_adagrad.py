@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_adagrad``."""
 
-from halfpeak.shim.emulated.optimizers.adagrad import FusedAdagrad
+from halfpeak.amp.optimizers.adagrad import FusedAdagrad
 
 __all__ = ["FusedAdagrad"]

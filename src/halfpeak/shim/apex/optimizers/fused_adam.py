@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_adam``."""
 
-from halfpeak.shim.emulated.optimizers.adam import FusedAdam
+from halfpeak.amp.optimizers.adam import FusedAdam
 
 __all__ = ["FusedAdam"]

@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_lamb``."""
 
-from halfpeak.shim.emulated.optimizers.lamb import FusedLAMB
+from halfpeak.amp.optimizers.lamb import FusedLAMB
 
 __all__ = ["FusedLAMB"]

@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_mixed_precision_lamb``."""
 
-from halfpeak.shim.emulated.optimizers.lamb import FusedMixedPrecisionLamb
+from halfpeak.amp.optimizers.lamb import FusedMixedPrecisionLamb
 
 __all__ = ["FusedMixedPrecisionLamb"]

@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_novograd``."""
 
-from halfpeak.shim.emulated.optimizers.novograd import FusedNovoGrad
+from halfpeak.amp.optimizers.novograd import FusedNovoGrad
 
 __all__ = ["FusedNovoGrad"]

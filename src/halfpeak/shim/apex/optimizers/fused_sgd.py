@@ -1,5 +1,5 @@
 """``apex.optimizers.fused_sgd``."""
 
-from halfpeak.shim.emulated.optimizers.sgd import FusedSGD
+from halfpeak.amp.optimizers.sgd import FusedSGD
 
 __all__ = ["FusedSGD"]

@@ -1,5 +1,5 @@
 """``apex.contrib.optimizers.fp16_optimizer``."""
 
-from halfpeak.shim.emulated.optimizers.fp16_optimizer import FP16_Optimizer
+from halfpeak.amp.optimizers.fp16_optimizer import FP16_Optimizer
 
 __all__ = ["FP16_Optimizer"]

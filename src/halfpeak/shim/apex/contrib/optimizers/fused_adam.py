@@ -1,5 +1,5 @@
 """``apex.contrib.optimizers.fused_adam``."""
 
-from halfpeak.shim.emulated.optimizers.contrib import FusedAdam
+from halfpeak.amp.optimizers.contrib import FusedAdam
 
 __all__ = ["FusedAdam"]

@@ -1,5 +1,5 @@
 """``apex.contrib.optimizers.fused_lamb``."""
 
-from halfpeak.shim.emulated.optimizers.contrib import FusedLAMB
+from halfpeak.amp.optimizers.contrib import FusedLAMB
 
 __all__ = ["FusedLAMB"]

@@ -1,5 +1,5 @@
 """``apex.contrib.optimizers.fused_sgd``."""
 
-from halfpeak.shim.emulated.optimizers.contrib import FusedSGD
+from halfpeak.amp.optimizers.contrib import FusedSGD
 
 __all__ = ["FusedSGD"]

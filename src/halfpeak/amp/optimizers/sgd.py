@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from halfpeak.amp.optimizers.form import ApexForm
 from halfpeak.fused.optimizer import Feed
 from halfpeak.fused.rules.sgd import SGDRule
-from halfpeak.shim.emulated.optimizers.form import ApexForm
 
 
 class FusedSGD(ApexForm):

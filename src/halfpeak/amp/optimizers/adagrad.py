@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from halfpeak.amp.optimizers.form import ApexForm
 from halfpeak.fused.rules.adagrad import AdagradRule
-from halfpeak.shim.emulated.optimizers.form import ApexForm
 
 
 class FusedAdagrad(ApexForm):

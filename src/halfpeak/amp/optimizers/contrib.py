@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from halfpeak.amp.optimizers import sgd
+from halfpeak.amp.optimizers.fed import FedForm, Lists
+from halfpeak.amp.optimizers.form import no_amsgrad
+from halfpeak.amp.optimizers.lamb import FusedLAMB as PlainLAMB
 from halfpeak.core.errors import OrderError
 from halfpeak.fused.rules.base import Rule
-from halfpeak.shim.emulated.optimizers import sgd
-from halfpeak.shim.emulated.optimizers.fed import FedForm, Lists
-from halfpeak.shim.emulated.optimizers.form import no_amsgrad
-from halfpeak.shim.emulated.optimizers.lamb import FusedLAMB as PlainLAMB
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halfpeak.amp.fp16_loss_scalers import DynamicLossScaler, LossScaler
 from halfpeak.amp.messages import maybe_print
+from halfpeak.amp.optimizers.fed import FedForm
 from halfpeak.core.errors import ClosureError, ConfigError, StateError
-from halfpeak.shim.emulated.optimizers.fed import FedForm
 
 
 class FP16_Optimizer:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from halfpeak import fused
+from halfpeak.amp.optimizers.adam import step_with_scaler
+from halfpeak.amp.optimizers.form import ApexForm, no_amsgrad
+from halfpeak.amp.optimizers.masters import OwnMasters
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.fused.rules.lamb import LAMBRule
-from halfpeak.shim.emulated.optimizers.adam import step_with_scaler
-from halfpeak.shim.emulated.optimizers.form import ApexForm, no_amsgrad
-from halfpeak.shim.emulated.optimizers.masters import OwnMasters
 
 
 class FusedLAMB(ApexForm, fused.FusedLAMB):

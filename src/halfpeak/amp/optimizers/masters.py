@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfpeak.amp.optimizers.form import ApexForm
 from halfpeak.fused.layout import targets_of
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.fused.roads.base import Reading
-from halfpeak.shim.emulated.optimizers.form import ApexForm
 
 
 class OwnMasters(ApexForm):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfpeak import fused
+from halfpeak.amp.optimizers.form import ApexForm, no_amsgrad
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.fused.rules.novograd import NovoGradRule
-from halfpeak.shim.emulated.optimizers.form import ApexForm, no_amsgrad
 
 
 class FusedNovoGrad(ApexForm, fused.FusedNovoGrad):

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from halfpeak.amp.optimizers.form import no_amsgrad
+from halfpeak.amp.optimizers.masters import OwnMasters
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.fused.rules.adam import AdamRule
-from halfpeak.shim.emulated.optimizers.form import no_amsgrad
-from halfpeak.shim.emulated.optimizers.masters import OwnMasters
 
 
 class FusedAdam(OwnMasters):

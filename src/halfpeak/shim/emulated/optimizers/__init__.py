@@ -1,1 +1,0 @@
-"""apex's optimizers: halfpeak's rules under apex's arguments, state and ways of being called."""
