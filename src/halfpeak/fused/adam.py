@@ -15,7 +15,8 @@ from halfpeak.fused.rules.adam import AdamRule
 class FusedAdam(FusedOptimizer):
     """Adam; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
 
-    Its state goes into ``torch.optim.Adam`` and back.
+    Its state goes into ``torch.optim.Adam`` and back. apex's ``FusedAdam`` was AdamW by default: that is
+    :class:`FusedAdamW`.
 
     Args:
         params: parameters or groups, dense, real, floating point.
