@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,7 +259,8 @@ def test_a_state_that_does_not_fit_is_refused(lightning: SimpleNamespace, state:
         make_trainer(lightning.package, plugin, callbacks=[Load()]).fit(module, loader(1))
 
 
-def test_the_module_type_is_what_was_asked(lightning: SimpleNamespace) -> None:
-    assert isinstance(lightning.package, ModuleType)
+def test_the_trainer_takes_the_plugin_and_its_default_level(lightning: SimpleNamespace) -> None:
     plugin = lightning.precision()
-    assert make_trainer(lightning.package, plugin).precision_plugin is plugin
+    trainer = make_trainer(lightning.package, plugin)
+    assert trainer.precision_plugin is plugin
+    assert (trainer.precision, plugin.holder.level) == ("16-true", "O2")

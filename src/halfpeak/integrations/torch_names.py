@@ -16,7 +16,7 @@ from halfpeak.parts.loss_scaler import LossScaler
 
 
 class TorchNames(torch.amp.GradScaler):
-    """What torch's class inherits its getters, setters and ``state_dict`` to, without its constructor."""
+    """torch's class without its constructor: what it inherits from there reads and writes the loss scaler."""
 
     _scaler: LossScaler
     _taken: dict[Optimizer, Taken]
