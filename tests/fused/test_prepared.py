@@ -1,0 +1,99 @@
+"""Under halfpeak.prepare, every fused optimizer does what a loop with masters written by hand does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from fused.reference import CASES
+
+LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_masters_and_weights_are_bit_for_bit_those_of_a_loop_by_hand(name: str, level: str) -> None:
+    kind, options = CASES[name]
+    batches = [torch.randn(8, 6) for _ in range(4)]
+
+    model = make()
+    engine = halfpeak.prepare(
+        model, kind(model.parameters(), road="eager", **options), level, loss_scale=64.0
+    )
+    for x in batches:
+        with engine.forward():
+            loss = model(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+
+    twin = make()
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in twin.parameters()]
+    twin.to(LEVELS[level])
+    optimizer = kind(masters, road="eager", **options)
+    for x in batches:
+        twin.zero_grad()
+        (twin(x.to(LEVELS[level])).float().square().mean() * 64.0).backward()
+        for master, low in zip(masters, twin.parameters(), strict=True):
+            assert low.grad is not None
+            master.grad = low.grad.float() / 64.0
+        optimizer.step()
+        with torch.no_grad():
+            for master, low in zip(masters, twin.parameters(), strict=True):
+                low.copy_(master)
+
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    stepped = [p for group in engine.optimizers[0].param_groups for p in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(stepped, masters, strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "LAMB", "NovoGrad"])
+def test_an_overflow_moves_nothing_and_does_not_count(name: str) -> None:
+    kind, options = CASES[name]
+    runs: list[list[torch.Tensor]] = []
+    for bad in (True, False):
+        model = make()
+        optimizer = kind(model.parameters(), road="eager", **options)
+        engine = halfpeak.prepare(model, optimizer, "O2", loss_scale=64.0)
+        torch.manual_seed(1)
+        for factor in ((float("inf"),) if bad else ()) + (1.0, 1.0):
+            x = torch.ones(4, 6)
+            with engine.forward():
+                loss = model(x).square().mean() * factor
+            engine.backward(loss)
+            assert engine.step().stepped() == (factor == 1.0)
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["LAMB", "NovoGrad", "Adagrad"])
+def test_a_run_resumes_bit_for_bit(name: str) -> None:
+    kind, options = CASES[name]
+    batches = [torch.randn(8, 6) for _ in range(6)]
+    model = make()
+    engine = halfpeak.prepare(model, kind(model.parameters(), road="eager", **options), "O2", loss_scale=64.0)
+
+    def train(model: nn.Module, engine: halfpeak.Engine, batches: list[torch.Tensor]) -> None:
+        for x in batches:
+            with engine.forward():
+                loss = model(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+
+    train(model, engine, batches[:3])
+    saved = copy.deepcopy(engine.state_dict())
+    twin = make()
+    resumed = halfpeak.prepare(twin, kind(twin.parameters(), road="eager", **options), "O2", loss_scale=64.0)
+    resumed.load_state_dict(saved)
+    train(model, engine, batches[3:])
+    train(twin, resumed, batches[3:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
