@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Final
 
@@ -27,6 +28,7 @@ class Roster:
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
         self.targets = targets_of(optimizer)
         self.sources = [masters.source_of(target) for target in self.targets]
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_TRAINABLE, self.sources))
         pairs = {
             id(source): Slot(source, target)
@@ -39,9 +41,9 @@ class Roster:
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether the same parameters stand in the groups and the same of them are trainable."""
-        targets = targets_of(optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
         return (
-            len(targets) == len(self.targets)
-            and all(map(is_, targets, self.targets))
+            list(map(len, groups)) == self._sizes
+            and all(map(is_, chain.from_iterable(groups), self.targets))
             and list(map(_TRAINABLE, self.sources)) == self._flags
         )

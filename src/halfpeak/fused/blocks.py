@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,6 +29,9 @@ class Block:
         spans: where each of them lies.
         shapes: the shape and the stride of each.
         scalars: how many of the slots hold one number per parameter.
+        length: of the vectors.
+        is_alone: whether this is all of one parameter, whose gradient can be read where it lies.
+        has_gaps: whether elements lie between the parameters that are no parameter's.
     """
 
     weight: Tensor
@@ -38,19 +41,18 @@ class Block:
     spans: tuple[tuple[int, int], ...]
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     scalars: int = 0
+    length: int = field(init=False)
+    is_alone: bool = field(init=False)
+    has_gaps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        length = self.weight.numel()
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "is_alone", self.spans == ((0, length),))
+        object.__setattr__(self, "has_gaps", sum(stop - start for start, stop in self.spans) < length)
 
     def __len__(self) -> int:
-        return self.weight.numel()
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this is all of one parameter, whose gradient can be read where it lies."""
-        return self.spans == ((0, len(self)),)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether elements lie between the parameters that are no parameter's."""
-        return sum(stop - start for start, stop in self.spans) < len(self)
+        return self.length
 
     def part(self, first: int, last: int) -> Block:
         """The block of the members ``first`` to ``last - 1`` alone, over the same memory."""

@@ -37,9 +37,9 @@ class Gather:
         last = self._last
         if last is not None and last[0] is block and last[1] is grads:
             return last[2]
-        own = cast(list[Tensor], [grads[member] for member in block.members])
         if block.is_alone:
-            return _in_order(own[0], block)
+            return _in_order(cast(Tensor, grads[block.members[0]]), block)
+        own = cast(list[Tensor], [grads[member] for member in block.members])
         dtypes = set(map(_DTYPE, own))
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         vector, views = self._room(block, dtype, own[0].device)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused import kernel
-from halfpeak.fused.compiling import Kernel, compiled
+from halfpeak.fused.blocks import Block
+from halfpeak.fused.compiling import Kernel, Vector, compiled
 from halfpeak.fused.gather import Gather
+from halfpeak.fused.kernel import flat_update_of, measure
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
+from halfpeak.fused.rules.base import Rule
 
 
 class CompiledRoad:
-    """Kernels made by torch.compile's C++ backend, once per rule and combination of dtypes.
+    """Kernels made by torch.compile's C++ backend, once per process, rule and combination of dtypes.
 
     Lengths are dynamic and every number comes in a tensor, so neither more parameters nor another learning rate, scale,
     step or clipping factor compiles anything anew. The code is kept on disk between runs by torch's own cache.
@@ -26,14 +29,15 @@ class CompiledRoad:
 
     def __init__(self) -> None:
         self._gather = Gather()
-        self._kernels: dict[Hashable, Kernel] = {}
+        self._calls: dict[int, _Call] = {}
 
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
-        read = [
-            self._run(kernel.measure, "measure", [self._gather(piece.block, grads), factor])
-            for piece in pieces
-        ]
+        read: list[tuple[Tensor, Tensor]] = []
+        for piece in pieces:
+            vector = self._gather(piece.block, grads)
+            kernel = _measuring(vector.dtype, vector.device) if piece.block.length > 1 else measure
+            read.append(kernel(vector, factor))
         if len(read) == 1:
             return Reading(read[0][0], read[0][1].float())
         squares, flags = zip(*read, strict=True)
@@ -42,10 +46,9 @@ class CompiledRoad:
     def update(self, orders: Sequence[Order], grads: Sequence[Tensor | None]) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
-            block = order.piece.block
-            lows = () if block.low is None else (block.low,)
-            vectors = (block.weight, *lows, *block.slots, self._gather(block, grads), order.numbers)
-            self._run(kernel.flat_update_of(order.rule, has_low=bool(lows)), order.rule, vectors)
+            vector = self._gather(order.piece.block, grads)
+            call = self._call(order, vector)
+            call.kernel(*call.memory, vector, order.numbers)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -54,13 +57,40 @@ class CompiledRoad:
     def clear(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         self._gather.clear()
+        self._calls.clear()
 
-    def _run(self, function: Callable[..., Any], name: Hashable, vectors: Sequence[Tensor]) -> Any:
-        length = len(vectors[0])
-        if length < 2:
-            return function(*vectors)
-        key = (name, *[vector.dtype for vector in vectors])
-        known = self._kernels.get(key)
-        if known is None:
-            known = self._kernels[key] = compiled(function, vectors, length)
-        return known(*vectors)
+    def _call(self, order: Order, grad: Tensor) -> _Call:
+        block = order.piece.block
+        known = self._calls.get(id(block))
+        if known is None or known.block is not block or known.grad != grad.dtype:
+            lows = () if block.low is None else (block.low,)
+            memory = (block.weight, *lows, *block.slots)
+            vectors = tuple(
+                map(Vector.like, (*memory, grad, order.numbers), [block.length] * (len(memory) + 2))
+            )
+            kernel = (
+                _updating(order.rule, bool(lows), vectors)
+                if block.length > 1
+                else flat_update_of(order.rule, has_low=bool(lows))
+            )
+            known = self._calls[id(block)] = _Call(block, grad.dtype, kernel, memory)
+        return known
+
+
+class _Call(NamedTuple):
+    """What is the same in every step of a block."""
+
+    block: Block
+    grad: torch.dtype
+    kernel: Kernel
+    memory: tuple[Tensor, ...]
+
+
+@cache
+def _measuring(dtype: torch.dtype, device: torch.device) -> Kernel:
+    return compiled(measure, (Vector(dtype, device, None), Vector(torch.float32, device, ())))
+
+
+@cache
+def _updating(rule: Rule, has_low: bool, vectors: tuple[Vector, ...]) -> Kernel:
+    return compiled(flat_update_of(rule, has_low=has_low), vectors)
