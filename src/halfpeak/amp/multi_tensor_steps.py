@@ -38,7 +38,7 @@ def multi_tensor_sgd(
     scale: float = 1.0,
 ) -> None:
     """:class:`~halfpeak.fused.rules.sgd.SGDRule` on ``[gradients, weights, buffers]``, and where there are four lists, the
-    new weights into the last. Does nothing where the flag is set.
+    new weights into the last. Does nothing where the flag is set, for which it waits for the device.
 
     Args:
         wd: weight decay.

@@ -13,7 +13,7 @@ from halfpeak import fused
 from halfpeak.amp.optimizers.adam import step_with_scaler
 from halfpeak.amp.optimizers.form import ApexForm, no_amsgrad
 from halfpeak.amp.optimizers.masters import OwnMasters
-from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.fused.rules.lamb import LAMBRule
 
 
@@ -144,6 +144,3 @@ class FusedMixedPrecisionLamb(OwnMasters, FusedLAMB):
             use_nvlamb=self.use_nvlamb,
             max_grad_norm=self.defaults["max_grad_norm"],
         )
-
-    def _move(self, feed: Feed) -> None:
-        OwnMasters._move(self, feed)
