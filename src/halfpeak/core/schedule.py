@@ -6,6 +6,7 @@ of the skips that could not lower the scale any more.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.host import is_on_host, read_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +149,8 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     >>> scales
     [8.0, 16.0, 8.0]
     """
+    if is_on_host(*state, found_inf):
+        return _advance_on_host(config, state, found_inf)
     overflow = found_inf != 0
     clean = torch.where(overflow, 0, state.clean + 1)
     if not config.dynamic:
@@ -170,6 +174,34 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
         grace=torch.where(overflow, spent, torch.where(refills, config.hysteresis, state.grace)),
         stuck=stuck,
     )
+
+
+def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:
+    """:func:`advance` in plain numbers, for a state in host memory: thirty tiny operations are a step's largest cost."""
+    scale, clean, grace, stuck = map(read_host, state)
+    if read_host(found_inf):
+        clean, grace = 0, int(grace) - 1 if config.dynamic else int(grace)
+        lowered = max(_single(scale * _single(config.backoff)), _single(config.floor))
+        falls = config.dynamic and grace <= 0
+        stuck = stuck + 1 if not config.dynamic or (falls and lowered >= scale) else stuck
+        scale = lowered if falls else scale
+    else:
+        clean, stuck = clean + 1, 0
+        grows = config.dynamic and clean >= config.interval
+        if config.dynamic and (grows or config.refill == "clean"):
+            grace = config.hysteresis
+        if grows:
+            raised = _single(scale * _single(config.growth))
+            scale, clean = min(raised, _single(config.ceiling)) if math.isfinite(raised) else scale, 0
+    return ScaleState(
+        torch.tensor(scale, dtype=torch.float32),
+        *(torch.tensor(int(count), dtype=torch.int32) for count in (clean, grace, stuck)),
+    )
+
+
+def _single(number: float) -> float:
+    """Rounded to float32."""
+    return ctypes.c_float(number).value
 
 
 def require_scale(name: str, value: object) -> float:

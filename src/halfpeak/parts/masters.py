@@ -42,7 +42,9 @@ class Masters:
         self._wanted = wanted
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        self._marks: list[tuple[int, int]] = []
+        # What a low parameter looked like when its master last agreed with it: its version and where it lies.
+        self._versions: list[int] = []
+        self._places: list[int] = []
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._claims: dict[int, set[int]] = {}
@@ -144,10 +146,10 @@ class Masters:
 
     def _mark(self, indices: Sequence[int]) -> None:
         if len(indices) == len(self._low):
-            self._marks = _marks_of(self._low)
+            self._versions, self._places = _versions_of(self._low), _places_of(self._low)
         else:
-            for index, mark in zip(indices, _marks_of([self._low[i] for i in indices]), strict=True):
-                self._marks[index] = mark
+            for index in indices:
+                self._agree(index)
         self._stepped.difference_update(indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
@@ -171,10 +173,9 @@ class Masters:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         self.publish_late()
-        marks = _marks_of(self._low)
-        if marks != self._marks:
-            for index, mark in enumerate(marks):
-                if mark != self._marks[index]:
+        if _versions_of(self._low) != self._versions or _places_of(self._low) != self._places:
+            for index in range(len(self._low)):
+                if not self._agrees(index):
                     self._follow(index)
 
     def value_of(self, parameter: Tensor) -> Tensor | None:
@@ -190,13 +191,21 @@ class Masters:
             return low.detach().to(high.dtype)
         if low.device != high.device:
             return _merge(low.detach(), high.detach().to(low.device))
-        if index in self._stepped or (low._version, low.data_ptr()) == self._marks[index]:
+        if index in self._stepped or self._agrees(index):
             return high
-        if self._marks[index] != _UNSEEN:
+        if self._versions[index] != _UNSEEN:
             # Looking must not change anything: who swaps weights in and out again keeps what they were worth.
             return _merge(low.detach(), high.detach())
         self._follow(index)
         return high
+
+    def _agree(self, index: int) -> None:
+        self._versions[index] = self._low[index]._version
+        self._places[index] = self._low[index].data_ptr()
+
+    def _agrees(self, index: int) -> bool:
+        low = self._low[index]
+        return low._version == self._versions[index] and low.data_ptr() == self._places[index]
 
     def _follow(self, index: int) -> None:
         low, high = self._low[index], self._high[index]
@@ -207,7 +216,7 @@ class Masters:
             )
         with torch.no_grad():
             high.copy_(_merge(low, high))
-        self._marks[index] = (low._version, low.data_ptr())
+        self._agree(index)
 
     def take(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a loaded value, before the parameter is given the rounded one.
@@ -239,11 +248,12 @@ class Masters:
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
         self._high.append(high)
-        self._marks.append(_UNSEEN)
+        self._versions.append(_UNSEEN)
+        self._places.append(0)
         return high
 
 
-_UNSEEN: Final = (-1, 0)
+_UNSEEN: Final = -1
 """No parameter's version: the first refresh compares values, so that writes through .data before it are seen."""
 
 
@@ -252,9 +262,14 @@ def targets_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """What changes when somebody writes to a tensor or gives it other memory."""
-    return list(zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True))
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """What changes when somebody writes to a tensor."""
+    return list(map(_VERSION, tensors))
+
+
+def _places_of(tensors: Sequence[Tensor]) -> list[int]:
+    """What changes when somebody gives a tensor other memory."""
+    return list(map(Tensor.data_ptr, tensors))
 
 
 _VERSION: Final = attrgetter("_version")

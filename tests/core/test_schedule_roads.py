@@ -1,0 +1,61 @@
+"""The loss-scale rule in plain numbers, which a state in host memory takes, against the rule over tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from halfpeak.core.host import is_on_host, read_host
+from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
+
+BOUNDS = st.sampled_from([2.0**-14, 1.0, 3.7, 128.0])
+CONFIGS = st.builds(
+    ScaleConfig,
+    init=st.sampled_from([2.0**-20, 0.3, 1.0, 2.0**16, 2.0**32, 3.3e38]),
+    dynamic=st.booleans(),
+    growth=st.sampled_from([1.0, 1.1, 2.0, 1e30]),
+    backoff=st.sampled_from([1.0, 0.9, 0.5, 1e-30]),
+    interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    refill=st.sampled_from(["clean", "growth"]),
+    floor=BOUNDS,
+    ceiling=st.sampled_from([128.0, 2.0**24, 3.3e38]),
+)
+VERDICTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_size=1, max_size=30)
+
+
+def by_tensors(config: ScaleConfig, state: ScaleState, verdict: Tensor) -> ScaleState:
+    batch = advance(config, ScaleState(*(part.reshape(1) for part in state)), verdict.reshape(1))
+    return ScaleState(*(part.reshape(()) for part in batch))
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=CONFIGS, verdicts=VERDICTS)
+def test_both_give_the_same_bits(config: ScaleConfig, verdicts: list[float]) -> None:
+    state = config.start()
+    for number in verdicts:
+        verdict = torch.tensor(number)
+        assert is_on_host(*state, verdict)
+        expected = by_tensors(config, state, verdict)
+        state = advance(config, state, verdict)
+        for part, other in zip(state, expected, strict=True):
+            assert part.dtype == other.dtype
+            assert torch.equal(part, other), (config, number, state, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_reading_host_memory(dtype: torch.dtype) -> None:
+    whole = torch.tensor([1, -7, 3], dtype=dtype)
+    assert read_host(whole[1]) == -7
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [torch.zeros(1), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.bfloat16)],
+    ids=["vector", "elsewhere", "another dtype"],
+)
+def test_what_is_not_a_scalar_in_host_memory(scalar: Tensor) -> None:
+    assert not is_on_host(scalar)
