@@ -82,6 +82,17 @@ def test_a_parameter_that_no_kernel_can_step(make: Any, kind: str) -> None:
             torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedSGD, FusedLAMB])
+def test_a_sparse_gradient_is_refused_before_anything_moves(kind: type[FusedOptimizer]) -> None:
+    dense, sparse = weight(), torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = kind([dense, sparse.weight], lr=0.1)
+    (dense + sparse(torch.tensor([1])).squeeze(0)).sum().backward()
+    with pytest.raises(ParameterError, match="sparse=False"):
+        optimizer.step()
+    assert torch.equal(dense.detach(), torch.ones(3))
+    assert not optimizer.state
+
+
 def test_a_state_of_another_model() -> None:
     first, second = FusedAdamW([weight()]), FusedAdamW([torch.nn.Parameter(torch.ones(2, 2))])
     for optimizer in (first, second):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ParameterError
 from halfpeak.fused.blocks import Block, cut, flat, is_dense, padded
+from halfpeak.fused.checks import check_parameter, check_state
 from halfpeak.fused.counters import Counter, count
 from halfpeak.fused.rules.base import Rule
 
@@ -202,7 +202,7 @@ class Layout:
             views = list(vector.unbind()) if is_scalar else block.views(vector)
             for row, view, value in zip(rows, views, known, strict=True):
                 if value is not None and value.data_ptr() != view.data_ptr():
-                    _check_state(name, value, view)
+                    check_state(name, value, view)
                     view.copy_(value)
                 row[name] = view
             slots.append(vector)
@@ -257,31 +257,6 @@ def gradients_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
-
-
-def check_parameter(target: Tensor) -> None:
-    """Raise ParameterError for a parameter that no kernel here can step."""
-    if (
-        not target.is_floating_point()
-        or target.layout is not torch.strided
-        or type(target.data) is not Tensor
-    ):
-        kind = (
-            type(target.data).__name__
-            if type(target.data) is not Tensor
-            else f"{target.layout} {target.dtype}"
-        )
-        raise ParameterError(
-            f"a fused optimizer steps dense real tensors, and this parameter is a {kind}; use torch.optim for it"
-        )
-
-
-def _check_state(name: str, value: Tensor, place: Tensor) -> None:
-    if value.shape != place.shape:
-        raise ParameterError(
-            f"the state {name!r} of a parameter has shape {tuple(value.shape)} instead of {tuple(place.shape)}; "
-            "load the state of this model's optimizer"
-        )
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError, StateError
 from halfpeak.fused.arguments import check_group
-from halfpeak.fused.layout import Layout, Piece, check_parameter, gradients_of, targets_of
+from halfpeak.fused.checks import check_gradients, check_parameter
+from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
 from halfpeak.fused.roads.base import Order, Reading, Road
 from halfpeak.fused.roads.choose import RoadName, check_wish, choose
 from halfpeak.fused.rules.base import Rule
@@ -197,6 +198,7 @@ class FusedOptimizer(Optimizer):
             pieces = layout.pieces(mask)
             if pieces is not None:
                 return pieces
+        check_gradients(feed.grads)
         layout = self._layout = Layout(self, rules, feed.lows, mask, self._layout)
         if self._road is not None:
             self._road.clear()
