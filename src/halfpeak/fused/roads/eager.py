@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.fused.gather import Gather
-from halfpeak.fused.kernel import measure, update_of
+from halfpeak.fused.kernel import update_of
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
 
@@ -23,18 +23,20 @@ class EagerRoad:
 
     def __init__(self) -> None:
         self._gather = Gather()
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         squares: list[Tensor] = []
-        flags: list[Tensor] = []
+        found_inf = torch.zeros_like(factor)
         for piece in pieces:
             vector = self._gather(piece.block, grads)
-            for chunk in vector.split(CHUNK):
-                total, flag = measure(chunk, factor)
-                squares.append(total)
-                flags.append(flag)
-        return Reading(torch.stack(squares).sum(), torch.stack(flags).any().float())
+            for at in _chunks(len(vector), CHUNK):
+                true = self._widened(vector[at], factor.dtype)
+                # One kernel multiplies and looks for what is not finite; of the sum alone it could not be told.
+                torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, factor)
+                squares.append(torch.dot(true, true))
+        return Reading(torch.stack(squares).sum() if squares else torch.zeros_like(factor), found_inf)
 
     def update(self, orders: Sequence[Order], grads: Sequence[Tensor | None]) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -42,7 +44,26 @@ class EagerRoad:
             vector = self._gather(order.piece.block, grads)
             length = len(order.piece.block)
             for at in _chunks(length, length if order.rule.layerwise else CHUNK):
-                _update_chunk(order, vector, at)
+                self._update(order, vector[at], at)
+
+    def _update(self, order: Order, grad: Tensor, at: slice) -> None:
+        block, rule, wide = order.piece.block, order.rule, order.numbers.dtype
+        weight, slots = block.weight[at], [slot[at] for slot in block.slots]
+        low = None if block.low is None else block.low[at]
+        if weight.dtype == wide and not any(slot.dtype != wide for slot in slots):
+            true = self._widened(grad, wide).mul_(order.numbers[0])
+            if rule.fused(weight, true, slots, order.group, order.piece.counter.step):
+                if low is not None:
+                    low.copy_(weight)
+                return
+        update_of(rule)(weight, low, slots, grad, order.numbers)
+
+    def _widened(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy in ``dtype``, valid until the next."""
+        scratch = self._scratch.get((dtype, chunk.device))
+        if scratch is None or len(scratch) < len(chunk):
+            scratch = self._scratch[dtype, chunk.device] = chunk.new_empty(len(chunk), dtype=dtype)
+        return scratch[: len(chunk)].copy_(chunk)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -51,20 +72,8 @@ class EagerRoad:
     def clear(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         self._gather.clear()
+        self._scratch.clear()
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, length, size or 1))
-
-
-def _update_chunk(order: Order, vector: Tensor, at: slice) -> None:
-    block, rule = order.piece.block, order.rule
-    weight, slots = block.weight[at], [slot[at] for slot in block.slots]
-    low = None if block.low is None else block.low[at]
-    grad = vector[at].to(order.numbers.dtype) * order.numbers[0]
-    same = weight.dtype == grad.dtype and all(slot.dtype == grad.dtype for slot in slots)
-    if same and rule.fused(weight, grad, slots, order.group, order.piece.counter.step):
-        if low is not None:
-            low.copy_(weight)
-        return
-    update_of(rule)(weight, low, slots, vector[at], order.numbers)
