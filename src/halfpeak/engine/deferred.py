@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from halfpeak.engine.bypass import refuse_edited
+from halfpeak.engine.trace import Trace
 from halfpeak.fused.layout import gradients_of
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.parts.clip import Clip, NoClip, limit_of_norm
+from halfpeak.parts.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from halfpeak.engine.block import Block
@@ -31,18 +34,47 @@ def can_defer(lanes: Sequence[Lane], block: Block) -> bool:
 class Deferred:
     """The gradients of one backward pass, low and scaled; the sum of their squares once it is measured.
 
+    Nobody can tell whether somebody who writes to them meanwhile takes them for true-sized, so that is refused; except
+    where they are, or where zeros are written. ``optimizer.zero_grad()`` reaches masters only. It is noticed by a marker
+    that lies as the gradient of one of them, too small to count but in a way that a factor leaves it above zero.
+
     Args:
         lane: of the fused optimizer.
         block: of the backward pass. Its ``found_inf`` is known from :meth:`measure` or :meth:`take_in` on.
+        scaler: whose scale that was.
         scale: what the loss was multiplied by.  # f32[]
     """
 
-    def __init__(self, lane: Lane, block: Block, scale: Tensor) -> None:
+    def __init__(self, lane: Lane, block: Block, scaler: LossScaler, scale: Tensor) -> None:
+        is_true = not scaler.config.dynamic and scaler.config.init == 1
+        self._masters = [slot.target for slot in block.slots if slot.source is not slot.target]
+        self._marker = lane.roster().smallest_master
+        if self._marker is not None:
+            self._marker.grad = torch.full_like(self._marker, _MARK)
+        waiting = [slot.source for slot in block.slots if not is_true or slot.source is not slot.target]
+        self._trace = Trace()
+        self._trace.keep(waiting if self._marker is None else [*waiting, self._marker])
         self._lane = lane
         self._block = block
         self._inv_scale = scale.reciprocal()
         self._scale = scale
         self._feed = Feed((), (), self._inv_scale)
+
+    def are_there(self) -> bool:
+        """Whether the optimizer was not told to drop them.
+
+        Raises:
+            OrderError: somebody has written to them, or has given the masters gradients.
+        """
+        refuse_edited(self._trace.touched())
+        marker, self._marker = self._marker, None
+        if marker is None:
+            return True
+        left, marker.grad = marker.grad, None
+        refuse_edited(gradients_of(self._masters))
+        if left is not None and self._trace.has_changed(left):
+            torch._foreach_zero_([grad for grad in gradients_of(self._lane.roster().sources) if grad is not None])
+        return left is not None
 
     def take_in(self) -> None:
         """Make them true-sized float32 after all."""
@@ -87,6 +119,9 @@ class Deferred:
         optimizer = self._lane.optimizer
         assert isinstance(optimizer, FusedOptimizer)
         return optimizer
+
+
+_MARK: Final = 2.0**-100
 
 
 def fits(clip: Clip) -> bool:

@@ -16,7 +16,6 @@ from halfpeak.casting.entry import casts_on
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
-from halfpeak.core.policy import Policy
 from halfpeak.core.tracing import untraced
 from halfpeak.engine.block import spared
 from halfpeak.engine.copying import copy_engine
@@ -27,7 +26,7 @@ from halfpeak.engine.lookup import find_lanes, find_scaler
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
-from halfpeak.engine.slots import Phase
+from halfpeak.engine.readings import Readings
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.sync import synchronising
@@ -37,7 +36,7 @@ from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Verdict
 
 
-class Engine:
+class Engine(Readings):
     """Takes mixed-precision steps. Made by :func:`halfpeak.prepare`.
 
     ::
@@ -98,47 +97,6 @@ class Engine:
         ]
         self._synchronised = True
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, where there is exactly one.
-
-        Raises:
-            OrderError: there are several; use :attr:`models`.
-        """
-        if len(self.models) != 1:
-            raise OrderError(f"this engine has {len(self.models)} models; write engine.models[i]")
-        return self.models[0]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers, in the order they were prepared."""
-        return [lane.optimizer for lane in self.lanes]
-
-    @property
-    def index(self) -> int:
-        """Completed calls of :meth:`step`, counted since the beginning of the run."""
-        return self.journal.index
-
-    @property
-    def policy(self) -> Policy:
-        """In which dtype each thing is stored, computed and returned."""
-        return self.plan.policy
-
-    @property
-    def taken(self) -> Tensor:
-        """Steps in which the optimizers moved.  # i32[]"""
-        return self.journal.taken
-
-    @property
-    def skipped(self) -> Tensor:
-        """Steps that were skipped because a gradient was not finite.  # i32[]"""
-        return self.journal.skipped
-
-    @property
-    def has_open_window(self) -> bool:
-        """Whether gradients of a step to come are held."""
-        return any(lane.phase is not Phase.CLEAN for lane in self.lanes)
-
     def watch(self, model: nn.Module) -> None:
         """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""
         if all(known is not model for known in self.models):
@@ -147,10 +105,6 @@ class Engine:
             if self.plan.restore_buffers:
                 self.buffers.watch(model)
                 self.handles += hook_loads(model, self)
-
-    def read_scale(self, loss_id: int = 0) -> float:
-        """The loss scale as a number. Waits for the device."""
-        return self.scalers[loss_id].read_scale()
 
     @contextmanager
     def forward(self, wrapped: nn.Module | None = None) -> Generator[None]:
@@ -257,6 +211,22 @@ class Engine:
             )
         return self.phases.step(lanes, closure, keep_gradients=keep_gradients)
 
+    def unscale(self) -> Tensor:
+        """Make the gradients of the open window true-sized now, where the optimizers read them: ``group["params"]``.
+
+        Without a fused optimizer they are so after every backward pass; one of :mod:`halfpeak.fused` reads them scaled in
+        its step. Call this before you look at gradients or change them.
+
+        Returns:
+            1 if one of them is not finite.  # f32[]
+
+        Raises:
+            OrderError: the last backward pass was not synchronised, so its gradients wait for the next.
+        """
+        for lane in self.lanes:
+            lane.take_in()
+        return self.phases.unscale(self.lanes)[0]
+
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
 
@@ -312,11 +282,6 @@ class Engine:
             "an engine is joined to its models and optimizers by hooks and cannot be pickled; save engine.state_dict(), or "
             "write copy.deepcopy(engine)"
         )
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale of loss 0.  # f32[]"""
-        return self.scalers[0].state.scale
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler with that number; see :func:`~halfpeak.engine.lookup.find_scaler`."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter, is_
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_GRAD: Final = attrgetter("grad")
+_VERSION: Final = attrgetter("_version")
 
 
 class Trace:
@@ -19,16 +24,20 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Tensor, Tensor, int]] = []
+        self._targets: list[Tensor] = []
+        self._grads: list[Tensor | None] = []
+        self._versions: list[int] = []
         self.marker: Tensor | None = None
 
     def keep(self, targets: Iterable[Tensor]) -> None:
         """Remember the gradients of ``targets`` as they are now."""
-        self._seen = [(t, t.grad, t.grad._version) for t in targets if t.grad is not None]
+        self._targets = list(targets)
+        self._grads = list(map(_GRAD, self._targets))
+        self._versions = _versions(self._grads)
 
     def claimed(self) -> list[Tensor]:
         """The parameters whose gradients are remembered."""
-        return [target for target, _, _ in self._seen]
+        return self._targets
 
     def lay(self, master: Tensor | None) -> None:
         """Lay a marker, where there is a master to lay it on."""
@@ -47,9 +56,26 @@ class Trace:
 
     def is_untouched(self) -> bool:
         """Whether every gradient is as it was."""
-        return all(target.grad is grad and grad._version == version for target, grad, version in self._seen)
+        now = list(map(_GRAD, self._targets))
+        return all(map(is_, now, self._grads)) and _versions(self._grads) == self._versions
+
+    def touched(self) -> list[Tensor | None]:
+        """What has become of the gradients that are not as they were."""
+        if self.is_untouched():
+            return []
+        versions = iter(self._versions)
+        known = [(grad, None if grad is None else next(versions)) for grad in self._grads]
+        return [
+            target.grad
+            for target, (grad, version) in zip(self._targets, known, strict=True)
+            if target.grad is not grad or (grad is not None and grad._version != version)
+        ]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._seen.clear()
+        self.keep(())
         self.marker = None
+
+
+def _versions(grads: Iterable[Tensor | None]) -> list[int]:
+    return [grad._version for grad in grads if grad is not None]
