@@ -1,32 +1,106 @@
-"""What does one O2 step cost after the last backward pass: unscale, check, clip, AdamW, write back?
+"""What does an O2 step cost after the last backward pass: unscale, check, clip, AdamW, write back?
 
-Against a loop written by hand with the same torch operations (fused and foreach AdamW), and against
-``torch.amp.GradScaler`` with float32 parameters, which has no masters to write back.
+halfpeak's steps go through the engine, as in training: the loss scaled, gradients handed over, ``engine.step()``. Against
+a loop by hand with masters and torch's operations, and ``torch.amp.GradScaler`` with float32 parameters, which has no
+masters to write back. What a step costs above one whose parameters are in two tensors is what their number costs: looking
+at each, and gathering gradients. The copy of 30 bytes a parameter moves as many bytes as such a step must.
+
+The last case is a plain float32 step, without scale, check and clipping, where optimizers that do nothing else compete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 
 import torch
-from _harness import Variant, arguments, report, time_variants
+from _harness import Variant, arguments, chosen, report, time_variants
+from _rivals import optimizers
 from torch import Tensor, nn
 
 import halfpeak
+from halfpeak.fused import FusedAdamW
 
 SCALE = 2.0**16
+Shape = tuple[int, ...]
+Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
-def build(sizes: list[int], device: str) -> nn.ParameterList:
+def gpt(layers: int = 8, width: int = 448) -> list[Shape]:
+    """The parameters of a transformer."""
+    wide = 4 * width
+    block = [(3 * width, width), (3 * width,), (width, width), (width,), (wide, width), (wide,), (width, wide)]
+    return [(8000, width), *(block + [(width,)] * 5) * layers, (width,), (width,)]
+
+
+CASES: dict[str, list[Shape]] = {
+    "400 tensors of 1024": [(1024,)] * 400,
+    "a transformer, 99 tensors, 23 M": gpt(),
+    "400 tensors, 26 M": [(512, 256), (512,), (256, 512), (256,)] * 100,
+}
+PLAIN = "float32 alone: a transformer, 99 tensors, 23 M"
+BY_HAND = "by hand, AdamW(fused=True)"
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    device = options.device
+    fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
+    roads = ("compiled", "eager") if device == "cpu" else ("auto",)
+    for case in chosen(CASES, options):
+        shapes = CASES[case]
+        variants = {
+            BY_HAND: by_hand(shapes, device, fused),
+            "by hand, AdamW(foreach=True)": by_hand(shapes, device, foreach),
+            "GradScaler, float32, AdamW(fused=True)": with_grad_scaler(shapes, device, fused),
+            "GradScaler, float32, AdamW(foreach=True)": with_grad_scaler(shapes, device, foreach),
+            "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
+            **{
+                f"halfpeak O2, FusedAdamW, {road} road": with_engine(
+                    shapes, device, functools.partial(FusedAdamW, road=road)
+                )
+                for road in roads
+            },
+            "halfpeak O2, FusedAdamW, all in two tensors": with_engine(
+                [(sum(map(math.prod, shapes)),), (16,)], device, functools.partial(FusedAdamW, road=roads[0])
+            ),
+            "a copy of 30 bytes a parameter": copy(shapes, device),
+        }
+        samples = time_variants(variants, device=device, rounds=options.rounds)
+        report("step", case, samples, baseline=BY_HAND, options=options)
+        del variants
+    for case in chosen([PLAIN], options):
+        shapes = gpt()
+        variants = {
+            "AdamW(fused=True)": plain(shapes, device, fused),
+            "AdamW(foreach=True)": plain(shapes, device, foreach),
+            **{f"FusedAdamW, {road} road": plain(shapes, device, functools.partial(FusedAdamW, road=road)) for road in roads},
+        }
+        variants |= {name: plain(shapes, device, rival) for name, rival in optimizers(device).items()}
+        samples = time_variants(variants, device=device, rounds=options.rounds)
+        report("step", case, samples, baseline="AdamW(fused=True)", options=options)
+
+
+def build(shapes: Sequence[Shape], device: str) -> nn.ParameterList:
     generator = torch.Generator(device).manual_seed(0)
-    return nn.ParameterList([nn.Parameter(torch.randn(n, generator=generator, device=device)) for n in sizes])
+    tensors = [torch.randn(shape, generator=generator, device=device) * 0.02 for shape in shapes]
+    return nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
 
 
-def with_engine(sizes: list[int], device: str, low: torch.dtype, **adam: bool) -> Variant:
-    model = build(sizes, device)
-    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+def low_dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cpu" else torch.float16
+
+
+def with_engine(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
+    model = build(shapes, device)
     engine = halfpeak.prepare(
-        model, optimizer, "O2", cast_model_type=low, clip=1.0, scale=halfpeak.ScaleConfig(init=SCALE)
+        model,
+        make(list(model.parameters())),
+        "O2",
+        cast_model_type=low_dtype(device),
+        clip=1.0,
+        scale=halfpeak.ScaleConfig(init=SCALE),
     )
     parameters = list(model)
     gradients = [torch.full_like(p, 0.01 * SCALE) for p in parameters]
@@ -34,86 +108,78 @@ def with_engine(sizes: list[int], device: str, low: torch.dtype, **adam: bool) -
 
     def run() -> None:
         with engine.scaled(loss, lanes=engine.lanes):
-            _hand_over(parameters, gradients)
+            hand_over(parameters, gradients)
         engine.step()
 
     return run
 
 
-def by_hand(sizes: list[int], device: str, low: torch.dtype, **adam: bool) -> Variant:
-    parameters = list(build(sizes, device))
+def by_hand(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
+    """A good one: the masters' gradients keep their memory, which is 4 bytes a parameter more than halfpeak holds."""
+    parameters = list(build(shapes, device))
     masters = [p.detach().clone().requires_grad_() for p in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.data.to(low)
-    optimizer = torch.optim.AdamW(masters, **adam)
+    for master, parameter in zip(masters, parameters, strict=True):
+        parameter.data = parameter.data.to(low_dtype(device))
+        master.grad = torch.empty_like(master)
+    wide = [master.grad for master in masters if master.grad is not None]
+    optimizer = make(masters)
     gradients = [torch.full_like(p, 0.01 * SCALE) for p in parameters]
-    inv_scale = torch.tensor(1 / SCALE, device=device)
+    scale = torch.full((), SCALE, device=device)
+    clean = torch.zeros((), dtype=torch.int32, device=device)
 
     def run() -> None:
-        _hand_over(parameters, gradients)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+        hand_over(parameters, gradients)
+        torch._foreach_copy_(wide, [p.grad for p in parameters if p.grad is not None])
         found_inf = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_([m.grad for m in masters], found_inf, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, scale.double().reciprocal().float())
         nn.utils.clip_grad_norm_(masters, 1.0)
         if not found_inf.item():
             optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(parameters, masters)
-        _drop([*masters, *parameters])
+        torch._amp_update_scale_(scale, clean, found_inf, 2.0, 0.5, 2000)
+        for parameter in parameters:
+            parameter.grad = None
 
     return run
 
 
-def with_grad_scaler(sizes: list[int], device: str, low: torch.dtype, **adam: bool) -> Variant:
-    parameters = list(build(sizes, device))
-    optimizer = torch.optim.AdamW(parameters, **adam)
-    scaler = torch.amp.GradScaler(device)
+def with_grad_scaler(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
+    parameters = list(build(shapes, device))
+    optimizer = make(parameters)
+    # A scale of one costs what any scale does, and leaves the gradients as they are for the next repetition.
+    scaler = torch.amp.GradScaler(device, init_scale=1.0, growth_interval=10**6)
     scaler.scale(torch.zeros((), device=device))
-    gradients = [torch.full_like(p, 0.01 * SCALE) for p in parameters]
+    gradients = [torch.full_like(p, 0.01) for p in parameters]
 
     def run() -> None:
-        _hand_over(parameters, [g.clone() for g in gradients])
+        hand_over(parameters, gradients)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         scaler.step(optimizer)
         scaler.update()
-        _drop(parameters)
+        for parameter in parameters:
+            parameter.grad = None
 
     return run
 
 
-def _hand_over(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+def copy(shapes: Sequence[Shape], device: str) -> Variant:
+    # Half of the bytes are read and half are written.
+    length = 15 * sum(map(math.prod, shapes))
+    source, target = (torch.ones(length, dtype=torch.int8, device=device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def plain(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
+    parameters = list(build(shapes, device))
+    hand_over(parameters, [torch.full_like(p, 0.01) for p in parameters])
+    return make(parameters).step
+
+
+def hand_over(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-
-
-def _drop(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    torch.set_num_threads(1)
-    low = torch.bfloat16 if options.device == "cpu" else torch.float16
-    makers: dict[str, Callable[..., Variant]] = {
-        "by hand": by_hand,
-        "halfpeak": with_engine,
-        "GradScaler, float32 parameters": with_grad_scaler,
-    }
-    for case, sizes in (
-        ("400 tensors of 1024", [1024] * 400),
-        ("100 tensors, 23 M parameters", [230_000] * 100),
-    ):
-        variants = {
-            f"{name}, AdamW({kind}=True)": make(sizes, options.device, low, **{kind: True})
-            for kind in ("fused", "foreach")
-            for name, make in makers.items()
-        }
-        times = time_variants(variants, device=options.device, rounds=options.rounds)
-        report("step", case, times, baseline="by hand, AdamW(fused=True)", options=options)
 
 
 if __name__ == "__main__":
