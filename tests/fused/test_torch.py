@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.optimizer import Feed, FusedOptimizer
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
@@ -261,6 +261,22 @@ def test_found_inf_of_any_size_leaves_everything_as_it_was(value: float) -> None
     del twins.fused.found_inf
     twins.step()
     twins.agree()
+
+
+def test_a_first_step_that_was_skipped_is_still_to_come() -> None:
+    """The state is made when gradients are measured; a group added in between must not make it look used."""
+    twins = Twins("SGD momentum")
+    give(twins.ours, gradients_for(twins.ours))
+    assert isinstance(twins.fused, FusedOptimizer)
+    twins.fused.measure(Feed([p.grad for p in twins.ours], twins.ours, torch.ones(())))
+    late = torch.nn.Parameter(torch.randn(3))
+    for optimizer in (twins.fused, twins.plain):
+        twin = torch.nn.Parameter(late.detach().clone())
+        optimizer.add_param_group({"params": [twin]})
+        (twins.ours if optimizer is twins.fused else twins.theirs).append(twin)
+    for _ in range(2):
+        twins.step()
+        twins.agree()
 
 
 def test_closures_and_hooks() -> None:
