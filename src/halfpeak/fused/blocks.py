@@ -24,11 +24,12 @@ class Block:
     Attributes:
         weight: what the rule moves: float32, or low where nothing keeps float32.  # [n]
         low: the model's weight, which follows it; None where they are one.         # f16[n] or bf16[n]
-        slots: the rule's state.                            # f32[n] each, the last ``scalars`` f32[members] each
+        slots: the rule's state.          # f32[n] each, or as ``grains`` says; the last ``scalars`` f32[members] each
         members: indices of the parameters in the order of their groups.
         spans: where each of them lies.
         shapes: the shape and the stride of each.
         scalars: how many of the slots hold one number per parameter.
+        grains: elements of the weight for each of a slot's, where that is not 1.
         length: of the vectors.
         is_alone: whether this is all of one parameter, whose gradient can be read where it lies.
         has_gaps: whether elements lie between the parameters that are no parameter's.
@@ -41,6 +42,7 @@ class Block:
     spans: tuple[tuple[int, int], ...]
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     scalars: int = 0
+    grains: tuple[int, ...] = ()
     length: int = field(init=False)
     is_alone: bool = field(init=False)
     has_gaps: bool = field(init=False)
@@ -59,22 +61,33 @@ class Block:
         if (first, last) == (0, len(self.members)):
             return self
         start, stop = self.spans[first][0], self.spans[last - 1][1]
-        full = len(self.slots) - self.scalars
+        weight, low, slots = self.chunk(slice(start, stop))
+        full = len(slots) - self.scalars
         return Block(
-            weight=self.weight[start:stop],
-            low=None if self.low is None else self.low[start:stop],
-            slots=(
-                *(slot[start:stop] for slot in self.slots[:full]),
-                *(slot[first:last] for slot in self.slots[full:]),
-            ),
+            weight=weight,
+            low=low,
+            slots=(*slots[:full], *(slot[first:last] for slot in self.slots[full:])),
             members=self.members[first:last],
             spans=tuple((a - start, b - start) for a, b in self.spans[first:last]),
             shapes=self.shapes[first:last],
             scalars=self.scalars,
+            grains=self.grains,
         )
 
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """``vector``, of this block's length or more, seen as tensors of the members' shapes and strides."""
+    def chunk(self, at: slice) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Weight, low weight and slots of some neighbours, which begin at a multiple of every grain."""
+        low = None if self.low is None else self.low[at]
+        grains = self.grains or (1,) * len(self.slots)
+        slots = zip(self.slots, grains, strict=True)
+        return self.weight[at], low, [slot[at.start // g : -(-at.stop // g)] for slot, g in slots]
+
+    def views(self, vector: Tensor, grain: int = 1) -> list[Tensor]:
+        """``vector``, of this block's length or more, seen as tensors of the members' shapes and strides.
+
+        With a grain it has one element for that many, and is seen as vectors.
+        """
+        if grain > 1:
+            return [vector[start // grain : -(-stop // grain)] for start, stop in self.spans]
         offset = vector.storage_offset()
         return [
             vector.as_strided(shape, stride, offset + start)
@@ -103,7 +116,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def cut(sizes: Sequence[int]) -> Iterator[list[int]]:
+def cut(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
     """Indices of ``sizes`` in runs that share an arena, the large ones alone.
 
     >>> half = ARENA // 2 - ALIGN
@@ -116,15 +129,15 @@ def cut(sizes: Sequence[int]) -> Iterator[list[int]]:
         if size >= ALONE:
             yield [index]
             continue
-        if run and padded(size) > room:
+        if run and padded(size, align) > room:
             yield run
             run, room = [], ARENA
         run.append(index)
-        room -= padded(size)
+        room -= padded(size, align)
     if run:
         yield run
 
 
-def padded(size: int) -> int:
-    """``size`` rounded up to :data:`ALIGN`."""
-    return -(-size // ALIGN) * ALIGN
+def padded(size: int, align: int = ALIGN) -> int:
+    """``size`` rounded up to a multiple of ``align``."""
+    return -(-size // align) * align

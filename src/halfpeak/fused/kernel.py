@@ -36,14 +36,26 @@ def update_of(rule: Rule) -> Update:
     ) -> None:
         wide = numbers.dtype
         factor, *constants = numbers.unbind()
-        moved = rule(weight.to(wide), grad.to(wide) * factor, [slot.to(wide) for slot in slots], constants)
-        weight.copy_(moved[0])
-        for slot, value in zip(slots, moved[1:], strict=True):
-            slot.copy_(value)
-        if low is not None:
-            low.copy_(moved[0])
+        whole, *state = rule.read(weight, slots, wide)
+        moved = rule(whole, grad.to(wide) * factor, state, constants)
+        store(rule, moved, constants, weight, low, slots)
 
     return update
+
+
+def store(
+    rule: Rule,
+    moved: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    weight: Tensor,
+    low: Tensor | None,
+    slots: Sequence[Tensor],
+) -> None:
+    """Put what ``rule`` has made of a block into its memory."""
+    for place, value in zip((weight, *slots), rule.written(moved, constants), strict=True):
+        place.copy_(value)
+    if low is not None:
+        low.copy_(moved[0])
 
 
 def flat_update_of(rule: Rule, *, has_low: bool) -> Callable[..., tuple[()]]:

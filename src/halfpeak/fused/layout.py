@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.fused.blocks import Block, cut, flat, is_dense, padded
+from halfpeak.fused.blocks import ALIGN, Block, cut, flat, is_dense, padded
 from halfpeak.fused.checks import check_parameter, check_state
 from halfpeak.fused.counters import Counter, count
-from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.rules.base import Part, Rule
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,6 +25,7 @@ class Piece:
     block: Block
     counter: Counter
     group: int
+    rule: Rule
 
 
 class _Column(NamedTuple):
@@ -81,7 +82,8 @@ class Layout:
         )
         self._blocks: list[tuple[int, Block]] = []
         for (group, _), members in _sorted_groups(wanted, self._kind):
-            for run in cut([self.targets[i].numel() for i in members]):
+            align = _alignment(self._rule(members[0]))
+            for run in cut([self.targets[i].numel() for i in members], align):
                 block = self._lay_out(optimizer, group, [members[i] for i in run])
                 self._blocks.append((group, block))
         self._state = optimizer.state
@@ -120,7 +122,7 @@ class Layout:
             return None
         self._part_company(mask)
         self._pieces = [
-            Piece(block.part(run[0], run[-1] + 1), counter, group)
+            Piece(block.part(run[0], run[-1] + 1), counter, group, self._rule(block.members[0]))
             for group, block in self._blocks
             for counter, run in self._runs(block, mask, each=self.rules[group].layerwise)
         ]
@@ -172,15 +174,16 @@ class Layout:
         return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
 
     def _rule(self, index: int) -> Rule:
-        return self.rules[self._group_of[index]]
+        return self.rules[self._group_of[index]].for_weight(self.targets[index].dtype)
 
     def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> Block:
         targets = [self.targets[i] for i in members]
         lows = [self.lows[i] for i in members]
-        rule, settings = self.rules[group], optimizer.param_groups[group]
+        rule, settings = self._rule(members[0]), optimizer.param_groups[group]
+        align = _alignment(rule)
         spans: list[tuple[int, int]] = []
         for target in targets:
-            start = padded(spans[-1][1]) if spans else 0
+            start = padded(spans[-1][1], align) if spans else 0
             spans.append((start, start + target.numel()))
         strides = [_dense_stride(target) for target in targets]
         block = Block(
@@ -195,21 +198,23 @@ class Layout:
         )
         rows = [optimizer.state[target] for target in targets]
         slots: list[Tensor] = []
-        for index, (name, start) in enumerate(zip(rule.slots, rule.initial(settings), strict=True)):
-            known = [row.get(name) for row in rows]
+        for index, (part, start) in enumerate(zip(rule.parts, rule.initial(settings), strict=True)):
+            known = [row.get(part.name) for row in rows]
             is_scalar = index >= len(rule.slots) - rule.scalars
-            vector = _vector(targets, known, len(members) if is_scalar else len(block), start)
-            views = list(vector.unbind()) if is_scalar else block.views(vector)
+            length = len(members) if is_scalar else -(-len(block) // part.grain)
+            vector = _vector(targets, known, length, start, part)
+            views = list(vector.unbind()) if is_scalar else block.views(vector, part.grain)
             for row, view, value in zip(rows, views, known, strict=True):
                 if value is not None and value.data_ptr() != view.data_ptr():
-                    check_state(name, value, view)
+                    check_state(part.name, value, view)
                     view.copy_(value)
-                row[name] = view
+                row[part.name] = view
             slots.append(vector)
         if rule.count == "parameter":
             for index, row in zip(members, rows, strict=True):
                 row["step"] = self._counters[index].step
-        return replace(block, slots=tuple(slots), scalars=rule.scalars)
+        grains = () if align == ALIGN else tuple(part.grain for part in rule.parts)
+        return replace(block, slots=tuple(slots), scalars=rule.scalars, grains=grains)
 
     def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
         """For each name in the states of parameters laid out, the rows that have it and what they hold."""
@@ -279,14 +284,22 @@ def _join(
     return arena
 
 
-def _vector(targets: Sequence[Tensor], known: Sequence[Tensor | None], length: int, start: float) -> Tensor:
+def _vector(
+    targets: Sequence[Tensor], known: Sequence[Tensor | None], length: int, start: float, part: Part
+) -> Tensor:
     """Memory for one kind of state: the tensor that is there, where it fits, else a new vector."""
-    wide, target, there = torch.promote_types(targets[0].dtype, torch.float32), targets[0], known[0]
+    target, there = targets[0], known[0]
+    dtype = part.dtype or torch.promote_types(target.dtype, torch.float32)
     if len(targets) == 1 and there is not None:
-        form = (there.dtype, there.device, there.shape, there.stride())
-        if form == (wide, target.device, target.shape, target.stride()):
+        shape = (target.shape, target.stride()) if part.grain == 1 else ((length,), (1,))
+        if (there.dtype, there.device, there.shape, there.stride()) == (dtype, target.device, *shape):
             return flat(there)
-    return torch.full((length,), start, dtype=wide, device=target.device)
+    return torch.full((length,), start, dtype=dtype, device=target.device)
+
+
+def _alignment(rule: Rule) -> int:
+    """Parameters begin at a multiple of this, so that no element of a slot is of two of them."""
+    return max(ALIGN, *(part.grain for part in rule.parts)) if rule.parts else ALIGN
 
 
 def _sorted_groups(members: Sequence[int], key: Any) -> list[tuple[Any, list[int]]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.fused.gather import Gather
-from halfpeak.fused.kernel import update_of
+from halfpeak.fused.kernel import store
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
 
@@ -48,15 +48,14 @@ class EagerRoad:
 
     def _update(self, order: Order, grad: Tensor, at: slice) -> None:
         block, rule, wide = order.piece.block, order.rule, order.numbers.dtype
-        weight, slots = block.weight[at], [slot[at] for slot in block.slots]
-        low = None if block.low is None else block.low[at]
-        if weight.dtype == wide and not any(slot.dtype != wide for slot in slots):
-            true = self._widened(grad, wide).mul_(order.numbers[0])
-            if rule.fused(weight, true, slots, order.group, order.piece.counter.step):
-                if low is not None:
-                    low.copy_(weight)
-                return
-        update_of(rule)(weight, low, slots, grad, order.numbers)
+        weight, low, slots = block.chunk(at)
+        true = self._widened(grad, wide).mul_(order.numbers[0])
+        constants = order.numbers[1:].unbind()
+        whole, *state = rule.read(weight, slots, wide)
+        moved: Sequence[Tensor] = (whole, *state)
+        if not rule.fused(whole, true, state, order.group, order.piece.counter.step):
+            moved = rule(whole, true, state, constants)
+        store(rule, moved, constants, weight, low, slots)
 
     def _widened(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy in ``dtype``, valid until the next."""

@@ -1,0 +1,1 @@
+"""Forms: how the numbers of an optimizer are stored in fewer bytes than float32."""
