@@ -346,6 +346,23 @@ class TestDelayedOverflowCheck:
         assert scaler.update_scale() is False
         assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 1}
 
+    @pytest.mark.parametrize("overflowed", [True, False])
+    def test_a_flag_can_be_lent_for_one_update(self, overflowed: bool) -> None:
+        """Who reduces gradients by hand has a verdict of its own: it counts, and the one of the block does not."""
+        net, optimizer = setup("O2")
+        scaler = amp._amp_state.loss_scalers[0]
+        backward(net, optimizer, 1.0 if overflowed else float("nan"), delay_overflow_check=True)
+        own = scaler._overflow_buf
+        assert own.item() == (not overflowed)
+        scaler._overflow_buf = torch.tensor([int(overflowed)], dtype=torch.int32)
+        assert scaler.update_scale() is overflowed
+        scaler._overflow_buf = own
+        assert scaler.update_scale() is False
+        expected = (
+            {"loss_scale": 128.0, "unskipped": 1} if overflowed else {"loss_scale": 256.0, "unskipped": 2}
+        )
+        assert amp.state_dict()["loss_scaler0"] == expected
+
 
 class Failure(Exception):
     pass

@@ -68,6 +68,17 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         return bool(self.found_inf)
 
+    @property
+    def _overflow_buf(self) -> Tensor:
+        return self.found_inf
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        # Who lends a flag for one update gives the old one back, which must not be counted then.
+        lent = value.detach().reshape(()).to(self.found_inf, copy=True)
+        self.found_inf.zero_()
+        self.found_inf = lent
+
     def clear_overflow_state(self) -> None:
         """Forget an overflow that was not counted yet."""
         self.found_inf = torch.zeros_like(self.found_inf)
