@@ -21,17 +21,20 @@ class Vector(NamedTuple):
         dtype: of its elements.
         device: where it lies.
         shape: None for a vector of any length; what else a kernel is given has the same shape in every call.
+        grain: elements of the longest vectors for each of this one's.
     """
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...] | None
+    grain: int = 1
 
     @classmethod
-    def like(cls, tensor: Tensor, length: int) -> Vector:
+    def like(cls, tensor: Tensor, length: int, grain: int = 1) -> Vector:
         """The description of an argument, in a call whose vectors are ``length`` long."""
         shape = tuple(tensor.shape)
-        return cls(tensor.dtype, tensor.device, None if shape == (length,) else shape)
+        is_long = grain > 1 or shape == (length,)
+        return cls(tensor.dtype, tensor.device, None if is_long else shape, grain)
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kernel:
@@ -57,5 +60,5 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kerne
 
 
 def _stand_in(argument: Vector) -> Tensor:
-    shape = (LENGTH,) if argument.shape is None else argument.shape
+    shape = (-(-LENGTH // argument.grain),) if argument.shape is None else argument.shape
     return torch.zeros(shape, dtype=argument.dtype, device=argument.device)

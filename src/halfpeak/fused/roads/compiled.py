@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from halfpeak.fused.kernel import flat_update_of, measure
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
 from halfpeak.fused.rules.base import Rule
+
+
+CHUNK = 2**18
+"""Elements at a time where a kernel needs memory for what it computes twice from: 8 bytes for each."""
 
 
 class CompiledRoad:
@@ -47,8 +52,9 @@ class CompiledRoad:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
             vector = self._gather(order.piece.block, grads)
-            call = self._call(order, vector)
-            call.kernel(*call.memory, vector, order.numbers)
+            for run in self._call(order, vector).runs:
+                grad = vector if run.at is None else vector[run.at]
+                run.kernel(*run.memory, grad, order.numbers)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -63,18 +69,16 @@ class CompiledRoad:
         block = order.piece.block
         known = self._calls.get(id(block))
         if known is None or known.block is not block or known.grad != grad.dtype:
-            lows = () if block.low is None else (block.low,)
-            memory = (block.weight, *lows, *block.slots)
-            vectors = tuple(
-                map(Vector.like, (*memory, grad, order.numbers), [block.length] * (len(memory) + 2))
-            )
-            kernel = (
-                _updating(order.rule, bool(lows), vectors)
-                if block.length > 1
-                else flat_update_of(order.rule, has_low=bool(lows))
-            )
-            known = self._calls[id(block)] = _Call(block, grad.dtype, kernel, memory)
+            known = self._calls[id(block)] = _Call(block, grad.dtype, _runs_of(order, grad))
         return known
+
+
+class _Run(NamedTuple):
+    """One call of a kernel: on which elements, or None for all."""
+
+    at: slice | None
+    kernel: Kernel
+    memory: tuple[Tensor, ...]
 
 
 class _Call(NamedTuple):
@@ -82,8 +86,34 @@ class _Call(NamedTuple):
 
     block: Block
     grad: torch.dtype
-    kernel: Kernel
-    memory: tuple[Tensor, ...]
+    runs: list[_Run]
+
+
+def _runs_of(order: Order, grad: Tensor) -> list[_Run]:
+    block = order.piece.block
+    if not block.grains or block.length <= CHUNK:
+        return [_Run(None, _kernel_for(order, block, grad), (block.weight, *_lows(block), *block.slots))]
+    runs: list[_Run] = []
+    for start in range(0, block.length, CHUNK):
+        at = slice(start, min(start + CHUNK, block.length))
+        weight, low, slots = block.chunk(at)
+        part = replace(block, weight=weight, low=low, slots=tuple(slots))
+        runs.append(_Run(at, _kernel_for(order, part, grad[at]), (weight, *_lows(part), *slots)))
+    return runs
+
+
+def _lows(block: Block) -> tuple[Tensor, ...]:
+    return () if block.low is None else (block.low,)
+
+
+def _kernel_for(order: Order, block: Block, grad: Tensor) -> Kernel:
+    lows = _lows(block)
+    if block.length < 2:
+        return flat_update_of(order.rule, has_low=bool(lows))
+    grains = (1, *(1 for _ in lows), *(block.grains or (1 for _ in block.slots)), 1, 1)
+    vectors = (block.weight, *lows, *block.slots, grad, order.numbers)
+    described = [Vector.like(v, block.length, g) for v, g in zip(vectors, grains, strict=True)]
+    return _updating(order.rule, bool(lows), tuple(described))
 
 
 @cache
