@@ -88,6 +88,7 @@ class FP16_Optimizer:
         """
         with self._engine.scaled(loss, lanes=self._engine.lanes, delay=not update_master_grads) as scaled:
             scaled.backward(retain_graph=retain_graph)
+        self._lane.take_in()
 
     def update_master_grads(self) -> None:
         """Take in the scaled gradients that lie in the model: those that ``backward`` was told to leave there.

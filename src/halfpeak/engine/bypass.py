@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.slots import Phase
 
@@ -27,6 +31,22 @@ def require_taken_in(lane: Lane) -> None:
             "the backward pass did not go through halfpeak, so its gradients never reached the float32 masters and this step "
             "would move nothing; write engine.backward(loss), or with amp `with amp.scale_loss(loss, optimizer) as scaled: "
             "scaled.backward()`"
+        )
+
+
+def refuse_edited(grads: Iterable[Tensor | None]) -> None:
+    """Refuse gradients that somebody has written while others wait scaled for the step of a fused optimizer.
+
+    Args:
+        grads: what was written. Zeros in a parameter's own dtype are what ``zero_grad(set_to_none=False)`` writes.
+
+    Raises:
+        OrderError: something else was written: nobody knows at which scale.
+    """
+    if any(grad is not None and (grad.is_sparse or is_low(grad) or bool(grad.any())) for grad in grads):
+        raise OrderError(
+            "gradients were written while they waited, still scaled, for the step of a fused optimizer; write "
+            "engine.unscale() before you clip or change them, and engine.backward(loss) for every loss"
         )
 
 

@@ -39,6 +39,7 @@ class Guard:
                 lane.drop()
                 lane.masters.publish(lane.optimizer)
             loss = self._closure()
+            lane.take_in()
             if went_past(lane):
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfpeak.engine.bypass import refuse_edited
 from halfpeak.engine.trace import Trace
+from halfpeak.fused.books import Account, Books
 from halfpeak.fused.layout import gradients_of
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.ops import foreach
@@ -66,28 +67,38 @@ class Deferred:
         Raises:
             OrderError: somebody has written to them, or has given the masters gradients.
         """
-        refuse_edited(self._trace.touched())
+        touched = self._trace.touched()
+        refuse_edited(touched)
         marker, self._marker = self._marker, None
         if marker is None:
             return True
         left, marker.grad = marker.grad, None
         refuse_edited(gradients_of(self._masters))
-        if left is not None and self._trace.has_changed(left):
-            torch._foreach_zero_([grad for grad in gradients_of(self._lane.roster().sources) if grad is not None])
+        if any(grad is left for grad in touched if grad is not None):
+            # zero_grad(set_to_none=False): zeros are what the optimizer is to read.
+            torch._foreach_zero_([g for g in gradients_of(self._lane.roster().sources) if g is not None])
         return left is not None
 
     def take_in(self) -> None:
         """Make them true-sized float32 after all."""
         self._block.absorb(self._scale)
 
-    def measure(self) -> Tensor:
+    def measure(self, books: Books | None = None) -> Tensor | Account:
         """Read them once.
 
+        Args:
+            books: for an optimizer that can decide where the gradients are. It is ready to step then.
+
         Returns:
-            The sum of squares, true-sized; ``found_inf`` of block and lane are set.  # f32[]
+            The sum of squares, true-sized; ``found_inf`` of block and lane are set. Or what has come of the books.  # f32[]
         """
         roster = self._lane.roster()
         self._feed = Feed(gradients_of(roster.sources), roster.sources, self._inv_scale)
+        account = None if books is None else self._optimizer.account(self._feed, books)
+        if account is not None:
+            self._feed = self._feed._replace(factor=account.factor)
+            self.serve(None)
+            return account
         reading = self._optimizer.measure(self._feed)
         self._block.found_inf.copy_(reading.found_inf)
         self._lane.found_inf = reading.found_inf

@@ -19,6 +19,7 @@ from halfpeak.engine.movement import Movement
 from halfpeak.engine.roster import Roster
 from halfpeak.engine.slots import Owner, Phase, Slot
 from halfpeak.engine.trace import Trace
+from halfpeak.fused.books import Account, Books
 from halfpeak.ops import foreach
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
@@ -57,7 +58,7 @@ class Lane:
         self._owner = owner
         self.masters = masters
         self.count = count
-        self.found_inf = torch.zeros((), device=device)
+        self.found_inf = self._nothing = torch.zeros((), device=device)
         self.phase = Phase.CLEAN
         self.parked: dict[int, Tensor] = {}
         self.frozen: tuple[LossScaler, Tensor] | None = None
@@ -132,7 +133,7 @@ class Lane:
 
     def keep_trace(self) -> None:
         """Remember the gradients just written."""
-        self.trace.keep(slot.target for slot in self.slots())
+        self.trace.keep(slot.target for slot in self.slots() if slot.target.grad is not None)
         if self.count > 1:
             self.masters.claim(self, self.trace.claimed())
 
@@ -146,7 +147,6 @@ class Lane:
         """Leave the gradients of a backward pass to the optimizer's step."""
         self._deferred = deferred
         self.phase = Phase.DEFERRED
-        self.trace.lay(self.roster().smallest_master)
 
     def take_in(self) -> None:
         """Make gradients that were left to the step true-sized now, because somebody is to read them, or add to them."""
@@ -155,10 +155,13 @@ class Lane:
             self._deferred = None
             deferred.take_in()
 
-    def measure(self) -> Tensor | None:
-        """The sum of squares of gradients that are left to the step, and ``found_inf``; None if they are not.  # f32[]"""
+    def measure(self, books: Books | None = None) -> Tensor | Account | None:
+        """The sum of squares of gradients that are left to the step, and ``found_inf``; None if they are not.  # f32[]
+
+        With ``books``, if the optimizer can keep them, what has come of them.
+        """
         deferred = self._undisturbed()
-        return None if deferred is None else deferred.measure()
+        return None if deferred is None else deferred.measure(books)
 
     def serve(self, coefficient: Tensor | None) -> None:
         """Let the coming step read the gradients left to it, times a number.  # f32[]"""
@@ -204,7 +207,7 @@ class Lane:
         if self._deferred is not None:
             self._deferred.release()
             self._deferred = None
-        self.found_inf = torch.zeros_like(self.found_inf)
+        self.found_inf = self._nothing
         self.parked.clear()
         self.frozen = None
         self.trace.clear()
@@ -239,7 +242,7 @@ class Lane:
 
     def catch_up(self) -> None:
         """:meth:`recover` as far as a forward pass needs it, which may also come from a step hook of somebody's."""
-        if self.is_stepping and self._has_moved():
+        if self.is_stepping and (self.has_stepped or self._has_moved()):
             self._finish()
         self.masters.publish_late()
 
@@ -249,6 +252,8 @@ class Lane:
             handle.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
+            if self.phase in (Phase.SCALED, Phase.DEFERRED):
+                self.drop()  # nobody would divide them any more
             self.masters.release(optimizer)
 
     def _before_step(
@@ -287,10 +292,11 @@ class Lane:
         """The optimizer has moved, or has been kept from it. Doing this twice does no harm."""
         self.has_stepped = True
         verdict = False if self.verdict is None else self.verdict
-        if self._deferred is None:
-            self.masters.publish(self.optimizer)
-        else:
+        if self._deferred is not None and self._has_moved():
             self.masters.note_published(self.optimizer)
+        else:
+            self.masters.publish(self.optimizer)
+        if self._deferred is not None:
             self._deferred.withdraw(keep=self._keeps)
             self._is_swept = not self._keeps
         if not self._is_driven:
@@ -301,9 +307,7 @@ class Lane:
 
     def _has_moved(self) -> bool:
         """Whether the running step got through the optimizer's own code."""
-        return self.has_stepped or (
-            self._movement is not None and self._movement.has_happened(self.optimizer)
-        )
+        return self._movement is not None and self._movement.has_happened(self.optimizer)
 
     def _clear_step(self) -> None:
         optimizer = self._optimizer()
@@ -315,7 +319,7 @@ class Lane:
 
     def _undisturbed(self) -> Deferred | None:
         """The gradients that are left to the step, unless somebody has zeroed them."""
-        if self._deferred is not None and not self.trace.lift():
+        if self._deferred is not None and not self._deferred.are_there():
             self.drop()
         return self._deferred
 

@@ -21,6 +21,8 @@ from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.slots import Phase
 from halfpeak.engine.steward import Steward
+from halfpeak.fused.books import Account, Books
+from halfpeak.parts.clip import limit_of_norm
 from halfpeak.parts.lagged import Lagged
 from halfpeak.parts.loss_scaler import LossScaler, scale_loss
 from halfpeak.parts.verdict import Verdict
@@ -78,7 +80,7 @@ class Phases:
             if delay:
                 block.delay(scaler, scale)
             elif report is None and fits(self._plan.clip) and can_defer(lanes, block):
-                lanes[0].defer(Deferred(lanes[0], block, scale))
+                lanes[0].defer(Deferred(lanes[0], block, scaler, scale))
                 self._journal.note(scaler, block.found_inf)
             else:
                 block.absorb(scale)
@@ -103,7 +105,9 @@ class Phases:
             self._journal.index += 1
             return StepResult(torch.zeros_like(lanes[0].found_inf), self._scale, None, boundary=False)
         try:
-            squares = lanes[0].measure() if len(lanes) == 1 else None
+            squares = lanes[0].measure(self._books(lanes[0])) if len(lanes) == 1 else None
+            if isinstance(squares, Account):
+                return self._commit_account(squares, lanes[0], keep_gradients=keep_gradients)
             verdicts = self.unscale(lanes)
             norm = self.clip(lanes, verdicts) if squares is None else self.serve(lanes[0], squares, verdicts)
             self.verdict.agree_(verdicts)
@@ -165,6 +169,33 @@ class Phases:
         if collapse is not None:
             raise collapse
 
+    def _books(self, lane: Lane) -> Books | None:
+        """The books of a step that can be decided where the gradients are; None where the host has a say in it.
+
+        It has where ranks must agree, where a loss scale is in trouble, and where several losses were scaled.
+        """
+        noted = self._journal.noted
+        if len(noted) != 1 or not self.verdict.local or self._trouble.value > 0 or self._is_near_collapse():
+            return None
+        scaler = noted[0][0]
+        return Books(
+            scaler.config,
+            scaler.state,
+            self._journal.taken,
+            self._journal.skipped,
+            lane.found_inf,
+            limit_of_norm(self._plan.clip),
+        )
+
+    def _commit_account(self, account: Account, lane: Lane, *, keep_gradients: bool) -> StepResult:
+        """:meth:`commit` where everything has been decided on the device."""
+        self._journal.begin_accounted(account)
+        with disable_casts():
+            lane.step(account.found_inf, keep=keep_gradients)
+        self._close([lane], keep_gradients=keep_gradients, stuck=account.stuck)
+        norm = None if limit_of_norm(self._plan.clip) is None else account.norm
+        return StepResult(account.found_inf, self._scale, norm)
+
     def recover(self, lanes: Sequence[Lane]) -> None:
         """A step of the caller's that raised: it counts if the optimizer had moved by then; else it did not happen."""
         for lane in lanes:
@@ -204,11 +235,13 @@ class Phases:
         self._close(lanes)
         return StepResult(torch.zeros_like(lane.found_inf), self._scale)
 
-    def _close(self, lanes: Sequence[Lane], *, keep_gradients: bool = False) -> None:
+    def _close(
+        self, lanes: Sequence[Lane], *, keep_gradients: bool = False, stuck: Tensor | None = None
+    ) -> None:
         for lane in lanes:
             lane.end(keep=keep_gradients)
         self._journal.settle()
-        self.look_for_trouble()
+        self.look_for_trouble(stuck)
 
     def _leave(self, lanes: Sequence[Lane]) -> None:
         """After an exception in a step: if every optimizer had moved, the step counts; else the window is dropped."""
@@ -219,9 +252,12 @@ class Phases:
         else:
             self.drop_window(lanes)
 
-    def look_for_trouble(self) -> None:
-        """Start reading how many overflows in a row could not lower a loss scale."""
-        self._trouble.push(torch.stack([scaler.state.stuck for scaler in self._scalers]).max())
+    def look_for_trouble(self, stuck: Tensor | None = None) -> None:
+        """Start reading how many overflows in a row could not lower a loss scale: ``stuck``, where that is known."""
+        if stuck is None:
+            counts = [scaler.state.stuck for scaler in self._scalers]
+            stuck = counts[0] if len(counts) == 1 else torch.stack(counts).max()
+        self._trouble.push(stuck)
 
     def _is_near_collapse(self) -> bool:
         """Whether one more overflow could exhaust a loss scale's patience, by what has been read already."""

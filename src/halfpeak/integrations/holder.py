@@ -169,6 +169,7 @@ def scaled(engine: Engine, loss: Tensor, lanes: list[Lane], *, delay: bool) -> G
     with contained(), casting, engine.scaled(loss, lanes=lanes, delay=delay) as product:
         yield product
     for lane in lanes:
+        lane.take_in()
         # The loop does not say whose loss it was: a verdict on no gradient is none.
         if lane.phase is Phase.UNSCALED and not lane.targets():
             lane.close()
