@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleState, advance
+from halfpeak.fused.books import Account
 from halfpeak.parts.buffers import BatchNormBuffers
 from halfpeak.parts.loss_scaler import LossScaler
 
@@ -64,6 +65,18 @@ class Journal:
         home = found_infs[0]
         step = torch.stack([found_inf.to(home.device) for found_inf in found_infs]).max()
         return torch.stack([step, *(found_inf.to(home.device) for _, found_inf in self._noted)])
+
+    def begin_accounted(self, account: Account) -> None:
+        """Take over the consequences of a step of all optimizers that were decided where the gradients are."""
+        ((scaler, _),) = self._noted
+        self._entry = _Entry(
+            scales=[(scaler, account.state)],
+            taken=account.taken,
+            skipped=account.skipped,
+            index=self.index + 1,
+            verdict=account.found_inf,
+            models=None,
+        )
 
     def begin(self, verdicts: Tensor, verdict: Tensor | bool, parameters: Iterable[Tensor] | None) -> None:
         """Decide the consequences of a step about to be taken.

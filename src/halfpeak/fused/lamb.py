@@ -84,12 +84,12 @@ class FusedLAMB(FusedOptimizer):
             trusts=self.use_nvlamb or group["weight_decay"] != 0,
         )
 
-    def _move(self, feed: Feed) -> None:
+    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
         limit = self.defaults["max_grad_norm"]
         if limit:
             norm = self.measure(feed).squares.sqrt()
             feed = feed._replace(factor=feed.factor * torch.where(norm > limit, limit / norm, 1.0))
-        super()._move(feed)
+        super()._move(feed, found_inf)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode, "use_nvlamb": self.use_nvlamb}

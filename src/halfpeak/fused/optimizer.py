@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError, StateError
 from halfpeak.fused.arguments import check_group
+from halfpeak.fused.books import Account, Books
 from halfpeak.fused.checks import check_gradients, check_parameter
 from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
-from halfpeak.fused.roads.base import Order, Reading, Road
-from halfpeak.fused.roads.choose import RoadName, check_wish, choose
+from halfpeak.fused.roads.base import DeviceRoad, Moves, Order, Reading, Road
+from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
 from halfpeak.fused.rules.base import Rule
 
 
@@ -78,7 +79,8 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move every parameter that has a gradient.
 
-        Nothing moves where a gradient scaler has set ``found_inf`` on the optimizer to anything but zero.
+        Nothing moves where a gradient scaler has set ``found_inf`` on the optimizer to anything but zero. On an accelerator
+        nobody waits for it: the kernels read it there.
         """
         loss = None
         if closure is not None:
@@ -86,8 +88,10 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         feed = self._feed or self._own_feed()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._move(feed)
+        # On the CPU reading it waits for nobody.
+        is_known = found_inf is None or (found_inf.device.type == "cpu" and self._wish != "triton")
+        if found_inf is None or not is_known or not bool(found_inf):
+            self._move(feed, None if is_known else found_inf)
         return loss
 
     def measure(self, feed: Feed) -> Reading:
@@ -99,6 +103,22 @@ class FusedOptimizer(Optimizer):
                 nothing = torch.zeros_like(feed.factor)
                 return Reading(nothing, nothing.clone())
             return self._road_for(pieces).measure(pieces, feed.grads, feed.factor)
+
+    def account(self, feed: Feed, books: Books) -> Account | None:
+        """:meth:`measure`, and all that a host would decide from it, where the gradients are and without waiting.
+
+        The coming step does not work it out again if it is fed the ``factor`` and given the ``found_inf`` of the account.
+
+        Returns:
+            None, with nothing done, where this optimizer runs no kernel that can.
+        """
+        if not isinstance(self._road, DeviceRoad):
+            return None
+        with torch.no_grad():
+            pieces = self._pieces(feed)
+            self._measured = (feed.grads, pieces)
+            road = self._road_for(pieces) if pieces else None
+            return road.account(self._moves(pieces, feed, None), books) if isinstance(road, DeviceRoad) else None
 
     def feed(self, feed: Feed | None) -> None:
         """What the coming steps read; None for the parameters' own gradients again."""
@@ -141,7 +161,7 @@ class FusedOptimizer(Optimizer):
 
     def _begin(self) -> None:
         self._layout: Layout | None = None
-        self._road: Road | None = None
+        self._road: Road | DeviceRoad | None = None
         self._feed: Feed | None = None
         self._measured: tuple[Sequence[Tensor | None], list[Piece]] | None = None
         self.moves = 0
@@ -158,29 +178,37 @@ class FusedOptimizer(Optimizer):
         one = torch.ones((), device=targets[0].device if targets else None)
         return Feed(gradients_of(targets), targets, one if grad_scale is None else grad_scale.reciprocal())
 
-    def _move(self, feed: Feed) -> None:
+    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
         measured = self._measured
         # Between measuring and stepping only an engine has been at work.
         pieces = self._pieces(feed) if measured is None or measured[0] is not feed.grads else measured[1]
         if not pieces:
             return
         layout = cast(Layout, self._layout)
-        for counter in layout.counters(pieces):
-            counter.count()
-        orders = self._orders(pieces, layout.rules, feed.factor)
-        self._road_for(pieces).update(orders, feed.grads)
+        road = self._road_for(pieces)
+        if isinstance(road, DeviceRoad):
+            road.move(self._moves(pieces, feed, found_inf))
+        elif found_inf is not None and bool(found_inf):
+            return
+        else:
+            for counter in layout.counters(pieces):
+                counter.count()
+            road.update(self._orders(pieces, feed.factor), feed.grads)
         self.moves += 1
         self._forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
         torch.autograd.graph.increment_version(layout.moving)
 
-    def _orders(self, pieces: Sequence[Piece], rules: Sequence[Rule], factor: Tensor) -> list[Order]:
+    def _moves(self, pieces: Sequence[Piece], feed: Feed, found_inf: Tensor | None) -> Moves:
+        return Moves(pieces, self.param_groups, feed.grads, feed.factor, found_inf)
+
+    def _orders(self, pieces: Sequence[Piece], factor: Tensor) -> list[Order]:
         orders: list[Order] = []
-        numbers: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        numbers: dict[tuple[Rule, int, int, torch.dtype], Tensor] = {}
         for piece in pieces:
-            rule, group = rules[piece.group], self.param_groups[piece.group]
+            rule, group = piece.rule, self.param_groups[piece.group]
             wide = torch.promote_types(piece.block.weight.dtype, torch.float32)
-            key = (piece.group, id(piece.counter), wide)
+            key = (rule, piece.group, id(piece.counter), wide)
             if key not in numbers:
                 constants = rule.constants(group, float(piece.counter.step))
                 sign = -1.0 if group.get("maximize") else 1.0
@@ -200,13 +228,16 @@ class FusedOptimizer(Optimizer):
                 return pieces
         check_gradients(feed.grads)
         layout = self._layout = Layout(self, rules, feed.lows, mask, self._layout)
+        pieces = layout.pieces(mask) or []
         if self._road is not None:
             self._road.clear()
-        return layout.pieces(mask) or []
+            if pieces and not leads_on(self._road, pieces):
+                self._road = None
+        return pieces
 
-    def _road_for(self, pieces: Sequence[Piece]) -> Road:
+    def _road_for(self, pieces: Sequence[Piece]) -> Road | DeviceRoad:
         if self._road is None:
-            self._road = choose(self._wish, [piece.block for piece in pieces])
+            self._road = choose(self._wish, pieces)
         return self._road
 
 

@@ -12,7 +12,8 @@ class Lagged:
     """Copies a scalar to the host in the background; :attr:`value` is the last copy that is known to have arrived.
 
     On an accelerator the copy goes to pinned memory and an event says when it is there, so the value is usually that of
-    a step or two ago. On the CPU it is the current one. No tensor operation that waits is ever called.
+    a step or two ago. On the CPU it is the current one. No tensor operation that waits is ever called. While a graph is
+    being captured nothing is read: what is launched then is not run.
 
     >>> import torch
     >>> lagged = Lagged(torch.device("cpu"))
@@ -29,7 +30,7 @@ class Lagged:
 
     def push(self, scalar: Tensor) -> None:
         """Start copying a scalar. A copy still on its way is left to arrive and this one is dropped."""
-        if self._event is not None and not self._event.query():
+        if self._is_capturing() or (self._event is not None and not self._event.query()):
             return
         self._value = self._read()
         self._buffer.copy_(scalar, non_blocking=True)
@@ -41,9 +42,12 @@ class Lagged:
     @property
     def value(self) -> float:
         """The last value that has arrived."""
-        if self._event is None or self._event.query():
+        if not self._is_capturing() and (self._event is None or self._event.query()):
             self._value = self._read()
         return self._value
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _read(self) -> float:
         # Host memory is read as memory: Tensor.item() would count, and on some backends act, as a synchronisation.

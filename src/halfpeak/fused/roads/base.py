@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from halfpeak.fused.books import Account, Books
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.rules.base import Rule
 
@@ -59,3 +61,47 @@ class Road(Protocol):
     def clear(self) -> None:
         """The blocks change from here on."""
         ...
+
+
+class Moves(NamedTuple):
+    """A whole step whose numbers the host does not know.
+
+    Attributes:
+        pieces: what is moved.
+        groups: hyper-parameters.
+        grads: of all parameters.
+        factor: what gradients are multiplied by.                       # f32[]
+        found_inf: anything but zero keeps all as it is; None is zero.  # f32[]
+    """
+
+    pieces: Sequence[Piece]
+    groups: Sequence[dict[str, Any]]
+    grads: Sequence[Tensor | None]
+    factor: Tensor
+    found_inf: Tensor | None
+
+
+class DeviceRoad(ABC):
+    """A way of running the kernels on a device that nobody waits for: step counts and skips are data there."""
+
+    name: str
+
+    @abstractmethod
+    def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
+        """Read all gradients once."""
+
+    @abstractmethod
+    def move(self, moves: Moves) -> None:
+        """Move all weights once and count the step, or do neither."""
+
+    def account(self, moves: Moves, books: Books) -> Account | None:
+        """Read all gradients once, decide, and write down what follows; None where there is no kernel for that."""
+        return None
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The gradients change from here on."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """The blocks change from here on."""

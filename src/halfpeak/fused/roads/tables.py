@@ -1,0 +1,253 @@
+"""Tables: where everything lies that the Triton kernels read and write, as numbers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+from operator import attrgetter, ne
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.layout import Piece
+from halfpeak.fused.roads.settings import hyper, lr_there
+from halfpeak.fused.rules.base import Rule
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Table:
+    """Host numbers on a device, sent only when they have changed, from pinned memory and without waiting.
+
+    Args:
+        device: where to.
+        dtype: of the numbers.
+        width: how many make a row.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        self._device, self._dtype, self._width = device, dtype, width
+        self._values: list[Any] | None = None
+        self._tensor: Tensor | None = None
+        self._is_late = False
+
+    def put(self, values: list[Any]) -> Tensor:
+        """The tensor that holds ``values``; while a graph is being captured they come with :meth:`flush`."""
+        if values != self._values or self._tensor is None:
+            self._values = values
+            self._is_late = is_capturing(self._device)
+            if self._is_late:
+                shape = (len(values) // self._width, self._width)
+                self._tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+            else:
+                self._tensor = self._on_host().to(self._device, non_blocking=True)
+        return self._tensor
+
+    def rewrite(self, values: list[Any]) -> None:
+        """Write ``values`` where the last ones lie, because a graph reads them there."""
+        if values != self._values:
+            self._values, self._is_late = values, True
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent while a graph was being captured."""
+        if self._is_late and self._tensor is not None:
+            self._is_late = False
+            self._tensor.copy_(self._on_host(), non_blocking=True)
+
+    def _on_host(self) -> Tensor:
+        values = torch.tensor(self._values, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        return values.view(-1, self._width)
+
+
+class Kind(NamedTuple):
+    """What one launch of a kernel serves.
+
+    Attributes:
+        weight: what the rule moves.
+        low: the model's weight; None where they are one.
+        grad: the gradients.
+        rule: how.
+    """
+
+    weight: torch.dtype
+    low: torch.dtype | None
+    grad: torch.dtype
+    rule: Rule
+
+
+class _Member(NamedTuple):
+    index: int
+    stride: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: list[int]
+
+
+class _Fleet(NamedTuple):
+    """The members of one kind: which of all they are, and their chunks, those that a parameter fills first."""
+
+    kind: Kind
+    first: int
+    last: int
+    chunks: Tensor
+    full: int
+    is_aligned: bool
+
+
+class Tables:
+    """The tables of some pieces.
+
+    Args:
+        kernels: that read them.
+        pieces: all on one device.
+        grads: of all parameters. Only their dtypes count.
+
+    Attributes:
+        pieces: see there.
+    """
+
+    def __init__(self, kernels: Any, pieces: Sequence[Piece], grads: Sequence[Tensor | None]) -> None:
+        self.pieces = pieces
+        self._kernels = kernels
+        self._device = device = pieces[0].block.weight.device
+        self._counters = list({id(piece.counter): piece for piece in pieces}.values())
+        rows = {id(piece.counter): row for row, piece in enumerate(self._counters)}
+        kinds: dict[Kind, list[_Member]] = {}
+        for piece in pieces:
+            for member in _members(kernels, piece, rows[id(piece.counter)]):
+                low = None if piece.block.low is None else piece.block.low.dtype
+                grad = cast(Tensor, grads[member.index]).dtype
+                kinds.setdefault(Kind(piece.block.weight.dtype, low, grad, piece.rule), []).append(member)
+        members = [member for known in kinds.values() for member in known]
+        self._order = [member.index for member in members]
+        self._dtypes = [kind.grad for kind, known in kinds.items() for _ in known]
+        self._forms = [(member.stride, member.shape) for member in members]
+        self._strides = [member.stride for member in members]
+        own = Table(device, torch.int64, kernels.COLUMNS)
+        self._members = own.put([number for member in members for number in member.row])
+        self._fleets = self._gathered(kinds)
+        self._grads = Table(device, torch.int64, 1)
+        self._rows = Table(device, torch.int64, 3)
+        self._hyper = Table(device, torch.float64, kernels.HYPER)
+        self._lrs: list[Tensor | None] = []
+        self._last: Sequence[Tensor | None] | None = None
+        self._held: list[Tensor] = []
+
+    def fits(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None]) -> bool:
+        """Whether these are the tables of ``pieces`` with gradients of these dtypes."""
+        return pieces is self.pieces and (
+            grads is self._last or list(map(_DTYPE, [grads[i] for i in self._order])) == self._dtypes
+        )
+
+    def chunks(self, grads: Sequence[Tensor | None]) -> list[tuple[Kind, Any]]:
+        """The chunks of each kind, with the addresses of these gradients."""
+        if grads is not self._last:
+            own = cast(list[Tensor], [grads[i] for i in self._order])
+            if any(map(ne, map(Tensor.stride, own), self._strides)):
+                own = list(starmap(_in_order, zip(own, self._forms, strict=True)))
+            self._last, self._held = grads, own
+        addresses = list(map(Tensor.data_ptr, self._held))
+        table = self._grads.put(addresses)
+        return [
+            (
+                fleet.kind,
+                self._kernels.Chunks(
+                    self._members,
+                    table,
+                    fleet.chunks,
+                    fleet.full,
+                    self._kernels.programs_for(len(fleet.chunks), self._device),
+                    fleet.is_aligned and not any(map(_FIFTEEN, addresses[fleet.first : fleet.last])),
+                    fleet.kind.grad,
+                ),
+            )
+            for fleet in self._fleets
+            if len(fleet.chunks)
+        ]
+
+    def rows(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        """Group, address of the step count and of the learning rate, for each row of numbers.  # i64[rows, 3]"""
+        self._lrs = [lr_there(group) for group in groups]
+        places = [0 if lr is None else lr.data_ptr() for lr in self._lrs]
+        return self._rows.put(
+            [
+                number
+                for piece in self._counters
+                for number in (piece.group, piece.counter.step.data_ptr(), places[piece.group])
+            ]
+        )
+
+    def hyper(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        """The hyper-parameters of each group.  # f64[groups, HYPER]"""
+        return self._hyper.put(self._hypers(groups))
+
+    def forget(self) -> None:
+        """The gradients change from here on."""
+        self._last = None
+        self._held = []
+
+    def flush(self) -> None:
+        """Send what could not be sent while a graph was being captured."""
+        for table in (self._grads, self._rows, self._hyper):
+            table.flush()
+
+    def rewrite(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Hyper-parameters as they are now, where a graph reads them."""
+        self._hyper.rewrite(self._hypers(groups))
+
+    def _hypers(self, groups: Sequence[dict[str, Any]]) -> list[float]:
+        rules = {piece.group: piece.rule for piece in self._counters}
+        width = self._kernels.HYPER
+        return [
+            number
+            for index, group in enumerate(groups)
+            for number in (hyper(rules[index], group) if index in rules else [0.0] * width)
+        ]
+
+    def _gathered(self, kinds: dict[Kind, list[_Member]]) -> list[_Fleet]:
+        fleets: list[_Fleet] = []
+        first, size = 0, self._kernels.CHUNK
+        for kind, members in kinds.items():
+            numels = torch.tensor([member.row[0] for member in members])
+            index = torch.arange(first, first + len(members))
+            whole, rest = numels // size, numels % size != 0
+            full = int(whole.sum())
+            start = (whole.cumsum(0) - whole).repeat_interleave(whole)
+            chunks = torch.stack([index.repeat_interleave(whole), torch.arange(full) - start], 1)
+            chunks = torch.cat([chunks, torch.stack([index[rest], whole[rest]], 1)]).to(torch.int32)
+            if self._device.type == "cuda":
+                chunks = chunks.pin_memory().to(self._device, non_blocking=True)
+            is_aligned = not any(place & 15 for member in members for place in member.row[1:6])
+            fleets.append(_Fleet(kind, first, first + len(members), chunks, full, is_aligned))
+            first += len(members)
+        return fleets
+
+
+def _members(kernels: Any, piece: Piece, number: int) -> list[_Member]:
+    """The rows of a piece's parameters: numel, weight, low weight, three slots, row of numbers."""
+    block = piece.block
+    vectors = [block.weight, block.low, *block.slots]
+    found: list[_Member] = []
+    for index, (start, stop), (shape, stride) in zip(block.members, block.spans, block.shapes, strict=True):
+        row = [stop - start]
+        row += [0 if v is None else v.data_ptr() + start * v.itemsize for v in vectors]
+        row += [0] * (6 - len(row))
+        row.append(number)
+        found.append(_Member(index, stride, shape, row + [0] * (kernels.COLUMNS - len(row))))
+    return found
+
+
+def _in_order(grad: Tensor, form: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """A gradient in the order of its parameter's memory."""
+    stride, shape = form
+    if grad.stride() == stride:
+        return grad
+    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+_DTYPE: Final = attrgetter("dtype")
+_FIFTEEN: Final = (15).__and__

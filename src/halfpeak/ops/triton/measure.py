@@ -1,0 +1,94 @@
+"""Measure: read all gradients once, wherever they lie; a sum of squares and a flag per program.
+
+Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+"""
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pointer(table, at, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """The address in ``table[at]`` as a pointer, at a multiple of ``ALIGN`` elements, which makes loads through it wide."""
+    place = tl.load(table + at).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _read(
+    total,
+    bad,
+    members,
+    grads,
+    chunks,
+    chunk,
+    factor,
+    GRAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    member = tl.load(chunks + 2 * chunk).to(tl.int64)
+    at = tl.load(chunks + 2 * chunk + 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    grad = pointer(grads, member, GRAD, ALIGN)
+    if FULL:
+        true = tl.load(grad + at).to(tl.float32) * factor
+    else:
+        size = tl.load(members + member * COLUMNS)
+        true = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    return total + true * true, bad | ((tl.abs(true) < float("inf")).to(tl.int32) ^ 1)
+
+
+@triton.jit(
+    do_not_specialize=["full", "count"],
+    do_not_specialize_on_alignment=["factor", "squares", "flags", "chunks"],
+)
+def measure_kernel(
+    members,
+    grads,
+    chunks,
+    full,
+    count,
+    factor,
+    squares,
+    flags,
+    GRAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """``squares[program] = sum((grad * factor)**2)`` over its chunks, and ``flags[program] = 1`` if one is not finite.
+
+    Scaled before it is squared, because the square of a scaled gradient may overflow. Chunks that their parameter fills
+    come first: loads without a mask are wide. Every program sums its chunks in the same order in every run.
+
+    Args:
+        members: numel first.  # i64[members, COLUMNS]
+        grads: addresses.      # i64[members]
+        chunks: member, and which of its chunks.  # i32[count, 2]
+        full: how many chunks their parameter fills.
+        count: how many chunks there are.
+        factor: what makes gradients true-sized.  # f32[]
+        squares: the result.   # f32[programs]
+        flags: the result.     # i32[programs]
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    scale = tl.load(factor)
+    total = tl.zeros((CHUNK,), tl.float32)
+    bad = tl.zeros((CHUNK,), tl.int32)
+    # Four at a time: their loads need not wait for one another.
+    for chunk in tl.range(program, full, programs, loop_unroll_factor=4):
+        total, bad = _read(
+            total, bad, members, grads, chunks, chunk, scale, GRAD, COLUMNS, CHUNK, ALIGN, True
+        )
+    for chunk in range(full + program, count, programs):
+        total, bad = _read(
+            total, bad, members, grads, chunks, chunk, scale, GRAD, COLUMNS, CHUNK, ALIGN, False
+        )
+    tl.store(squares + program, tl.sum(total))
+    tl.store(flags + program, tl.max(bad))
