@@ -98,7 +98,9 @@ def report(
     for name, taken in samples.items():
         times = [getattr(sample, clock) for sample in taken]
         low, middle, high = quartiles(times)
-        ratio_low, ratio, ratio_high = quartiles([mine / other for mine, other in zip(times, base, strict=True)])
+        ratio_low, ratio, ratio_high = quartiles(
+            [mine / other for mine, other in zip(times, base, strict=True)]
+        )
         row: dict[str, object] = {
             "case": case,
             "variant": name,

@@ -1,14 +1,21 @@
-"""Other packages' optimizers, where they are installed."""
+"""Other packages' optimizers and loops, where they are installed."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TypeAlias
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+Optimizers: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
+Loss: TypeAlias = Callable[[Tensor], Tensor]
+Loop: TypeAlias = Callable[[Loss, nn.Module, Optimizer, Tensor, torch.dtype], Callable[[], Tensor]]
+"""From a loss, a network, its optimizer, a batch and a half type to one training step."""
 
 
 def optimizers(device: str) -> dict[str, Optimizers]:
@@ -17,11 +24,86 @@ def optimizers(device: str) -> dict[str, Optimizers]:
     if find_spec("deepspeed") is not None:
         from deepspeed.ops import adam
 
-        # On an accelerator it is FusedAdam, which is AdamW unless told otherwise; so is that for the CPU.
-        found["DeepSpeed"] = adam.DeepSpeedCPUAdam if device == "cpu" else adam.FusedAdam
+        # Either is AdamW unless told otherwise.
+        found["DeepSpeed's"] = adam.DeepSpeedCPUAdam if device == "cpu" else adam.FusedAdam
     if find_spec("bitsandbytes") is not None:
         import bitsandbytes
 
-        found["bitsandbytes AdamW"] = bitsandbytes.optim.AdamW
-        found["bitsandbytes AdamW8bit"] = bitsandbytes.optim.AdamW8bit
+        found["bitsandbytes'"] = bitsandbytes.optim.AdamW
+        found["bitsandbytes', 8-bit state"] = bitsandbytes.optim.AdamW8bit
     return found
+
+
+def loops(device: str) -> dict[str, Loop]:
+    """Mixed precision as other packages have it, each as its own documentation writes the loop."""
+    known: dict[str, tuple[str, Loop]] = {
+        "accelerate": ("accelerate", with_accelerate),
+        "Lightning Fabric": ("lightning", with_fabric),
+        "mmengine's AmpOptimWrapper": ("mmengine", with_mmengine),
+    }
+    found = {name: loop for name, (package, loop) in known.items() if find_spec(package) is not None}
+    for name in known.keys() - found.keys():
+        print(f"left out, because it is not installed: {name}")
+    return {name: functools.partial(loop, device=device) for name, loop in found.items()}
+
+
+def with_accelerate(
+    loss_of: Loss, model: nn.Module, optimizer: Optimizer, x: Tensor, low: torch.dtype, *, device: str
+) -> Callable[[], Tensor]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        mixed_precision="bf16" if low is torch.bfloat16 else "fp16", cpu=device == "cpu"
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def run() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return run
+
+
+def with_fabric(
+    loss_of: Loss, model: nn.Module, optimizer: Optimizer, x: Tensor, low: torch.dtype, *, device: str
+) -> Callable[[], Tensor]:
+    from lightning.fabric import Fabric
+
+    precision = "bf16-mixed" if low is torch.bfloat16 else "16-mixed"
+    fabric = Fabric(accelerator=torch.device(device).type, devices=1, precision=precision)
+    wrapped, stepper = fabric.setup(model, optimizer)
+
+    def run() -> Tensor:
+        stepper.zero_grad()
+        loss = loss_of(wrapped(x))
+        fabric.backward(loss)
+        fabric.clip_gradients(wrapped, stepper, max_norm=1.0, error_if_nonfinite=False)
+        stepper.step()
+        return loss
+
+    return run
+
+
+def with_mmengine(
+    loss_of: Loss, model: nn.Module, optimizer: Optimizer, x: Tensor, low: torch.dtype, *, device: str
+) -> Callable[[], Tensor]:
+    from mmengine.optim.optimizer import amp_optimizer_wrapper as module
+
+    # It refuses a machine without a GPU, although all that it calls works there.
+    scaler = functools.partial(torch.amp.GradScaler, device)
+    with patch.multiple(module, is_cuda_available=lambda: True, GradScaler=scaler):
+        wrapper = module.AmpOptimWrapper(
+            optimizer=optimizer, dtype=str(low).removeprefix("torch."), clip_grad={"max_norm": 1.0}
+        )
+
+    def run() -> Tensor:
+        with wrapper.optim_context(model):
+            loss = loss_of(model(x))
+        wrapper.update_params(loss)
+        return loss
+
+    return run

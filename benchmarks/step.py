@@ -30,7 +30,15 @@ Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 def gpt(layers: int = 8, width: int = 448) -> list[Shape]:
     """The parameters of a transformer."""
     wide = 4 * width
-    block = [(3 * width, width), (3 * width,), (width, width), (width,), (wide, width), (wide,), (width, wide)]
+    block = [
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (wide, width),
+        (wide,),
+        (width, wide),
+    ]
     return [(8000, width), *(block + [(width,)] * 5) * layers, (width,), (width,)]
 
 
@@ -75,7 +83,10 @@ def main() -> None:
         variants = {
             "AdamW(fused=True)": plain(shapes, device, fused),
             "AdamW(foreach=True)": plain(shapes, device, foreach),
-            **{f"FusedAdamW, {road} road": plain(shapes, device, functools.partial(FusedAdamW, road=road)) for road in roads},
+            **{
+                f"FusedAdamW, {road} road": plain(shapes, device, functools.partial(FusedAdamW, road=road))
+                for road in roads
+            },
         }
         variants |= {name: plain(shapes, device, rival) for name, rival in optimizers(device).items()}
         samples = time_variants(variants, device=device, rounds=options.rounds)
