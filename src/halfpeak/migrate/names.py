@@ -129,6 +129,7 @@ _WHOLE: Final[Mapping[str, Refusal]] = MappingProxyType(
         "apex.reparameterization": Refusal(_GONE, "use torch.nn.utils.parametrizations.weight_norm"),
         "apex": Refusal("halfpeak does not answer to this name", "import what you need by its full name"),
         "amp_C": Refusal(_GONE, "use torch._foreach_* functions"),
+        "apex_C": Refusal(_GONE, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
         "torch.cuda.amp": Refusal("torch.amp has no such name", "write the code without it"),
         "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
     }
@@ -223,6 +224,8 @@ def _rules() -> Mapping[str, Rule]:
     for name in _FUSED:
         table[f"apex.optimizers.{name}"] = rule = Rule(module="halfpeak.amp.optimizers", name=name)
         table[f"apex.optimizers.fused_{name[5:].lower()}.{name}"] = rule
+    for name in ("flatten", "unflatten"):
+        table[f"apex_C.{name}"] = Rule(module="torch._utils", name=f"_{name}_dense_tensors")
     table.update(_parallel())
     table.update(_normalization())
     for device in ("cuda", "cpu"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -17,6 +17,15 @@ from halfpeak.migrate.names import FP16_OF_MMCV, Rule, answer, is_ours, module_f
 from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
 
 Edit = Callable[[], None]
+
+
+_ASKING: Final = frozenset(
+    {"find_spec", "find_loader", "import_module", "__import__", "version", "get_distribution", "distribution"}
+)
+_QUESTION: Final = Refusal(
+    "it asks for an installed apex, which rewritten code does not need",
+    "ask for halfpeak, or leave out the question",
+)
 
 
 class _Meaning(NamedTuple):
@@ -60,6 +69,7 @@ class _Renaming:
             if imports.has_changed:
                 place(self._tree, self._edits, statement, imports)
         self._find_stars()
+        self._find_questions()
         return self._edits, sorted(self._findings)
 
     def _takes_mmcv(self) -> bool:
@@ -139,7 +149,7 @@ class _Renaming:
             imports.replace(alias.node, [Entry("torch")] if in_torch else [])
 
     def _unused(self, alias: Alias) -> None:
-        found = answer(alias.full, self._target)
+        found = _QUESTION if alias.full == "apex" else answer(alias.full, self._target)
         if isinstance(found, Refusal):
             self._find(alias.node, alias.full, found)
 
@@ -238,6 +248,16 @@ class _Renaming:
                     self._find(
                         node, f"from {module} import *", Refusal("it hides what it imports", "name each")
                     )
+
+    def _find_questions(self) -> None:
+        """Code that names a module in a string: to look whether it is there, or to import it."""
+        for node in walk(self._tree.module):
+            text = node.args[0].value if isinstance(node, cst.Call) and node.args else None
+            name = text.evaluated_value if isinstance(text, cst.SimpleString) else None
+            if isinstance(node, cst.Call) and isinstance(name, str) and name.partition(".")[0] == "apex":
+                asked = (get_full_name_for_node(node.func) or "").rpartition(".")[2]
+                if asked in _ASKING:
+                    self._find(node, f"{asked}({self._tree.code(node.args[0])})", _QUESTION)
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from halfpeak.migrate.renames import rename
 from halfpeak.migrate.training import Unsure
 from halfpeak.migrate.tree import Tree
 
-_SIGNS: Final = re.compile(rb"\b(?:apex|amp|amp_C|fp16|mmcv|ApexOptimWrapper)\b")
+_SIGNS: Final = re.compile(rb"\b(?:apex|amp|amp_C|apex_C|fp16|mmcv|ApexOptimWrapper)\b")
 """A file without any of these words has nothing to rewrite."""
 
 
@@ -101,7 +101,9 @@ def _rewrite_loop(
             return module, False
         edits, notes = (write_native if to == "halfpeak" else write_autocast)(tree, training)
     except Unsure as unsure:
-        findings.append(unsure.finding(tree))
+        found = unsure.finding(tree)
+        keep = "keep halfpeak.amp" if to == "halfpeak" else "write --to amp"
+        findings.append(replace(found, write=found.write.replace("keep halfpeak.amp", keep)))
         return module, True
     findings += notes
     return _visit(tree.module, edits), False
