@@ -81,7 +81,7 @@ class Kind(NamedTuple):
 
 
 class _Member(NamedTuple):
-    index: int
+    number: int
     stride: tuple[int, ...]
     shape: tuple[int, ...]
     row: list[int]
@@ -120,10 +120,10 @@ class Tables:
         for piece in pieces:
             for member in _members(kernels, piece, rows[id(piece.counter)]):
                 low = None if piece.block.low is None else piece.block.low.dtype
-                grad = cast(Tensor, grads[member.index]).dtype
+                grad = cast(Tensor, grads[member.number]).dtype
                 kinds.setdefault(Kind(piece.block.weight.dtype, low, grad, piece.rule), []).append(member)
         members = [member for known in kinds.values() for member in known]
-        self._order = [member.index for member in members]
+        self._order = [member.number for member in members]
         self._dtypes = [kind.grad for kind, known in kinds.items() for _ in known]
         self._forms = [(member.stride, member.shape) for member in members]
         self._strides = [member.stride for member in members]
