@@ -49,13 +49,13 @@ class OwnMasters(ApexForm):
     def _applies(self) -> bool:
         return any(map(self.has_master, targets_of(self)))
 
-    def _move(self, feed: Feed, *found_inf: Tensor | None) -> None:
+    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
         if not self._applies():
-            super()._move(feed, *found_inf)
+            super()._move(feed, found_inf)
             return
         targets = targets_of(self)
         inner = self._enter()
-        inner._move(feed._replace(lows=targets), *found_inf)  # pyright: ignore[reportPrivateUsage]
+        inner._move(feed._replace(lows=targets), found_inf)  # pyright: ignore[reportPrivateUsage]
         for parameter, master in zip(targets, targets_of(inner), strict=True):
             if master in inner.state:
                 self.state[parameter] = inner.state[master]

@@ -76,7 +76,7 @@ class FusedSGD(ApexForm):
             momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]), late=self.wd_after_momentum
         )
 
-    def _move(self, feed: Feed, *found_inf: Tensor | None) -> None:
-        super()._move(feed._replace(factor=feed.factor / self.most_recent_scale), *found_inf)
+    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
+        super()._move(feed._replace(factor=feed.factor / self.most_recent_scale), found_inf)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
