@@ -10,6 +10,7 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.blocks import ARENA
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.fused.roads.choose import RoadName
+from halfpeak.fused.roads.device import EagerDeviceRoad
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -57,6 +58,14 @@ def test_the_eager_road_agrees_with_the_rule(name: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("LAMB")])
 def test_the_eager_road_steps_float64_in_float64(name: str) -> None:
     run(name, "eager", torch.float64, ROUNDINGS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_road_of_devices_agrees_with_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on a CPU as well, and takes there what a device would have: a step that is a tensor, a skip by data."""
+    monkeypatch.setattr("halfpeak.fused.optimizer.choose", lambda *_: EagerDeviceRoad())
+    monkeypatch.setattr("halfpeak.fused.optimizer.leads_on", lambda *_: True)
+    run(name, "eager", torch.float32, CLIPPED if name.startswith("LAMB") else ROUNDINGS)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "LAMB"])

@@ -37,6 +37,8 @@ class EagerDeviceRoad(DeviceRoad):
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
         numbers: dict[tuple[Rule, int, torch.dtype], Tensor] = {}
         for piece in moves.pieces:
+            if piece.rule.layerwise and not len(piece.block):
+                continue  # nothing has no norm
             wide = torch.promote_types(piece.block.weight.dtype, torch.float32)
             key = (piece.rule, id(piece.counter), wide)
             if key not in numbers:

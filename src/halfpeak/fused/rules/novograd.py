@@ -79,10 +79,12 @@ class NovoGradRule(Rule):
         beta1, beta2 = group["betas"]
         start1, start2 = (1 - beta1**step, 1 - beta2**step) if self.correct else (1.0, 1.0)
         beta3 = 1 - beta1 if self.average else 1.0
-        # In arithmetic, because the step may be known to the device alone.
-        keep = beta2 if self.from_zero else beta2 * (step > 1)
+        keep, gain = beta2, 1 - beta2
+        if not self.from_zero:
+            # In arithmetic, because the step may be known to the device alone.
+            keep, gain = beta2 * (step > 1), 1 - beta2 + beta2 * (step <= 1)
         decay = group["weight_decay"]
-        return (beta1, beta3, keep, 1 - keep, 1 / start1, start2**-0.5, group["eps"], decay, group["lr"])
+        return (beta1, beta3, keep, gain, 1 / start1, start2**-0.5, group["eps"], decay, group["lr"])
 
     def __call__(
         self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]

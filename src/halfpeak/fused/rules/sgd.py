@@ -60,7 +60,7 @@ class SGDRule(Rule):
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         # In arithmetic, because the step may be known to the device alone.
-        gain = 1 - group["dampening"] * (step > 1)
+        gain = 1 - group["dampening"] + group["dampening"] * (step <= 1)
         return (group["lr"], group["momentum"], gain, group["weight_decay"])
 
     def __call__(
