@@ -101,7 +101,7 @@ class Deferred:
             return account
         reading = self._optimizer.measure(self._feed)
         self._block.found_inf.copy_(reading.found_inf)
-        self._lane.found_inf = reading.found_inf
+        self._lane.found_inf = torch.maximum(self._lane.found_inf, reading.found_inf)
         return reading.squares
 
     def serve(self, coefficient: Tensor | None) -> None:

@@ -16,6 +16,8 @@ from halfpeak.fused.checks import check_gradients, check_parameter
 from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
 from halfpeak.fused.roads.base import DeviceRoad, Moves, Order, Reading, Road
 from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
+from halfpeak.fused.roads.tables import Tables
+from halfpeak.fused.roads.triton import TritonRoad
 from halfpeak.fused.rules.base import Rule
 
 
@@ -119,6 +121,16 @@ class FusedOptimizer(Optimizer):
             self._measured = (feed.grads, pieces)
             road = self._road_for(pieces) if pieces else None
             return road.account(self._moves(pieces, feed, None), books) if isinstance(road, DeviceRoad) else None
+
+    def lies_as(self, pieces: Sequence[Piece], lows: Sequence[Tensor]) -> bool:
+        """Whether everything is still where it was when ``pieces`` were laid out."""
+        layout = self._layout
+        rules = [self.rule(group) for group in self.param_groups]
+        return layout is not None and layout.last is pieces and layout.is_current(self, rules, lows)
+
+    def surrender(self) -> Tables | None:
+        """The tables of the Triton road, to who captures launches that read them. Further steps make new ones."""
+        return self._road.surrender() if isinstance(self._road, TritonRoad) else None
 
     def feed(self, feed: Feed | None) -> None:
         """What the coming steps read; None for the parameters' own gradients again."""
