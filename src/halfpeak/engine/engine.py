@@ -18,6 +18,7 @@ from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
 from halfpeak.core.tracing import untraced
 from halfpeak.engine.block import spared
+from halfpeak.engine.capture import Captured, capture
 from halfpeak.engine.copying import copy_engine
 from halfpeak.engine.hooks import CatchUp, hook_loads, hook_steps
 from halfpeak.engine.journal import Journal
@@ -226,6 +227,27 @@ class Engine(Readings):
         for lane in self.lanes:
             lane.take_in()
         return self.phases.unscale(self.lanes)[0]
+
+    def capture(self, loss_function: Callable[..., Tensor], *inputs: Tensor) -> Captured:
+        """Forward, backward and step as one CUDA graph: a whole training step for the price of one launch.
+
+        The engine must be on a CUDA device, with one optimizer of :mod:`halfpeak.fused`, one loss, no accumulation, and a
+        clip by the 2-norm or none. Three iterations are run first, in which nothing moves: model, optimizer, loss scale,
+        batch-norm statistics and random generators are as before when this returns. What the model and the loss function
+        do must be the same in every step; see ``torch.cuda.graph``.
+
+        Args:
+            loss_function: from inputs to the loss.
+            inputs: examples, of the shapes and dtypes that all others will have.
+
+        Returns:
+            A function of inputs that trains one step and returns the loss and its :class:`~halfpeak.StepResult`.
+
+        Raises:
+            ConfigError: something that a graph cannot hold. The message says what to write.
+            OrderError: a window is open.
+        """
+        return capture(self, loss_function, inputs)
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.

@@ -133,6 +133,10 @@ class Journal:
         self._noted.clear()
         self._entry = None
 
+    def hold(self, taken: Tensor, skipped: Tensor) -> None:
+        """Keep the counters in these tensors from here on.  # i32[], i32[]"""
+        self.taken, self.skipped = taken, skipped
+
     def state_dict(self) -> dict[str, int]:
         """The counters. Waits for the device."""
         return {"taken": int(self.taken), "skipped": int(self.skipped), "index": self.index}

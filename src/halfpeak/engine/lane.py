@@ -156,10 +156,7 @@ class Lane:
             deferred.take_in()
 
     def measure(self, books: Books | None = None) -> Tensor | Account | None:
-        """The sum of squares of gradients that are left to the step, and ``found_inf``; None if they are not.  # f32[]
-
-        With ``books``, if the optimizer can keep them, what has come of them.
-        """
+        """What :meth:`Deferred.measure` says of gradients that are left to the step; None if they are not."""
         deferred = self._undisturbed()
         return None if deferred is None else deferred.measure(books)
 

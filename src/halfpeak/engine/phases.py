@@ -259,6 +259,29 @@ class Phases:
             stuck = counts[0] if len(counts) == 1 else torch.stack(counts).max()
         self._trouble.push(stuck)
 
+    def settle_trouble(self) -> None:
+        """:meth:`look_for_trouble`, and wait for what is seen.
+
+        Raises:
+            OrderError: a loss scale is in trouble, and the host has a say in its next step.
+        """
+        for _ in range(2):
+            # The first may find an earlier reading on its way.
+            torch.accelerator.synchronize()
+            self.look_for_trouble()
+        torch.accelerator.synchronize()
+        if self._trouble.value > 0 or self._is_near_collapse():
+            raise OrderError(
+                "the loss scale cannot fall and the last gradients were not finite; take ordinary steps until one is clean"
+            )
+
+    def look_after_replay(self, lanes: Sequence[Lane]) -> None:
+        """After a step that the host took no part in: raise LossScaleCollapse where patience is exhausted."""
+        self.look_for_trouble()
+        limits = [scaler.config.patience for scaler in self._scalers if scaler.config.patience is not None]
+        if limits and self._trouble.value >= min(limits):
+            raise self._steward.collapse(lanes)
+
     def _is_near_collapse(self) -> bool:
         """Whether one more overflow could exhaust a loss scale's patience, by what has been read already."""
         limits = [scaler.config.patience for scaler in self._scalers if scaler.config.patience is not None]

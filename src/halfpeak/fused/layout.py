@@ -132,6 +132,11 @@ class Layout:
         self._mask = list(mask)
         return self._pieces
 
+    @property
+    def last(self) -> list[Piece]:
+        """What :meth:`pieces` returned last."""
+        return self._pieces
+
     def counters(self, pieces: Sequence[Piece]) -> list[Counter]:
         """The counters of some pieces, each once."""
         return list({id(piece.counter): piece.counter for piece in pieces}.values())

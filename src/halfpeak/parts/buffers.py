@@ -6,7 +6,7 @@ evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,12 @@ class BatchNormBuffers:
         """What :meth:`save` remembered: one flat tensor per (model, device, dtype), in the order of the layers."""
         return [flat for model in self._models for flat in model.saved()]
 
+    def hold(self, saved: Sequence[Tensor]) -> None:
+        """Remember the statistics in these very tensors, of the form that :meth:`saved` gives."""
+        rest = iter(saved)
+        for model in self._models:
+            model.hold(rest)
+
     def put_saved(self, saved: Sequence[Tensor]) -> None:
         """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now.
 
@@ -132,6 +138,9 @@ class _OfModel:
 
     def saved(self) -> list[Tensor]:
         return [self._saved[key] for key in self._live() if key in self._saved]
+
+    def hold(self, saved: Iterator[Tensor]) -> None:
+        self._saved.update({key: next(saved) for key in self._live() if key in self._saved})
 
     def put_saved(self, saved: Sequence[Tensor]) -> int:
         """Take as many of ``saved`` as this model has; returns how many these are."""
