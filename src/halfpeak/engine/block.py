@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Final
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -102,6 +103,10 @@ class Block:
             and not any(map(_HAS_GRAPH, grads))
             and not any(map(_IS_SPARSE, grads))
         )
+
+    def hold_weakly(self) -> None:
+        """Outlive the backward pass, kept by a lane, without keeping the lanes."""
+        self._lanes = [proxy(lane) for lane in self._lanes]
 
     @untraced
     def put_back(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ class Deferred:
         waiting = [slot.source for slot in block.slots if not is_true or slot.source is not slot.target]
         self._trace = Trace()
         self._trace.keep(waiting if self._marker is None else [*waiting, self._marker])
-        self._lane = lane
+        # The lane holds what waits for it: without a cycle, an open window goes with its engine.
+        self._lane = proxy(lane)
+        block.hold_weakly()
         self._block = block
         self._inv_scale = scale.reciprocal()
         self._scale = scale
