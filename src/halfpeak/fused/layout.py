@@ -145,6 +145,14 @@ class Layout:
         """The states of parameters laid out, with the counter of each."""
         return ((row, self._counters[index]) for index, row in self._row_of.items())
 
+    def idle_rows(self) -> set[int]:
+        """The ``id`` of each state that says nothing, because its first step was skipped and its rule keeps no count."""
+        return {
+            id(row)
+            for index, row in self._row_of.items()
+            if self._rule(index).count == "nowhere" and not self._counters[index].step
+        }
+
     def _runs(self, block: Block, mask: Sequence[bool], *, each: bool) -> Iterator[tuple[Counter, list[int]]]:
         """Neighbours in a block that have a gradient and one counter; ``each`` for one at a time."""
         keyed = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -145,12 +146,12 @@ class FusedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, with a step count for each parameter."""
-        state = super().state_dict()
+        state, idle = super().state_dict(), self._idle_rows()
         # Parameters stepped together share one count here; torch's optimizers would count it up once for each of them.
         state["state"] = {
             key: {**row, "step": row["step"].clone()} if "step" in row else row
             for key, row in state["state"].items()
-            if row
+            if row and id(row) not in idle
         }
         return state
 
@@ -165,11 +166,16 @@ class FusedOptimizer(Optimizer):
         _keep_dtypes(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wish": self._wish}
+        given, idle = super().__getstate__(), self._idle_rows()
+        given["state"] = defaultdict(dict, {k: row for k, row in self.state.items() if id(row) not in idle})
+        return {**given, "_wish": self._wish}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._begin()
+
+    def _idle_rows(self) -> set[int]:
+        return set() if self._layout is None else self._layout.idle_rows()
 
     def _begin(self) -> None:
         self._layout: Layout | None = None
@@ -203,9 +209,11 @@ class FusedOptimizer(Optimizer):
         elif found_inf is not None and bool(found_inf):
             return
         else:
+            # First what may raise: a bad learning rate must not have counted a step.
+            orders = self._orders(pieces, feed.factor)
             for counter in layout.counters(pieces):
                 counter.count()
-            road.update(self._orders(pieces, feed.factor), feed.grads)
+            road.update(orders, feed.grads)
         self.moves += 1
         self._forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
@@ -222,7 +230,7 @@ class FusedOptimizer(Optimizer):
             wide = torch.promote_types(piece.block.weight.dtype, torch.float32)
             key = (rule, piece.group, id(piece.counter), wide)
             if key not in numbers:
-                constants = rule.constants(group, float(piece.counter.step))
+                constants = rule.constants(group, float(piece.counter.step) + 1)
                 sign = -1.0 if group.get("maximize") else 1.0
                 values = [sign * float(factor), *map(float, constants)]
                 numbers[key] = torch.tensor(values, dtype=wide, device=piece.block.weight.device)
