@@ -217,6 +217,19 @@ def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
         convert(tmp_path / "b.pt", "apex", tmp_path / "c.pt", scale=8.0)
 
 
+@pytest.mark.parametrize("form", ["engine", "apex", "weights", "mmengine"])
+def test_a_file_with_nothing_in_it_wants_no_scale(form: str, tmp_path: Path) -> None:
+    """A scale would help nobody. Some frameworks keep the recipe one level deeper."""
+    save(tmp_path / "a.pt", {"seed": 3})
+    with pytest.raises(StateError, match=r"holds nothing that could be converted$"):
+        convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
+    save(tmp_path / "c.pt", {"classy_state_dict": AmpLoop().save(), "loss": 0.5})
+    with pytest.raises(
+        StateError, match=r"nothing.*if 'classy_state_dict' \(a dict of 3\) is the checkpoint"
+    ):
+        convert(tmp_path / "c.pt", form, tmp_path / "b.pt")
+
+
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
 def test_an_impossible_scale_is_refused(scale: float, tmp_path: Path) -> None:
     torch.save(

@@ -71,6 +71,10 @@ def prepare(
         ConfigError: ``scale`` for a file that has one.
     """
     _drop_parts(parts, account)
+    if not (parts.models or parts.optimizers or parts.scalers):
+        raise StateError(
+            f"the file ({FORMS[parts.form]}) holds nothing that could be converted{_deeper(parts)}"
+        )
     models = _fit(_merge_masters(parts, account), target.models, account, "weights")
     if not models and target.models is not None:
         raise StateError("the file holds no weights, and this form cannot do without")
@@ -95,11 +99,15 @@ def prepare(
             raise StateError(
                 "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
             )
-        if not (models or material.optimizers or material.scalers):
-            raise StateError(f"the file ({FORMS[parts.form]}) holds nothing that could be converted")
         material.rest.update(_rest(parts, target, account))
         _note_losses(parts, material.rule, target, account)
     return material
+
+
+def _deeper(parts: Parts) -> str:
+    """Where to look in a dict of dicts."""
+    names = [f"{name!r} ({summary(value)})" for name, value in parts.rest.items() if isinstance(value, dict)]
+    return f"; if {' or '.join(names)} is the checkpoint, save it as a file of its own" if names else ""
 
 
 def _drop_parts(parts: Parts, account: Account) -> None:

@@ -82,9 +82,19 @@ class Parts:
         self.models[where] = value  # type: ignore[assignment]
         return True
 
+    def take_models(self, where: str, value: object) -> bool:
+        """Take weights, or several in a list or dict of nothing else."""
+        return _take_each(self.take_model, is_weights, where, value)
+
+    def take_optimizers(self, where: str, value: object) -> bool:
+        """Take an optimizer, or several in a list or dict of nothing else."""
+        return _take_each(
+            self.take_optimizer, lambda one: is_optimizer(one) or _is_fp16_optimizer(one), where, value
+        )
+
     def take_optimizer(self, where: str, value: object) -> bool:
         """Take an optimizer, or the wrapper of one with its loss scaler."""
-        if isinstance(value, Mapping) and {"optimizer_state_dict", "fp32_from_fp16"} <= set(value):
+        if isinstance(value, Mapping) and _is_fp16_optimizer(value):
             return self._take_fp16_optimizer(where, value)
         if not is_optimizer(value):
             return False
@@ -196,12 +206,12 @@ def each(value: object, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def take_each(take: Callable[[str, object], bool], where: str, value: object) -> bool:
-    """Take one thing, or all of several. Whether it was that."""
-    if take(where, value):
-        return True
-    several = list(each(value, where))
-    return len(several) > 0 and several[0][0] != where and all(take(at, one) for at, one in several)
+def _take_each(
+    take: Callable[[str, object], bool], is_one: Callable[[object], bool], where: str, value: object
+) -> bool:
+    several = [(where, value)] if is_one(value) else list(each(value, where))
+    # All or nothing: what is taken must not stay in the rest too.
+    return bool(several) and all(is_one(one) for _, one in several) and all(take(*one) for one in several)
 
 
 def is_weights(value: object) -> bool:
@@ -225,6 +235,10 @@ def is_optimizer(value: object) -> bool:
         and isinstance(groups, list)
         and all(isinstance(group, Mapping) and _is_listing(group.get("params")) for group in groups)
     )
+
+
+def _is_fp16_optimizer(value: object) -> bool:
+    return isinstance(value, Mapping) and {"optimizer_state_dict", "fp32_from_fp16"} <= set(value)
 
 
 def _is_listing(parameters: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from halfpeak.checkpoint.forms.parts import BAGGAGE, ENGINE, Parts, is_weights, scaler_kind, take_each, walk
+from halfpeak.checkpoint.forms.parts import BAGGAGE, ENGINE, Parts, is_weights, scaler_kind, walk
 
 FORMS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -73,8 +73,8 @@ def _take_script(parts: Parts, tree: Mapping[str, Any]) -> None:
         if parts.take_engine(value):
             parts.form = "engine"
         elif _EMA.search(name) or not (
-            take_each(parts.take_model, name, value)
-            or take_each(parts.take_optimizer, name, value)
+            parts.take_models(name, value)
+            or parts.take_optimizers(name, value)
             or parts.take_scaler(name, value)
             or parts.take_masters(name, value)
         ):
@@ -109,7 +109,7 @@ def _take_openmm(parts: Parts, tree: Mapping[str, Any]) -> None:
         taken = (
             key in ("meta", BAGGAGE)
             or (key == "state_dict" and parts.take_model(key, value))
-            or (key == "optimizer" and take_each(parts.take_optimizer, key, value))
+            or (key == "optimizer" and parts.take_optimizers(key, value))
         )
         if not taken:
             parts.rest[str(key)] = value
@@ -140,7 +140,7 @@ def _take_lightning(parts: Parts, tree: Mapping[str, Any]) -> None:
             key in ("pytorch-lightning_version", BAGGAGE)
             or parts.take_counter(str(key), value)
             or (key == "state_dict" and parts.take_model(key, value))
-            or (key == "optimizer_states" and take_each(parts.take_optimizer, key, value))
+            or (key == "optimizer_states" and parts.take_optimizers(key, value))
             or parts.take_scaler(str(key), value)
         )
         if not taken:
