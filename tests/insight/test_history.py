@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.insight import history as history_module
 from halfpeak.insight.events import TensorBoard
 from halfpeak.insight.history import History, JsonLines, Row, read_rows
 
@@ -67,6 +69,53 @@ def test_recording_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: reads.append(name) or 0)
     history.record({"step": 1}, {"loss": torch.ones(()), "scale": torch.ones(())})
     assert reads == []
+
+
+class Slow:
+    """A transfer whose numbers arrive when the test says so."""
+
+    made: ClassVar[list[Slow]] = []
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self.vector, self.is_there, self.waited = vector, False, False
+        self.made.append(self)
+
+    def has_arrived(self) -> bool:
+        return self.is_there
+
+    def numbers(self) -> list[float]:
+        self.waited = not self.is_there
+        return self.vector.tolist()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
+    monkeypatch.setattr(history_module, "Transfer", Slow)
+    monkeypatch.setattr(Slow, "made", [])
+    return Slow.made
+
+
+def test_rows_come_when_they_have_arrived_and_nobody_waits_for_them(slow: list[Slow]) -> None:
+    sink = Collect()
+    history = History([sink])
+    for step in range(1, 4):
+        assert history.record({"step": step}, {"loss": torch.tensor(float(step))}) == []
+    slow[1].is_there = True
+    assert history.record({"step": 4}, {"loss": torch.tensor(4.0)}) == [], "the first are not there yet"
+    slow[0].is_there = True
+    arrived = history.record({"step": 5}, {"loss": torch.tensor(5.0)})
+    assert arrived == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+    assert sink.batches == [arrived]
+    assert not any(transfer.waited for transfer in slow)
+
+
+def test_reading_waits_for_all_that_is_left(slow: list[Slow]) -> None:
+    history = History(every=2)
+    for step in range(1, 4):
+        history.record({"step": step}, {"loss": torch.tensor(float(step))})
+    assert [row["loss"] for row in history.read()] == [1.0, 2.0, 3.0]
+    assert [transfer.waited for transfer in slow] == [True, True]
+    assert history.read() == []
 
 
 def test_every_below_one_is_refused() -> None:

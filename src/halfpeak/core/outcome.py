@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class StepResult(NamedTuple):
-    """What a call of ``step`` did. The tensors stay on the device; reading one is the caller's choice.
+    """What a call of ``step`` did. The tensors stay on the device; reading one is the caller's choice, and waits.
+
+    :class:`~halfpeak.insight.history.History` reads them without waiting, when they have arrived.
 
     Attributes:
         found_inf: 1 when a gradient was not finite and the step was skipped, else 0.  # f32[]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.parts.transfer import Transfer
 
 Row = dict[str, Any]
 """One step's values by name, plain numbers."""
@@ -31,13 +34,15 @@ class Sink(Protocol):
 
 
 class History:
-    """Records device scalars per step without waiting, and hands them out in one transfer for many steps.
+    """Records device scalars per step without waiting, and hands them out when they have arrived on the host.
 
-    A step's scalars are copied into one small tensor on the device, so an engine may reuse its own; :meth:`read` brings
-    all of them to the host at once. Nothing is kept after that: a history has a size of ``every`` rows, not of a run.
+    A step's scalars are copied into one small tensor on the device, so an engine may reuse its own. After ``every`` steps
+    they start for the host together, and a later call of :meth:`record` that finds them there hands them out: on the CPU
+    the same call, on an accelerator usually the next. Who wants them at once calls :meth:`read`. What was handed out is
+    not kept.
 
     Args:
-        every: after so many steps a call of :meth:`record` reads by itself.
+        every: after so many steps rows start for the host.
 
     Raises:
         ConfigError: ``every`` is below one.
@@ -55,9 +60,10 @@ class History:
         self._sinks = tuple(sinks)
         self._every = every
         self._pending: list[tuple[Row, tuple[str, ...], Tensor | None]] = []
+        self._sent: deque[_Batch] = deque()
 
     def record(self, known: Row, scalars: Mapping[str, Tensor]) -> list[Row]:
-        """Remember one step; return the rows that this call read, usually none.
+        """Remember one step; return the rows that have arrived by now, usually none. Does not wait.
 
         Args:
             known: values that are on the host already.
@@ -65,24 +71,53 @@ class History:
         """
         stacked = torch.stack([value.detach().float() for value in scalars.values()]) if scalars else None
         self._pending.append((known, tuple(scalars), stacked))
-        return self.read() if len(self._pending) >= self._every else []
+        if len(self._pending) >= self._every:
+            self._send()
+        rows: list[Row] = []
+        while self._sent and self._sent[0].has_arrived():
+            rows += self._sent.popleft().rows()
+        return self._hand_out(rows)
 
     def read(self) -> list[Row]:
-        """Wait for the device, give the pending rows to every sink, and return them."""
+        """Wait for the device, give the rows that are left to every sink, and return them."""
+        self._send()
+        rows = [row for batch in self._sent for row in batch.rows()]
+        self._sent.clear()
+        return self._hand_out(rows)
+
+    def close(self) -> None:
+        """Read what is left and close every sink. Waits for the device."""
+        self.read()
+        for sink in self._sinks:
+            sink.close()
+
+    def _send(self) -> None:
         pending, self._pending = self._pending, []
-        vectors = [stacked for _, _, stacked in pending if stacked is not None]
-        numbers = iter(torch.cat(vectors).tolist() if vectors else ())
-        rows = [{**known, **{name: next(numbers) for name in scalars}} for known, scalars, _ in pending]
+        if pending:
+            vectors = [stacked for _, _, stacked in pending if stacked is not None]
+            known = [(row, names) for row, names, _ in pending]
+            self._sent.append(_Batch(known, Transfer(torch.cat(vectors)) if vectors else None))
+
+    def _hand_out(self, rows: list[Row]) -> list[Row]:
         if rows:
             for sink in self._sinks:
                 sink.write(rows)
         return rows
 
-    def close(self) -> None:
-        """Read what is pending and close every sink."""
-        self.read()
-        for sink in self._sinks:
-            sink.close()
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows whose scalars are on their way."""
+
+    known: list[tuple[Row, tuple[str, ...]]]
+    transfer: Transfer | None
+
+    def has_arrived(self) -> bool:
+        return self.transfer is None or self.transfer.has_arrived()
+
+    def rows(self) -> list[Row]:
+        numbers = iter(() if self.transfer is None else self.transfer.numbers())
+        return [{**row, **{name: next(numbers) for name in names}} for row, names in self.known]
 
 
 class JsonLines:

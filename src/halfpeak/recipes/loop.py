@@ -77,7 +77,7 @@ class Loop:
         self._report(self._history.read() if overdue else rows)
 
     def _report(self, rows: Sequence[Row]) -> None:
-        """Pass on rows that were just read; to read them was to wait for their steps."""
+        """Pass on rows that have arrived: their steps are done."""
         if not rows:
             return
         now = time.perf_counter()
