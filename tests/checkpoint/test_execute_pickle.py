@@ -108,7 +108,7 @@ def test_a_payload_runs_in_the_other_process_only(tmp_path: Path, monkeypatch: p
         archive(PROTO + b"}" + op("pid") + name + b"s" + op("made") + CODE["mkdir"] + b"s.")
     )
     inspect("a.pt")
-    with pytest.raises(StateError, match="the file holds no weights"):
+    with pytest.raises(StateError, match="holds nothing that could be converted"):
         convert("a.pt", "weights", "w.pt", drop=["all"])
     assert os.listdir() == ["a.pt"], "nothing ran unasked"
     executed = execute_pickle("a.pt")
