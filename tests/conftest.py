@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ import torch
 from halfpeak.amp.session import _amp_state
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton looks at it when a kernel is defined, so it must stand here before the first import of one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,212 @@
+"""Steps of an engine on the Triton road: the same as on the eager one, in three launches, and nobody waits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from halfpeak import fused
+from halfpeak.engine.phases import Phases
+from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.ops.triton import kernels
+from laws.test_waits import Waits
+from support.triton import DEVICES, ExactRoots, round_as_devices_do
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+CLIPS = {"no clip": None, "loose": 1e3, "tight": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_devices_do(monkeypatch)
+
+
+class Run:
+    """A small net under an engine; batch ``i`` is the same in every run."""
+
+    def __init__(
+        self,
+        level: str,
+        device: str,
+        *,
+        road: Any = "triton",
+        norm: bool = True,
+        momentum: float = 0.0,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(40) if norm else nn.ReLU()
+        self.model = nn.Sequential(nn.Linear(8, 40), middle, nn.Linear(40, 3)).to(device)
+        self.optimizer: FusedOptimizer = FusedAdamW(self.model.parameters(), lr=0.01, road=road)
+        if momentum:
+            self.optimizer = FusedSGD(self.model.parameters(), lr=0.05, momentum=momentum, road=road)
+        scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
+        self.engine = halfpeak.prepare(self.model, self.optimizer, level, scale=scale, **options)
+        self.device = device
+        self.batches = [
+            torch.randn(5, 8, generator=torch.Generator().manual_seed(i)).to(device) for i in range(12)
+        ]
+
+    def step(self, index: int, factor: float = 1.0) -> halfpeak.StepResult:
+        with self.engine.forward():
+            loss = self.model(self.batches[index]).float().square().mean() * factor
+        self.engine.backward(loss)
+        return self.engine.step()
+
+    def tensors(self) -> list[torch.Tensor]:
+        masters = [p.detach() for group in self.optimizer.param_groups for p in group["params"]]
+        return [*masters, *(t.detach() for t in self.model.state_dict().values())]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_it_goes_where_the_eager_road_goes(level: str, clip: str, device: str) -> None:
+    ours, theirs = (
+        # Adam would make steps of what rounding leaves of a gradient that is zero.
+        Run(level, device, road=road, clip=CLIPS[clip], momentum=0.9)
+        for road in ("triton", "eager")
+    )
+    for step in range(7):
+        factor = float("inf") if step == 4 else 1.0
+        one, two = ours.step(step, factor), theirs.step(step, factor)
+        assert torch.equal(one.found_inf, two.found_inf)
+        assert float(one.found_inf) == (step == 4)
+        assert torch.equal(one.scale, two.scale)
+        assert (one.grad_norm is None) == (two.grad_norm is None)
+        if one.grad_norm is not None and step != 4:
+            torch.testing.assert_close(one.grad_norm, two.grad_norm, rtol=1e-3, atol=1e-6)
+    assert ours.optimizer.road == "triton"
+    assert (int(ours.engine.taken), int(ours.engine.skipped)) == (6, 1)
+    for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
+        # Rounding in a low forward pass: one ulp of bfloat16 in a weight moves a gradient by as much.
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_one_program_decides_what_the_engine_would(
+    level: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = Run(level, device, clip=0.1)
+    together = Run(level, device, clip=0.1)
+    for step in range(7):
+        factor = float("nan") if step == 3 else 1.0
+        with monkeypatch.context() as patch, ExactRoots():
+            patch.setattr(Phases, "_books", lambda *_: None)
+            one = apart.step(step, factor)
+        two = together.step(step, factor)
+        assert one.grad_norm is not None
+        assert two.grad_norm is not None
+        assert torch.equal(one.found_inf, two.found_inf)
+        assert torch.equal(one.scale, two.scale)
+        assert torch.equal(one.grad_norm, two.grad_norm) or step == 3
+    assert all(torch.equal(a, b) for a, b in zip(apart.tensors(), together.tensors(), strict=True))
+    assert apart.engine.journal.state_dict() == together.engine.journal.state_dict()
+    assert apart.engine.scalers[0].state_dict() == together.engine.scalers[0].state_dict()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    module = kernels()
+
+    def counting(name: str) -> Any:
+        launch = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            found.append(name)
+            launch(*args, **kwargs)
+
+        return counted
+
+    for name in ("measure", "control", "update"):
+        monkeypatch.setattr(module, name, counting(name))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_three_launches(device: str, launches: list[str]) -> None:
+    run = Run("O2", device, norm=False, clip=1.0)
+    run.step(0)
+    launches.clear()
+    for step in range(1, 4):
+        run.step(step, float("inf") if step == 2 else 1.0)
+    assert launches == ["measure", "control", "update"] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_itself_it_is_two_launches(device: str, launches: list[str]) -> None:
+    weight = nn.Parameter(torch.ones(5, device=device))
+    optimizer = FusedSGD([weight], lr=0.1, road="triton")
+    for _ in range(2):
+        weight.grad = torch.ones(5, device=device)
+        optimizer.step()
+    assert launches == ["control", "update"] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_nobody_waits(level: str, clip: str, device: str) -> None:
+    run = Run(level, device, clip=CLIPS[clip])
+    for step in range(3):
+        run.step(step)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Waits() if device == "cpu" else nullcontext() as waits:
+            for step in range(3, 8):
+                # A static scale that overflows is in trouble until a clean step, and looks.
+                run.step(step, float("inf") if step == 5 and level in ("O1", "O2") else 1.0)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert waits is None or waits.count == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("road", ["auto", "eager"])
+@pytest.mark.parametrize("kind", ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedAdam"])
+def test_no_fused_optimizer_waits_on_a_device(kind: str, road: Any) -> None:
+
+    parameters = [nn.Parameter(torch.ones(5, device="cuda")), nn.Parameter(torch.ones(7, 3, device="cuda"))]
+    lr = torch.tensor(0.1, device="cuda")
+    optimizer: FusedOptimizer = getattr(fused, kind)(parameters, lr=lr, road=road)
+    grads = [torch.ones_like(parameter) for parameter in parameters]
+    found_inf = torch.zeros((), device="cuda")
+    for step in range(4):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+            optimizer.found_inf = found_inf + (step == 3)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert float(optimizer.state[parameters[0]]["step"]) == 3
+
+
+@pytest.mark.gpu
+def test_a_learning_rate_on_the_device_is_read_there() -> None:
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    lr = torch.tensor(0.5, device="cuda")
+    optimizer = FusedSGD([weight], lr=lr, road="triton")
+    for wanted in (0.5, 0.25):
+        weight.grad = torch.ones(3, device="cuda")
+        optimizer.step()
+        assert float(weight[0].detach()) == wanted
+        lr.fill_(0.25)

@@ -1,0 +1,73 @@
+"""Where the Triton kernels are tested: in its interpreter on the CPU, or on a CUDA device, whichever there is."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfpeak.ops.triton import is_installed
+
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            not is_installed() or os.environ.get("TRITON_INTERPRET") != "1",
+            reason="needs triton's interpreter",
+        ),
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+"""For ``@pytest.mark.parametrize("device", DEVICES)``."""
+
+SHAPES = ((), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (3, 1024), (33, 125))
+"""None, one, odd, and around the 1024 elements of a chunk."""
+
+
+def parameters_on(
+    device: str, dtype: torch.dtype = torch.float32, shapes: tuple[tuple[int, ...], ...] = SHAPES
+) -> list[torch.nn.Parameter]:
+    """Parameters of every kind of shape, one in an order of its own, one with gaps; the same on every device."""
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors += [torch.randn(6, 4).T, torch.randn(9, 4)[:, :3]]
+    return [torch.nn.Parameter(tensor.to(device, dtype)) for tensor in tensors]
+
+
+def gradients_on(device: str, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+    """A gradient for each, every third one with gaps."""
+    gradients: list[torch.Tensor] = []
+    for index, parameter in enumerate(parameters):
+        shape = parameter.shape
+        wide = torch.randn((*shape, 2)).to(device, dtype)
+        gradients.append(wide[..., 0] if index % 3 == 0 else wide[..., 0].clone())
+    return gradients
+
+
+class ExactRoots(TorchDispatchMode):
+    """Rounds square roots as devices and the kernels do. Those of torch on the CPU are off by one rounding now and then."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.sqrt and args[0].dtype == torch.float32:
+            return args[0].double().sqrt().float()
+        return func(*args, **(kwargs or {}))
+
+
+def round_as_devices_do(patch: pytest.MonkeyPatch) -> None:
+    """Let triton's interpreter round to the nearest bfloat16. It cuts off, and no device does."""
+    if not is_installed():
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    bfloat16 = importlib.import_module("triton.language").bfloat16
+    cut_off = interpreter.InterpreterBuilder.create_fp_trunc
+
+    def rounded(builder: Any, source: Any, target: Any) -> Any:
+        if target.scalar != bfloat16:
+            return cut_off(builder, source, target)
+        nearest = torch.tensor(source.data, dtype=torch.float32).to(torch.bfloat16)
+        return interpreter.TensorHandle(nearest.view(torch.uint16).numpy(), bfloat16)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounded)
