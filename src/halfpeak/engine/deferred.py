@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.engine.bypass import refuse_edited
 from halfpeak.engine.trace import Trace
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
 
 
 def can_defer(lanes: Sequence[Lane], block: Block) -> bool:
-    """Whether the step itself may read the gradients of a block: one optimizer, a fused one, at the start of a window."""
+    """Whether the step itself may read the gradients of a block: one optimizer, a fused one, at the start of a window.
+
+    A step hook of somebody else's is a look at gradients.
+    """
     return (
         len(lanes) == 1
         and lanes[0].count == 1
         and isinstance(lanes[0].optimizer, FusedOptimizer)
         and block.is_first
+        and all(map(_is_own, lanes[0].optimizer._optimizer_step_pre_hooks.values()))
+        and not _global_optimizer_pre_hooks
     )
 
 
@@ -133,6 +139,10 @@ class Deferred:
         optimizer = self._lane.optimizer
         assert isinstance(optimizer, FusedOptimizer)
         return optimizer
+
+
+def _is_own(hook: Callable[..., object]) -> bool:
+    return hook.__module__.startswith("halfpeak.engine.") if hasattr(hook, "__module__") else False
 
 
 _MARK: Final = 2.0**-100

@@ -138,6 +138,32 @@ def cut(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
         yield run
 
 
+def tied(tensors: Sequence[Tensor]) -> set[int]:
+    """The ``id`` of tensors whose memory is somebody else's, too: another tensor's, or another process's.
+
+    >>> import torch
+    >>> first, second, third = torch.zeros(6).split(2)
+    >>> len(tied([first, second, third])), len(tied([first, second, second.view(1, 2)]))
+    (0, 2)
+    """
+    found = {id(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.is_shared()}
+    spans = sorted(
+        (*_span(tensor), id(tensor)) for tensor in {id(t): t for t in tensors if t.numel()}.values()
+    )
+    end, last = 0, 0
+    for start, stop, one in spans:
+        if start < end:
+            found |= {last, one}
+        if stop > end:
+            end, last = stop, one
+    return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
 def padded(size: int, align: int = ALIGN) -> int:
     """``size`` rounded up to a multiple of ``align``."""
     return -(-size // align) * align

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.fused.blocks import ALIGN, Block, cut, flat, is_dense, padded
+from halfpeak.fused.blocks import ALIGN, ALONE, Block, cut, flat, is_dense, padded, tied
 from halfpeak.fused.checks import check_parameter, check_state
 from halfpeak.fused.counters import Counter, count
 from halfpeak.fused.rules.base import Part, Rule
@@ -39,9 +39,9 @@ class _Column(NamedTuple):
 class Layout:
     """The blocks of an optimizer's parameters.
 
-    Small parameters are moved into arenas: their ``data`` and the tensors of their state become views. Whoever puts
-    another tensor there - ``load_state_dict``, ``parameter.data = ...``, a new group - is noticed by
-    :meth:`is_current`, and the next layout starts from what was put there.
+    Small parameters are moved into arenas: their ``data`` and the tensors of their state become views. Those whose memory is
+    not theirs alone stay where they are. Whoever puts another tensor there - ``load_state_dict``, ``parameter.data = ...``,
+    a new group - is noticed by :meth:`is_current`, and the next layout starts from what was put there.
 
     Attributes:
         moving: every tensor that a step of the last :meth:`pieces` writes.
@@ -81,9 +81,11 @@ class Layout:
             () if before is None else before.counted_rows(),
         )
         self._blocks: list[tuple[int, Block]] = []
+        bound = tied([*self.targets, *self.lows])
+        alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.lows[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
             align = _alignment(self._rule(members[0]))
-            for run in cut([self.targets[i].numel() for i in members], align):
+            for run in cut([ALONE if i in alone else self.targets[i].numel() for i in members], align):
                 block = self._lay_out(optimizer, group, [members[i] for i in run])
                 self._blocks.append((group, block))
         self._state = optimizer.state
