@@ -97,6 +97,7 @@ class Captured:
 
 def capture(engine: Engine, loss_function: LossFunction, inputs: Sequence[Tensor]) -> Captured:
     """See :meth:`halfpeak.Engine.capture`."""
+    _require_device(engine.device)
     _check_engine(engine)
     _require_closed(engine)
     for given in inputs:
@@ -122,7 +123,6 @@ def capture(engine: Engine, loss_function: LossFunction, inputs: Sequence[Tensor
 
 def _record(engine: Engine, loss_function: LossFunction, places: list[Tensor]) -> Captured:
     optimizer, index = _optimizer_of(engine), engine.journal.index
-    optimizer.surrender()
     engine.phases.settle_trouble()
     cells = _cells(engine)
     try:
@@ -132,7 +132,7 @@ def _record(engine: Engine, loss_function: LossFunction, places: list[Tensor]) -
             moved = [(cell, new) for cell, new in zip(cells, after, strict=True) if new is not cell]
             torch._foreach_copy_([cell for cell, _ in moved], [new for _, new in moved])
     finally:
-        # What was recorded has not been run.
+        # What was recorded has not been run. The warm-up has made the tables, which a capture could not send.
         tables = optimizer.surrender()
         _hold(engine, cells, copy=False)
         engine.journal.index = index
@@ -216,12 +216,15 @@ def _optimizer_of(engine: Engine) -> FusedOptimizer:
     return optimizer
 
 
-def _check_engine(engine: Engine) -> None:
-    if engine.device.type != "cuda":
+def _require_device(device: torch.device) -> None:
+    if device.type != "cuda":
         raise ConfigError(
-            f"a step is captured as a CUDA graph, and this engine is on {engine.device}; write engine.forward(), backward and "
+            f"a step is captured as a CUDA graph, and this engine is on {device}; write engine.forward(), backward and "
             "step there, inside torch.compile if calls are what it costs"
         )
+
+
+def _check_engine(engine: Engine) -> None:
     if len(engine.lanes) != 1 or not isinstance(engine.lanes[0].optimizer, FusedOptimizer):
         names = ", ".join(type(lane.optimizer).__name__ for lane in engine.lanes)
         raise ConfigError(

@@ -1,0 +1,235 @@
+"""A captured step: the same as an ordinary one, skipped by data; capturing trains nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.engine.capture import Captured
+from halfpeak.engine.engine import Engine
+from halfpeak.fused import FusedAdamW, FusedLAMB
+from support.graph import emulate_graphs
+from support.triton import DEVICES, round_as_devices_do
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no CUDA, graphs are emulated; the tests of errors undo that."""
+    if not torch.cuda.is_available():
+        round_as_devices_do(monkeypatch)
+        emulate_graphs(monkeypatch)
+
+
+class Run:
+    """A net with batch norm; batch ``i`` is the same in every run."""
+
+    def __init__(self, device: str, level: str = "O2", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)).to(
+            device
+        )
+        self.optimizer = FusedAdamW(self.model.parameters(), lr=0.01, road="triton")
+        scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
+        known = {"clip": 1.0, "scale": scale, **options}
+        self.engine: Engine = halfpeak.prepare(self.model, self.optimizer, level, **known)
+        self.device = device
+
+    def loss(self, inputs: Tensor, factor: Tensor) -> Tensor:
+        return self.model(inputs).float().square().mean() * factor
+
+    def batch(self, index: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
+        return inputs.to(self.device), torch.tensor(factor, device=self.device)
+
+    def step(self, index: int, factor: float = 1.0) -> tuple[Tensor, halfpeak.StepResult]:
+        with self.engine.forward():
+            loss = self.loss(*self.batch(index, factor))
+        self.engine.backward(loss)
+        return loss.detach(), self.engine.step()
+
+    def capture(self) -> Captured:
+        return self.engine.capture(self.loss, *self.batch(99))
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.engine.state_dict())
+
+
+def assert_same(one: Any, two: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, two)
+    elif isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            assert_same(one[key], two[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == two
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_replays_are_the_steps(level: str, device: str) -> None:
+    # A static scale that overflows is in trouble until a clean step, and the ordinary engine looks at it on the host.
+    bad = 3 if level in ("O1", "O2") else None
+    plain, graphed = Run(device, level), Run(device, level)
+    for run in (plain, graphed):
+        run.step(0)
+    captured = graphed.capture()
+    for step in range(1, 7):
+        factor = float("inf") if step == bad else 1.0
+        loss, result = plain.step(step, factor)
+        loss_again, result_again = captured(*graphed.batch(step, factor))
+        assert torch.equal(loss, loss_again)
+        assert torch.equal(result.found_inf, result_again.found_inf)
+        assert float(result.found_inf) == (step == bad)
+        assert torch.equal(result.scale, result_again.scale)
+        assert result.grad_norm is not None
+        assert result_again.grad_norm is not None
+        assert torch.equal(result.grad_norm, result_again.grad_norm) or step == bad
+    assert_same(plain.state(), graphed.state())
+    assert plain.engine.index == graphed.engine.index == 7
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_capturing_trains_nothing(device: str) -> None:
+    run = Run(device)
+    for step in range(2):
+        run.step(step)
+    before, generator = run.state(), torch.get_rng_state()
+    run.capture()
+    assert_same(before, run.state())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert not run.engine.has_open_window
+    assert all(p.grad is None for group in run.optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_before_the_first_step_too(device: str) -> None:
+    plain, graphed = Run(device), Run(device)
+    captured = graphed.capture()
+    for step in range(3):
+        plain.step(step)
+        captured(*graphed.batch(step))
+    assert_same(plain.state(), graphed.state())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hyper_parameters_and_the_scale_are_data(device: str) -> None:
+    plain, graphed = Run(device), Run(device)
+    captured = graphed.capture()
+    for step in range(4):
+        for run in (plain, graphed):
+            run.optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            if step == 2:
+                run.optimizer.param_groups[0]["weight_decay"] = 0.3
+                run.engine.scalers[0].set_scale(64.0)
+        plain.step(step)
+        captured(*graphed.batch(step))
+    assert_same(plain.state(), graphed.state())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ordinary_steps_and_replays_take_turns(device: str) -> None:
+    plain, graphed = Run(device), Run(device)
+    captured = graphed.capture()
+    for step in range(6):
+        plain.step(step)
+        if step % 2:
+            graphed.step(step)
+        else:
+            captured(*graphed.batch(step))
+    assert_same(plain.state(), graphed.state())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_resumed_run_goes_on_in_the_graph_or_says_that_it_cannot(device: str) -> None:
+    run = Run(device)
+    run.step(0)
+    captured = run.capture()
+    saved = run.state()
+    captured(*run.batch(1))
+    run.engine.load_state_dict(saved)
+    with pytest.raises(OrderError, match=r"capture\(\.\.\.\) again"):
+        captured(*run.batch(1))
+    assert_same(saved, run.state())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_scale_that_cannot_fall_is_noticed(device: str) -> None:
+    patience = halfpeak.ScaleConfig(init=2.0, floor=1.0, patience=4)
+    run = Run(device, scale=patience)
+    captured = run.capture()
+
+    def many() -> None:
+        for _ in range(50):
+            captured(*run.batch(0, float("nan")))
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+    with pytest.raises(LossScaleCollapse):
+        many()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    run = Run(device)
+    captured = run.capture()
+    inputs, factor = run.batch(0)
+    with pytest.raises(ConfigError, match="capture one for each shape"):
+        captured(inputs[:3], factor)
+    with pytest.raises(ConfigError, match="capture one for each shape"):
+        captured(inputs)
+    with pytest.raises(ConfigTypeError, match="int"):
+        run.engine.capture(run.loss, inputs, 3)  # type: ignore[arg-type]
+    with run.engine.forward():
+        loss = run.loss(inputs, factor)
+    run.engine.backward(loss)
+    with pytest.raises(OrderError, match="window is open"):
+        captured(inputs, factor)
+    with pytest.raises(OrderError, match="window is open"):
+        run.capture()
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any], str]] = {
+    "torch's": (lambda m: torch.optim.AdamW(m.parameters()), {}, "FusedAdamW"),
+    "accumulation": (lambda m: FusedAdamW(m.parameters()), {"accumulate": 2}, "accumulate=2"),
+    "two losses": (lambda m: FusedAdamW(m.parameters()), {"num_losses": 2}, "num_losses=2"),
+    "a clip in Python": (
+        lambda m: FusedAdamW(m.parameters()),
+        {"clip": halfpeak.ClipValue(value=1.0)},
+        "clip=1.0",
+    ),
+    "layer-wise": (lambda m: FusedLAMB(m.parameters()), {}, "FusedLAMB"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_hold_is_refused(name: str, device: str) -> None:
+    build, options, message = REFUSED[name]
+    model = nn.Linear(3, 2).to(device)
+    engine = halfpeak.prepare(model, build(model), "O2", **options)
+    with pytest.raises(ConfigError, match=message):
+        engine.capture(lambda x: model(x).float().sum(), torch.ones(1, 3, device=device))
+
+
+def test_on_the_cpu_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    run = Run("cpu")
+    with pytest.raises(ConfigError, match=r"on cpu; write engine\.forward\(\).*torch\.compile"):
+        run.capture()
