@@ -117,6 +117,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/tables.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
     ("core/tracing.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("fused/layout.py", "data"): "small parameters move into arenas and stay the same objects",
+    ("fused/forms/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
     ("engine/block.py", "grad"): _GRAD,
     ("engine/deferred.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,

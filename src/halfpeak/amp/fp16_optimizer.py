@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfpeak.amp.fp16_loss_scalers import dynamic_config
 from halfpeak.amp.messages import maybe_print, overflow_line
-from halfpeak.core.errors import OrderError, StateError
+from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
@@ -21,6 +21,7 @@ from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
 from halfpeak.engine.slots import Phase
 from halfpeak.parts.clip import ClipNorm
+from halfpeak.parts.keeper import keeper_of
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
 
@@ -42,7 +43,7 @@ class FP16_Optimizer:
         verbose: print a line for each skipped step.
 
     Raises:
-        ConfigError: a scale out of its range, or an unknown key in ``dynamic_loss_args``.
+        ConfigError: a scale out of its range, an unknown key in ``dynamic_loss_args``, or an optimizer without masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -67,6 +68,11 @@ class FP16_Optimizer:
             if dynamic_loss_scale
             else ScaleConfig.static(require_scale("static_loss_scale", static_loss_scale))
         )
+        if keeper_of(init_optimizer) is not None:
+            raise ConfigError(
+                f"{type(init_optimizer).__name__} keeps remainders of its weights, and FP16_Optimizer is all about float32 "
+                "masters; use halfpeak.prepare, or make the optimizer without master="
+            )
         plan = Plan(
             properties=Properties(enabled=True, master_weights=True),
             policy=Policy(masters=True),

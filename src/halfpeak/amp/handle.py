@@ -14,6 +14,7 @@ from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.checks import lane_of
 from halfpeak.engine.lane import Lane
+from halfpeak.parts.keeper import keeper_of
 from halfpeak.parts.loss_scaler import LossScaler as Part
 
 
@@ -85,7 +86,15 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     >>> parameters = [torch.nn.Parameter(torch.ones(1))]
     >>> len(list(master_params(torch.optim.SGD(parameters, lr=0.1))))
     1
+
+    Raises:
+        OrderError: the optimizer keeps remainders: its weights have no float32 masters that one could read or write.
     """
+    if keeper_of(optimizer) is not None:
+        raise OrderError(
+            f"{type(optimizer).__name__} keeps remainders of its weights, and float32 masters lie nowhere; read their values "
+            "in model.state_dict(), clip with halfpeak.prepare(..., clip=...), or make the optimizer without master="
+        )
     for group in optimizer.param_groups:
         yield from group["params"]
 

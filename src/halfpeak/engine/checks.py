@@ -11,9 +11,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfpeak.casting.modules import is_prepared
-from halfpeak.core.errors import ConfigTypeError, OrderError, ParameterError
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.policy import Policy
 from halfpeak.engine.lane import Lane
+from halfpeak.parts.keeper import keeper_of
+from halfpeak.parts.masters import targets_of
 from halfpeak.parts.statedict import speaks_float32
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
@@ -91,6 +94,35 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
                 )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise ParameterError("the same optimizer was passed twice")
+
+
+def check_keepers(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Check the optimizers that keep remainders instead of masters.
+
+    Raises:
+        ConfigError: the policy stores weights in a dtype whose remainders are not exact, or wants no masters.
+        ParameterError: another optimizer steps one of the weights, too.
+    """
+    for optimizer in optimizers:
+        if keeper_of(optimizer) is None:
+            continue
+        name, own = type(optimizer).__name__, set(map(id, targets_of(optimizer)))
+        dtypes = {policy.param, *(p.dtype for p in targets_of(optimizer) if is_low(p))}
+        if torch.float16 in dtypes:
+            raise ConfigError(
+                f"{name} keeps remainders of bfloat16 weights, and these are float16, whose range is smaller than that of "
+                "float32; use level 'O5' or cast_model_type=torch.bfloat16, or leave out master="
+            )
+        if policy.param is not None and not policy.masters:
+            raise ConfigError(
+                f"{name} keeps what bfloat16 weights round away, and this level wants no master weights; use level 'O5', or "
+                "leave out master="
+            )
+        if any(id(p) in own for other in optimizers if other is not optimizer for p in targets_of(other)):
+            raise ParameterError(
+                f"{name} keeps remainders of its weights, which another optimizer would move without them; give each "
+                "parameter to one optimizer, or leave out master="
+            )
 
 
 def wrapper_of(model: nn.Module) -> str | None:

@@ -34,6 +34,9 @@ def copy_engine(engine: Engine, memo: dict[int, Any]) -> Engine:
     # Before the optimizers, whose groups hold the masters.
     masters = copy.deepcopy(engine.masters, memo)
     optimizers = [_copy_optimizer(optimizer, memo) for optimizer in engine.optimizers]
+    for optimizer in optimizers:
+        # Those that keep what masters would.
+        masters.adopt(optimizer)
     handles: list[RemovableHandle] = []
     for model in models:
         if _strip(model, engine.handles):

@@ -19,7 +19,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.checks import check_models, check_optimizers
+from halfpeak.engine.checks import check_keepers, check_models, check_optimizers
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.hooks import hook
 from halfpeak.engine.plan import Plan
@@ -142,6 +142,7 @@ def build(
     policy = plan.policy
     check_models(models, policy)
     check_optimizers(optimizers, models)
+    check_keepers(optimizers, policy)
     casting: AbstractContextManager[Any] = nullcontext()
     if policy.per_op and policy.compute is not None:
         if casts == "torch":

@@ -19,15 +19,18 @@ class Roster:
     """The parameters of an optimizer as they were when it was made.
 
     Attributes:
-        targets: whatever stands in the groups, in order.
+        targets: for each parameter in the groups, in order, what holds its true-sized gradient: a master, itself, or what
+            stands in for a master.
         sources: for each, the low parameter that it is a master of, or itself.
         slots: those that are trainable, each once.
         smallest_master: of the trainable ones, or None.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
-        self.targets = targets_of(optimizer)
-        self.sources = [masters.source_of(target) for target in self.targets]
+        self._members = targets_of(optimizer)
+        self.sources = [masters.source_of(member) for member in self._members]
+        ends = map(masters.of, self.sources)
+        self.targets = [m if end is None else end for m, end in zip(self._members, ends, strict=True)]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_TRAINABLE, self.sources))
         pairs = {
@@ -44,6 +47,6 @@ class Roster:
         groups = [group["params"] for group in optimizer.param_groups]
         return (
             list(map(len, groups)) == self._sizes
-            and all(map(is_, chain.from_iterable(groups), self.targets))
+            and all(map(is_, chain.from_iterable(groups), self._members))
             and list(map(_TRAINABLE, self.sources)) == self._flags
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from halfpeak.fused.forms.storage import Master, Storage
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.fused.roads.choose import RoadName
 from halfpeak.fused.rules.adam import AdamRule
+from halfpeak.fused.rules.base import Rule
 
 
 class FusedAdam(FusedOptimizer):
@@ -27,6 +30,10 @@ class FusedAdam(FusedOptimizer):
         amsgrad: divide by the largest second moment so far.
         maximize: go up instead of down.
         road: how kernels run.
+        master: where the digits of bfloat16 weights are that the model does not see; see
+            :class:`~halfpeak.fused.forms.storage.Storage`. ``"remainder"`` gives the updates of a float32 master, bit for
+            bit, in 2 bytes per parameter less.
+        moments: the form of the moments: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -53,6 +60,8 @@ class FusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         road: RoadName = "auto",
+        master: Master = "float32",
+        moments: torch.dtype | Literal["int8"] = torch.float32,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -63,13 +72,14 @@ class FusedAdam(FusedOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": self._decoupled,
         }
-        super().__init__(params, defaults, road=road)
+        super().__init__(params, defaults, road=road, storage=Storage(master, moments))
 
     _decoupled = False
 
-    def rule(self, group: Mapping[str, Any]) -> AdamRule:
+    def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which a group is stepped."""
-        return AdamRule(decoupled=self._decoupled, amsgrad=bool(group["amsgrad"]))
+        rule = AdamRule(decoupled=self._decoupled, amsgrad=bool(group["amsgrad"]))
+        return self._storage.of(rule, squares=(False, True, True)[: len(rule.slots)])
 
 
 class FusedAdamW(FusedAdam):
@@ -86,6 +96,10 @@ class FusedAdamW(FusedAdam):
         amsgrad: divide by the largest second moment so far.
         maximize: go up instead of down.
         road: how kernels run.
+        master: where the digits of bfloat16 weights are that the model does not see; see
+            :class:`~halfpeak.fused.forms.storage.Storage`. ``"remainder"`` gives the updates of a float32 master, bit for
+            bit, in 2 bytes per parameter less.
+        moments: the form of the moments: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -112,7 +126,20 @@ class FusedAdamW(FusedAdam):
         *,
         maximize: bool = False,
         road: RoadName = "auto",
+        master: Master = "float32",
+        moments: torch.dtype | Literal["int8"] = torch.float32,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, road=road)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            road=road,
+            master=master,
+            moments=moments,
+        )
 
     _decoupled = True

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ParameterError, StateError
+from halfpeak.core.errors import ParameterError
 from halfpeak.fused.arguments import check_group
 from halfpeak.fused.books import Account, Books
 from halfpeak.fused.checks import check_gradients, check_parameter
+from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row
+from halfpeak.fused.forms.remainders import Remainders
+from halfpeak.fused.forms.storage import Storage
 from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
 from halfpeak.fused.roads.base import DeviceRoad, Moves, Order, Reading, Road
 from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
@@ -41,6 +44,7 @@ class FusedOptimizer(Optimizer):
 
     Attributes:
         moves: steps in which something moved, since this object was made.
+        keeper: of the remainders of its weights, if it stores them so.
 
     Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
 
@@ -48,14 +52,24 @@ class FusedOptimizer(Optimizer):
         params: parameters or groups, as for every torch optimizer. Dense, real, floating point.
         defaults: hyper-parameters.
         road: how kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        storage: the forms in which weights and state lie.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, road: RoadName = "auto") -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        road: RoadName = "auto",
+        storage: Storage | None = None,
+    ) -> None:
         check_wish(road)
         super().__init__(params, defaults)
         self._wish: RoadName = road
+        self._storage = storage or Storage()
+        self.keeper = self._make_keeper()
         self._begin()
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -97,6 +111,12 @@ class FusedOptimizer(Optimizer):
             self._move(feed, None if is_known else found_inf)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or zero them."""
+        super().zero_grad(set_to_none)
+        if self.keeper is not None:
+            self.keeper.zero_grad(set_to_none=set_to_none)
+
     def measure(self, feed: Feed) -> Reading:
         """The sum of squares of the gradients that a step would read, and whether one is not finite."""
         with torch.no_grad():
@@ -121,7 +141,9 @@ class FusedOptimizer(Optimizer):
             pieces = self._pieces(feed)
             self._measured = (feed.grads, pieces)
             road = self._road_for(pieces) if pieces else None
-            return road.account(self._moves(pieces, feed, None), books) if isinstance(road, DeviceRoad) else None
+            return (
+                road.account(self._moves(pieces, feed, None), books) if isinstance(road, DeviceRoad) else None
+            )
 
     def lies_as(self, pieces: Sequence[Piece], lows: Sequence[Tensor]) -> bool:
         """Whether everything is still where it was when ``pieces`` were laid out."""
@@ -159,20 +181,38 @@ class FusedOptimizer(Optimizer):
         """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype.
 
         Raises:
-            StateError: a tensor has not the shape of its parameter.
+            StateError: a tensor has not the shape of its parameter, or a form that cannot be read here.
         """
-        _check_shapes(self, state_dict)
+        rules = [
+            self.rule(group).for_weight(target.dtype)
+            for group in self.param_groups
+            for target in group["params"]
+        ]
+        targets = targets_of(self)
+        for target, rule, (index, row) in zip(targets, rules, _rows_of(state_dict), strict=False):
+            check_row(index, row, rule, target)
+        before = [self.state.get(target, {}).get(REMAINDER) for target in targets]
         super().load_state_dict(cast("dict[str, Any]", state_dict))
         _keep_dtypes(self, state_dict)
+        for target, rule, rest in zip(targets, rules, before, strict=True):
+            if rest is not None or target in self.state:
+                adapt_row(self.state[target], rule, target, rest)
 
     def __getstate__(self) -> dict[str, Any]:
         given, idle = super().__getstate__(), self._idle_rows()
         given["state"] = defaultdict(dict, {k: row for k, row in self.state.items() if id(row) not in idle})
-        return {**given, "_wish": self._wish}
+        return {**given, "_wish": self._wish, "_storage": self._storage}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        is_loading = hasattr(self, "keeper")
         super().__setstate__(state)
+        if not is_loading:
+            self.keeper = self._make_keeper()
         self._begin()
+
+    def _make_keeper(self) -> Remainders | None:
+        remainder = self._storage.remainder
+        return None if remainder is None else Remainders(self, remainder)
 
     def _idle_rows(self) -> set[int]:
         return set() if self._layout is None else self._layout.idle_rows()
@@ -194,7 +234,8 @@ class FusedOptimizer(Optimizer):
         targets = targets_of(self)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         one = torch.ones((), device=targets[0].device if targets else None)
-        return Feed(gradients_of(targets), targets, one if grad_scale is None else grad_scale.reciprocal())
+        grads = gradients_of(targets) if self.keeper is None else self.keeper.gradients_of(targets)
+        return Feed(grads, targets, one if grad_scale is None else grad_scale.reciprocal())
 
     def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
         measured = self._measured
@@ -218,6 +259,8 @@ class FusedOptimizer(Optimizer):
         self._forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
         torch.autograd.graph.increment_version(layout.moving)
+        if self.keeper is not None:
+            self.keeper.note()
 
     def _moves(self, pieces: Sequence[Piece], feed: Feed, found_inf: Tensor | None) -> Moves:
         return Moves(pieces, self.param_groups, feed.grads, feed.factor, found_inf)
@@ -239,6 +282,8 @@ class FusedOptimizer(Optimizer):
 
     def _pieces(self, feed: Feed) -> list[Piece]:
         """Where everything lies now."""
+        if self.keeper is not None:
+            self.keeper.refresh()
         rules = [self.rule(group) for group in self.param_groups]
         mask = [grad is not None for grad in feed.grads]
         layout = self._layout
@@ -249,6 +294,8 @@ class FusedOptimizer(Optimizer):
         check_gradients(feed.grads)
         layout = self._layout = Layout(self, rules, feed.lows, mask, self._layout)
         pieces = layout.pieces(mask) or []
+        if self.keeper is not None:
+            self.keeper.note()
         if self._road is not None:
             self._road.clear()
             if pieces and not leads_on(self._road, pieces):
@@ -261,17 +308,10 @@ class FusedOptimizer(Optimizer):
         return self._road
 
 
-def _check_shapes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Refuse a state of other shapes. That it has as many parameters, torch finds out."""
+def _rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The saved states with their numbers, in the order of the groups. Torch finds out if there are as many as here."""
     numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
-    for index, target in zip(numbers, targets_of(optimizer), strict=False):
-        for name, value in loaded["state"].get(index, {}).items():
-            # A count, or a norm, is one number.
-            if isinstance(value, Tensor) and value.dim() and value.shape != target.shape:
-                raise StateError(
-                    f"the state {name!r} of parameter {index} has shape {tuple(value.shape)}, and the parameter "
-                    f"{tuple(target.shape)}; load the state of this model's optimizer"
-                )
+    return ((index, loaded["state"].get(index, {})) for index in numbers)
 
 
 def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:

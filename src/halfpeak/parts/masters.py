@@ -15,6 +15,7 @@ from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
 from halfpeak.ops import foreach
 from halfpeak.parts.bound import bind, unbind
+from halfpeak.parts.keeper import Keeper, keeper_of
 
 
 class Masters:
@@ -49,6 +50,7 @@ class Masters:
         self._low_of: dict[int, nn.Parameter] = {}
         self._claims: dict[int, set[int]] = {}
         self._stepped: set[int] = set()
+        self._keepers: list[Keeper] = []
         self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
 
     def __len__(self) -> int:
@@ -59,7 +61,17 @@ class Masters:
         return iter(zip(self._low, self._high, strict=True))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The master of a low parameter, or None."""
+        """What holds the true-sized gradient of a low parameter: its master, or what stands in for one; or None."""
+        high, keeper = self._master_of(parameter), self.keeper_of(parameter)
+        return high if keeper is None else keeper.stand_in(parameter)
+
+    def keeper_of(self, parameter: Tensor) -> Keeper | None:
+        """What remembers what a low parameter has rounded away where no master does, or None."""
+        if not self._keepers or id(parameter) in self._index:
+            return None
+        return next((keeper for keeper in self._keepers if keeper.keeps(parameter)), None)
+
+    def _master_of(self, parameter: Tensor) -> Tensor | None:
         index = self._index.get(id(parameter))
         return None if index is None else self._high[index]
 
@@ -75,17 +87,24 @@ class Masters:
     def adopt(self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
         """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
 
-        State that the optimizer holds for the parameter moves to the master, in float32.
+        State that the optimizer holds for the parameter moves to the master, in float32. An optimizer that is a keeper of
+        its low parameters is told the values and holds them on.
 
         Args:
             optimizer: changed in place; its group dicts and lists stay the same objects.
             values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
                 low parameter widened.
         """
+        keeper = keeper_of(optimizer)
+        if keeper is not None and not any(known is keeper for known in self._keepers):
+            self._keepers.append(keeper)
         for group in optimizer.param_groups:
             parameters = group["params"]
             for position, parameter in enumerate(parameters):
-                if self._wanted and is_low(parameter) and parameter.requires_grad:
+                if keeper is not None and keeper.keeps(parameter):
+                    if id(parameter) in (values or {}):
+                        keeper.take(parameter, (values or {})[id(parameter)])
+                elif self._wanted and is_low(parameter) and parameter.requires_grad:
                     parameters[position] = self._master_for(parameter, values or {})
                     _move_state(optimizer, parameter, parameters[position])
                     bind(optimizer)
@@ -101,6 +120,8 @@ class Masters:
                     if master in optimizer.state:
                         optimizer.state[low] = optimizer.state.pop(master)
         unbind(optimizer)
+        keeper = keeper_of(optimizer)
+        self._keepers = [known for known in self._keepers if known is not keeper]
 
     def claim(self, who: object, masters: Iterable[Tensor]) -> None:
         """Say that ``who`` still has to step the gradients of some masters, which others may step, too."""
@@ -185,7 +206,8 @@ class Masters:
         """
         index = self._index.get(id(parameter))
         if index is None:
-            return None
+            keeper = self.keeper_of(parameter)
+            return None if keeper is None else keeper.value_of(parameter)
         low, high = self._low[index], self._high[index]
         if low.shape != high.shape:
             return low.detach().to(high.dtype)
@@ -219,14 +241,24 @@ class Masters:
         self._agree(index)
 
     def take(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the master of a low parameter to a loaded value, before the parameter is given the rounded one.
+        """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
 
         Where the parameter ends up with something else, :meth:`refresh` follows it.
         """
-        high = self.of(parameter)
+        high, keeper = self._master_of(parameter), self.keeper_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
             with torch.no_grad():
                 high.copy_(value)
+        elif keeper is not None and parameter.shape == value.shape and value.is_floating_point():
+            keeper.take(parameter, value)
+
+    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`take` for who writes the parameter next: what he is to write, once."""
+        keeper = self.keeper_of(parameter)
+        if keeper is not None and parameter.shape == value.shape and value.is_floating_point():
+            return keeper.expect(parameter, value)
+        self.take(parameter, value)
+        return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
         """Copies of both sides, paired as these are; an optimizer copied with the same ``memo`` steps the new masters."""
@@ -238,7 +270,7 @@ class Masters:
         return copied
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
-        known = self.of(parameter)
+        known = self._master_of(parameter)
         if known is not None:
             return known
         value = values.get(id(parameter))

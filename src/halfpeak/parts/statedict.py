@@ -88,7 +88,7 @@ class ValuesIn(_Hook):
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
-                self._masters.take(tensor, value)
+                state[prefix + name] = self._masters.expect(tensor, value)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

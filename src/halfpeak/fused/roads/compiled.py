@@ -18,7 +18,6 @@ from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
 from halfpeak.fused.rules.base import Rule
 
-
 CHUNK = 2**18
 """Elements at a time where a kernel needs memory for what it computes twice from: 8 bytes for each."""
 

@@ -1,0 +1,75 @@
+"""Loading: states that were saved in one form, for an optimizer that stores them in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import StateError
+from halfpeak.fused.blocks import flat, is_dense
+from halfpeak.fused.forms.stored import Stored
+from halfpeak.fused.rules.base import Rule
+
+REMAINDER = "remainder"
+
+
+def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
+    """Check the saved state of a parameter.
+
+    Args:
+        index: of the parameter, for the message.
+        row: its saved state.
+        rule: by which it is to be stepped.
+        target: the parameter.
+
+    Raises:
+        StateError: a tensor has another shape than it has here, or lies in a form that this rule does not read.
+    """
+    parts = {part.name: part for part in rule.parts}
+    for name, value in row.items():
+        # A count, or a norm, is one number.
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        part = parts.get(name)
+        is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
+        if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
+            raise StateError(
+                f"the state {name!r} of parameter {index} is of moments in 8 bits; make the optimizer with moments='int8', "
+                "or load the state of one that stores them whole"
+            )
+        grain = 1 if part is None else part.grain
+        shape = target.shape if grain == 1 else torch.Size([-(-target.numel() // grain)])
+        if value.shape != shape:
+            raise StateError(
+                f"the state {name!r} of parameter {index} has shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(target.shape)}; load the state of this model's optimizer"
+            )
+
+
+def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before: Tensor | None) -> None:
+    """Bring a state that was just loaded into the form of its rule. Whole moments are rounded where it stores them so.
+
+    Args:
+        row: changed in place.
+        rule: by which it is to be stepped.
+        target: the parameter.
+        before: its remainder until now. It belongs to the weight, and stays where the state brings none.
+    """
+    master = rule.master if isinstance(rule, Stored) else None
+    loaded = row.pop(REMAINDER, None)
+    if master is not None:
+        fits = loaded is not None and loaded.dtype == master.parts[1].dtype
+        if fits or before is not None:
+            row[REMAINDER] = loaded if fits else before
+    if isinstance(rule, Stored):
+        for name, codec in zip(rule.rule.slots, rule.codecs, strict=True):
+            value = row.get(name)
+            if value is not None and value.is_floating_point() and len(codec.parts) > 1:
+                like = target.detach() if is_dense(target) else target.detach().contiguous()
+                ordered = torch.empty_like(like, dtype=torch.float32).copy_(value)
+                parts = codec.encode(flat(ordered), torch.zeros((), device=value.device))
+                row[name] = parts[0].as_strided(like.shape, like.stride())
+                row.update({name + p.name: t for p, t in zip(codec.parts[1:], parts[1:], strict=True)})
