@@ -243,6 +243,21 @@ def test_the_plain_loop() -> None:
     assert becomes(LOOP, "halfpeak") == dedent(new)
 
 
+@pytest.mark.parametrize(
+    ("after", "keeps"),
+    [
+        ("    print([p.grad.norm() for p in model.parameters()])\n", True),
+        ("    print(sizes(model))\n", True),
+        ("    print(torch.autograd.grad(y, x))\n", False),
+        ("\n\ndef other(p):\n    return p.grad, sizes(p)\n", False),
+    ],
+)
+def test_gradients_that_are_read_after_the_step_are_kept(after: str, keeps: bool) -> None:
+    text = f"{LOOP}{after}".replace("for x", "def sizes(m): return [p.grad.norm() for p in m]\nfor x")
+    code = rewrite(text.encode(), "halfpeak").source.decode()
+    assert ("engine.step(keep_gradients=True)" in code, "engine.step()" in code) == (keeps, not keeps)
+
+
 def test_halfpeak_amp_is_rewritten_like_apex() -> None:
     assert becomes(LOOP.replace("apex", "halfpeak"), "halfpeak") == becomes(LOOP, "halfpeak")
 
@@ -333,6 +348,10 @@ def test_what_torch_cannot_express_is_left(level: str, reason: str) -> None:
 def test_what_has_no_certain_counterpart_is_left(text: str, line: int, reason: str) -> None:
     found = left(text, "amp")
     assert any(at == line and reason in why for at, why in found), found
+
+
+def test_an_unused_import_stays_where_torch_has_nothing_like_it() -> None:
+    assert left("from apex import amp\n", "torch") == [(1, "torch has no counterpart")]
 
 
 def test_one_use_that_stays_keeps_the_name_for_all() -> None:

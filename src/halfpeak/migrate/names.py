@@ -158,6 +158,8 @@ def answer(name: str, target: Target) -> Answer | None:
             if target == "halfpeak" and found.name == "GradScaler"
             else found
         )
+    if target == "torch" and MODULES.get(name, "torch").startswith("halfpeak"):
+        return _NEEDS_HALFPEAK
     parents = (name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1))
     return next((_WHOLE[parent] for parent in parents if parent in _WHOLE), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from halfpeak.migrate.calls import argument, ending_as, keyword_of
 from halfpeak.migrate.edits import Edits
@@ -14,7 +15,7 @@ from halfpeak.migrate.forward import computes
 from halfpeak.migrate.imports import Entry
 from halfpeak.migrate.loops import drop_imports, in_place_of, line, same_line, wrap_forward
 from halfpeak.migrate.training import Backward, Training, Unsure
-from halfpeak.migrate.tree import Tree
+from halfpeak.migrate.tree import Tree, walk
 
 _KEPT: Final = frozenset(
     {
@@ -58,8 +59,9 @@ def write_native(tree: Tree, training: Training) -> tuple[Edits, list[Finding]]:
         edits.statement(one.statement, in_place_of(one.statement, text))
     for step in training.steps:
         engine = engines.at(step.line, step.optimizer)
-        some = f"optimizers={tree.code(step.optimizer)}" if initialize.count > 1 else ""
-        edits.statement(step.line, same_line(f"{engine}.step({some})"))
+        given = [f"optimizers={tree.code(step.optimizer)}"] if initialize.count > 1 else []
+        given += ["keep_gradients=True"] if _looks_at_gradients_later(tree, training) else []
+        edits.statement(step.line, same_line(f"{engine}.step({', '.join(given)})"))
     for block in training.blocks():
         first = next(one for one in training.passes if one.block is block)
         engine = engines.at(first.statement, first.optimizer)
@@ -70,6 +72,33 @@ def write_native(tree: Tree, training: Training) -> tuple[Edits, list[Finding]]:
     if per_op:
         notes.append(_note(tree, training))
     return edits, notes
+
+
+def _looks_at_gradients_later(tree: Tree, training: Training) -> bool:
+    """Whether gradients are read elsewhere than before a step, where the engine would have dropped them."""
+    reading = [
+        node
+        for node in walk(tree.module)
+        if isinstance(node, cst.Attribute) and node.attr.value == "grad" and tree.call_of(node) is None
+    ]
+    readers = {around.name.value for node in reading if (around := tree.function(node)) is not None}
+    calls = [
+        node
+        for node in walk(tree.module)
+        if isinstance(node, cst.Call)
+        and (get_full_name_for_node(node.func) or "").rpartition(".")[2] in readers
+    ]
+    loops = {tree.function(block) for block in training.blocks()}
+    windows = [
+        (tree.line(one.statement), tree.line(step.line))
+        for one in training.passes
+        for step in training.steps
+        if step.block is one.block
+    ]
+    return any(
+        tree.function(node) in loops and not any(first <= tree.line(node) <= last for first, last in windows)
+        for node in (*reading, *calls)
+    )
 
 
 def _prepare(tree: Tree, training: Training, engines: Engines):
