@@ -14,7 +14,8 @@ GPU_PYTHON ?= python3
 VENV       := .venv
 BIN        := $(VENV)/bin
 INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+# plot.py draws what the others have measured.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
 .PHONY: train test check docs oracle bench bench-gpu clean
@@ -37,8 +38,9 @@ docs: $(VENV)/.tools
 oracle: $(VENV)/.package .oracle/.mmcv
 	OMP_NUM_THREADS=1 $(BIN)/python tests/runner/oracle/check.py .oracle/mmcv
 
-bench: $(VENV)/.package
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+# With the tools, because loops of other packages are measured beside halfpeak's.
+bench: $(VENV)/.tools
+	@set -e; for script in $(filter-out benchmarks/gpu_%,$(BENCHMARKS)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 bench-gpu:
 	@set -e; for script in $(BENCHMARKS); do \

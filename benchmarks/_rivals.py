@@ -34,6 +34,7 @@ def optimizers(device: str) -> dict[str, Optimizers]:
     return found
 
 
+@functools.cache
 def loops(device: str) -> dict[str, Loop]:
     """Mixed precision as other packages have it, each as its own documentation writes the loop."""
     known: dict[str, tuple[str, Loop]] = {

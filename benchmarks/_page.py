@@ -1,0 +1,201 @@
+"""The tables of docs/benchmarks.md, out of the CSV files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from _harness import RESULTS, read
+
+Rows: TypeAlias = list[dict[str, Any]]
+Results: TypeAlias = Mapping[str, Rows]
+
+QUESTIONS = ("step", "training", "accumulation", "casting", "compile")
+AMP, HAND = "native AMP", "by hand, AdamW(fused=True)"
+FUSED, PER_OP, LOW = (
+    "halfpeak O2, FusedAdamW, compiled road",
+    "halfpeak per operation, torch's lists",
+    "halfpeak O2",
+)
+
+
+class Goal(NamedTuple):
+    """What was set out to be reached. At most ``limit`` times the baseline, or at least that much faster.
+
+    Attributes:
+        text: in words.
+        question: the CSV.
+        case: a part of the case's name.
+        variant: what is measured.
+        baseline: what with.
+        limit: the ratio.
+        faster: whether the ratio is the baseline's time over the variant's.
+    """
+
+    text: str
+    question: str
+    case: str
+    variant: str
+    baseline: str
+    limit: float
+    faster: bool = False
+
+
+GOALS = (
+    Goal("O2 step, transformer of 23 M parameters", "step", "a transformer", FUSED, HAND, 0.60),
+    Goal("O2 step, 400 tensors, 26 M parameters", "step", "400 tensors, 26 M", FUSED, HAND, 0.60),
+    Goal("O2 step, 400 tensors of 1024", "step", "400 tensors of 1024", FUSED, HAND, 0.16),
+    *(
+        Goal(f"{case}, {level}", "training", case, variant, AMP, 1.02)
+        for case in ("GPT", "MLP", "CNN")
+        for level, variant in (("O2", LOW), ("per operation", PER_OP))
+    ),
+    Goal("bound by overhead, O2", "training", "40 layers", LOW, AMP, 0.80),
+    Goal("bound by overhead, per operation", "training", "40 layers", PER_OP, AMP, 1.02),
+    Goal("MLP, O2", "training", "MLP", LOW, "float32", 1.85, faster=True),
+    Goal("CNN, O2", "training", "CNN", LOW, "float32", 1.8, faster=True),
+    Goal("GPT, O2", "training", "GPT", LOW, "float32", 1.4, faster=True),
+)
+SECONDS = 5.0
+"""For the first step to compile its kernels."""
+
+
+def load() -> dict[str, Rows]:
+    """By question, the rows of the CPU that was measured last."""
+    found: dict[str, Rows] = {}
+    for question in QUESTIONS:
+        rows = [row for row in read(RESULTS / f"{question}.csv") if "thread" in row["device"]]
+        if rows:
+            device = max(rows, key=lambda row: row["date"])["device"]
+            found[question] = [row for row in rows if row["device"] == device]
+    return found
+
+
+def fill(page: str, results: Results) -> str:
+    """The page with its tables replaced by those of ``results``."""
+    tables = {
+        "machine": machine(results),
+        "goals": goals(results),
+        **{name: ratios(rows) for name, rows in results.items() if name != "compile"},
+        "compile": seconds(results.get("compile", [])),
+    }
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{tables.get(match[2]) or 'Not yet measured.'}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- begin (\w+) -->)\n.*?(<!-- end -->)", replaced, page, flags=re.DOTALL)
+
+
+def machine(results: Results) -> str:
+    """Where, with what and when."""
+    rows = [row for rows in results.values() for row in rows]
+    if not rows:
+        return ""
+    names = {"device": "device", "torch": "torch", "halfpeak": "halfpeak", "python": "Python", "date": "date"}
+    cells = {title: ", ".join(sorted({row[name] for row in rows})) for name, title in names.items()}
+    cells["interleaved rounds"] = ", ".join(
+        f"{name} {rows[0].get('processes') or rows[0]['rounds']}" for name, rows in results.items()
+    )
+    return table(["", ""], [[name, value] for name, value in cells.items()])
+
+
+def goals(results: Results) -> str:
+    """Each goal beside what was measured."""
+    lines = [line for goal in GOALS if (line := _goal_line(goal, results))]
+    for row in results.get("compile", []):
+        if row["variant"] == "FusedAdamW, nothing on disk":
+            whole = float(row["s"]) + float(row["start_s"])
+            reached = "yes" if float(row["s"]) <= SECONDS else "no"
+            lines.append(
+                [
+                    f"cold compile of the step, {row['case']}",
+                    f"at most {SECONDS:g} s",
+                    f"{row['s']} s, and {whole:.1f} s with the start of torch's compiler",
+                    reached,
+                ]
+            )
+    return table(["what", "goal", "measured", "reached"], lines)
+
+
+def _goal_line(goal: Goal, results: Results) -> list[str] | None:
+    rows = [row for row in results.get(goal.question, []) if row["case"].startswith(goal.case)]
+    mine, other = (
+        next((row for row in rows if row["variant"] == name), None) for name in (goal.variant, goal.baseline)
+    )
+    if mine is None or other is None:
+        return None
+    if goal.faster:
+        ratio = float(other["ratio"]) / float(mine["ratio"])
+        wanted, reached = f"at least {goal.limit:g}x as fast as {goal.baseline}", ratio >= goal.limit
+        measured = f"{ratio:.2f}x"
+    else:
+        ratio = float(mine["ratio"])
+        wanted, reached = f"at most {goal.limit:.2f}x the time of {goal.baseline}", ratio <= goal.limit
+        measured = f"{ratio:.2f}x ({float(mine['ratio_q1']):.2f} to {float(mine['ratio_q3']):.2f})"
+    return [goal.text, wanted, measured, "yes" if reached else "no"]
+
+
+def ratios(rows: Rows) -> str:
+    """A row for each variant, a column for each case that shares variants with others; tables apart where none does."""
+    parts: list[str] = []
+    for cases in _shared(rows):
+        chosen = [row for row in rows if row["case"] in cases]
+        variants = list(dict.fromkeys(row["variant"] for row in chosen))
+        cells = {(row["variant"], row["case"]): row for row in chosen}
+        lines = [
+            [name, *(_cell(cells[name, case]) if (name, case) in cells else "" for case in cases)]
+            for name in variants
+        ]
+        parts.append(table(["", *cases], lines))
+    return "\n\n".join(parts)
+
+
+def _shared(rows: Rows) -> list[list[str]]:
+    """The cases, those with the same baseline together."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["ratio"] == "1.0":
+            cases = found.setdefault(row["variant"], [])
+            if row["case"] not in cases and not any(row["case"] in known for known in found.values()):
+                cases.append(row["case"])
+    return [cases for cases in found.values() if cases]
+
+
+def _cell(row: Mapping[str, str]) -> str:
+    ms = float(row["ms"])
+    digits = 2 if ms < 10 else 1 if ms < 100 else 0
+    return f"**{float(row['ratio']):.2f}x** {ms:.{digits}f} ms"
+
+
+def seconds(rows: Rows) -> str:
+    """The table of compile times."""
+    if not rows:
+        return ""
+    titles = [
+        "",
+        "first step",
+        "of it processor time",
+        "start of the compiler before it",
+        "kernels",
+        "made later",
+    ]
+    lines = [
+        [
+            f"{row['case']}: {row['variant']}",
+            f"**{row['s']} s** ({row['min_s']} to {row['max_s']})",
+            f"{row['cpu_s']} s",
+            f"{row['start_s']} s",
+            row["kernels"],
+            row["later"],
+        ]
+        for row in rows
+    ]
+    return table(titles, lines)
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    if not lines:
+        return ""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *lines))

@@ -1,0 +1,116 @@
+"""Draws docs/_static/benchmarks/*.svg and fills in the tables of docs/benchmarks.md, all from benchmarks/results/*.csv."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from _page import Rows, fill, load
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).parent.parent / "docs"
+PICTURES = DOCS / "_static" / "benchmarks"
+OURS, OTHERS, BASE, INK = "#2f6fb0", "#a9afb9", "#6b717c", "#3c4048"
+WIDEST = 2.6
+"""Ratios above are cut off; what they are stands beside the bar."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--format", default="svg", help="of the pictures: svg, png")
+    options = parser.parse_args()
+    # The same figures give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "halfpeak", "font.size": 9, "font.family": "DejaVu Sans"})
+    results = load()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for question, rows in results.items():
+        figure = compile_figure(rows) if question == "compile" else ratio_figure(rows)
+        metadata = {"Date": None} if options.format == "svg" else None
+        figure.savefig(PICTURES / f"{question}.{options.format}", metadata=metadata, dpi=110)
+    page = DOCS / "benchmarks.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def ratio_figure(rows: Rows) -> Figure:
+    """A panel for each case: the time of each variant as a multiple of the baseline's, with its quartiles."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    panels = [[row for row in rows if row["case"] == case] for case in cases]
+    lines = -(-len(panels) // 2)
+    tallest = [max(map(len, panels[at : at + 2])) for at in range(0, len(panels), 2)]
+    figure = Figure(figsize=(11.5, sum(0.24 * count + 0.85 for count in tallest)), layout="constrained")
+    grid = figure.subplots(lines, 2, squeeze=False, height_ratios=[count + 2 for count in tallest])
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        draw_ratios(axes, panel)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def draw_ratios(axes: Axes, rows: Rows) -> None:
+    base = next(row["variant"] for row in rows if row["ratio"] == "1.0")
+    widths = [min(float(row["ratio"]), WIDEST) for row in rows]
+    bars(axes, [row["variant"] for row in rows], widths, base)
+    for at, row in enumerate(rows):
+        low, middle, high = (float(row[name]) for name in ("ratio_q1", "ratio", "ratio_q3"))
+        if middle <= WIDEST:
+            axes.plot([low, min(high, WIDEST)], [at, at], color=INK, linewidth=1.2)
+        more = " (cut)" if middle > WIDEST else ""
+        axes.text(
+            max(min(high, WIDEST), widths[at]) + 0.03,
+            at,
+            f"{middle:.2f}x, {_ms(row['ms'])}{more}",
+            va="center",
+            fontsize=7.5,
+            color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
+    axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) * 1.0 + 0.75)
+    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 46)), fontsize=9.5, fontweight="bold", loc="left")
+    axes.set_xlabel(f"time, as a multiple of: {base}", fontsize=8)
+
+
+def compile_figure(rows: Rows) -> Figure:
+    """Seconds of the first step by number of tensors."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure = Figure(figsize=(9, 0.5 + 0.3 * len(rows)), layout="constrained")
+    axes: Any = figure.subplots()
+    names = [f"{case}: {row['variant']}" for case in cases for row in rows if row["case"] == case]
+    values = [float(row["s"]) for row in rows]
+    bars(axes, names, values, "")
+    for at, row in enumerate(rows):
+        axes.plot([float(row["min_s"]), float(row["max_s"])], [at, at], color=INK, linewidth=1.2)
+        axes.text(
+            float(row["max_s"]) + max(values) * 0.01, at, f"{row['s']} s", va="center", fontsize=8, color=INK
+        )
+    axes.axvline(5.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xlabel("seconds of the first step (dashed: 5)", fontsize=8)
+    axes.set_xlim(0, max(*values, 5.0) * 1.12)
+    return figure
+
+
+def bars(axes: Axes, names: Sequence[str], values: Sequence[float], base: str) -> None:
+    """Horizontal bars from the top down, halfpeak's in colour."""
+    ours = ("halfpeak", "FusedAdamW")
+    colours = [
+        BASE if name == base else OURS if any(word in name for word in ours) else OTHERS for name in names
+    ]
+    axes.barh(range(len(names)), values, color=colours, height=0.68)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _ms(value: str) -> str:
+    number = float(value)
+    return f"{number:.2f} ms" if number < 10 else f"{number:.1f} ms" if number < 100 else f"{number:.0f} ms"
+
+
+if __name__ == "__main__":
+    main()
