@@ -135,6 +135,7 @@ def test_an_interrupted_script(tmp_path: Path, capsys: pytest.CaptureFixture[str
 BAD = {
     "": r"no script was named; write halfpeak run SCRIPT",
     "nothere.py": r"there is no file 'nothere\.py'; write",
+    "/": r"the folder '/' has no __main__\.py; name a script",
     "-m": r"-m wants a value",
     "-m nothere": r"there is no module 'nothere'; write",
     "-m os.nothere": r"there is no module 'os\.nothere'; write",

@@ -43,6 +43,10 @@ class Program:
         if not self.is_module:
             if not os.path.exists(self.target):
                 raise ConfigError(f"there is no file {self.target!r}; write halfpeak run SCRIPT [ARGUMENTS]")
+            if os.path.isdir(self.target) and not os.path.exists(os.path.join(self.target, "__main__.py")):
+                raise ConfigError(
+                    f"the folder {self.target!r} has no __main__.py; name a script in it, or write -m MODULE"
+                )
             return
         try:
             found = find_spec(self.target)
