@@ -42,8 +42,9 @@ oracle: $(VENV)/.package .oracle/.mmcv
 bench: $(VENV)/.tools
 	@set -e; for script in $(filter-out benchmarks/gpu_%,$(BENCHMARKS)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
+# Those that say something about a GPU that the others do not.
 bench-gpu:
-	@set -e; for script in $(BENCHMARKS); do \
+	@set -e; for script in $(wildcard benchmarks/gpu_*.py) benchmarks/casting.py; do \
 	  echo "== $$script"; PYTHONPATH=src $(GPU_PYTHON) $$script --device cuda $(ARGS); done
 
 clean:

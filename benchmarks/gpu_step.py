@@ -1,0 +1,242 @@
+"""What does an O2 step cost on a GPU after the last backward pass, in time, host time, launches, waits and bytes?
+
+    time      against a loop by hand with masters, and as a share of the bandwidth of a copy: what moves 30 bytes a
+              parameter, the least that unscale, check, clip, AdamW and write-back can move, is at 100 % if it takes as
+              long as a copy of as many bytes
+    host      400 tensors of 1024, where calls are what a step costs: time until the host is free again, kernels launched,
+              and calls that wait for the device
+    memory    bytes per parameter, held and at the peak within a step
+    compile   the first steps of a new process with an empty cache
+
+Needs a CUDA device, torch and triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from _harness import Sample, Variant, arguments, chosen, report, save, time_variants
+from step import BY_HAND, Shape, by_hand, copy, gpt, low_dtype, with_engine, with_grad_scaler
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import halfpeak
+from halfpeak.fused import FusedAdamW
+
+MANY: list[Shape] = [(1024,)] * 400
+TIMED: dict[str, list[Shape]] = {
+    "400 tensors of 1024": MANY,
+    "a transformer, 99 tensors, 23 M": gpt(),
+    "a transformer, 151 tensors, 1.0 B": gpt(layers=12, width=2560) + [(1024, 8192)] * 4,
+}
+COPY = "a copy of 30 bytes a parameter"
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaGraphLaunch",
+)
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
+    for case in chosen(TIMED, options):
+        shapes, device = TIMED[case], options.device
+        variants = {
+            BY_HAND: by_hand(shapes, device, fused),
+            "by hand, AdamW(foreach=True)": by_hand(shapes, device, foreach),
+            "GradScaler, float32, AdamW(fused=True)": with_grad_scaler(shapes, device, fused),
+            "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
+            "halfpeak O2, FusedAdamW": with_engine(shapes, device, FusedAdamW),
+            COPY: copy(shapes, device),
+        }
+        samples = time_variants(variants, device=device, rounds=options.rounds)
+        report("gpu_step", case, samples, baseline=BY_HAND, options=options, of_copy=shares(samples))
+        del variants
+        free(device)
+    for measure in (host, memory, first_steps):
+        if options.only in measure.__name__:
+            measure(options)
+
+
+def shares(samples: Mapping[str, Sequence[Sample]]) -> dict[str, object]:
+    """The bandwidth at 30 bytes a parameter, as a share of the copy's in the same round."""
+    base = [sample.wall for sample in samples[COPY]]
+    return {
+        name: round(statistics.median(b / s.wall for b, s in zip(base, taken, strict=True)), 3)
+        for name, taken in samples.items()
+    }
+
+
+class Split(NamedTuple):
+    """A step in two: what comes before it is not counted.
+
+    Attributes:
+        before: leaves gradients.
+        step: the step.
+    """
+
+    before: Variant
+    step: Variant
+
+
+def host(options: argparse.Namespace) -> None:
+    """Host time, launches and waits of the step alone."""
+    device = options.device
+    runs = {
+        BY_HAND: whole(by_hand(MANY, device, functools.partial(torch.optim.AdamW, fused=True))),
+        "GradScaler, float32, AdamW(fused=True)": whole(
+            with_grad_scaler(MANY, device, functools.partial(torch.optim.AdamW, fused=True))
+        ),
+        "halfpeak O2, FusedAdamW": split_engine(device),
+    }
+    times: dict[str, list[Sample]] = {name: [] for name in runs}
+    for turn in range(options.rounds + 3):
+        for name, run in runs.items():
+            sample = until_free(run, device)
+            if turn >= 3:
+                times[name].append(sample)
+    counts = {name: calls(run) for name, run in runs.items()}
+    report(
+        "gpu_host",
+        "400 tensors of 1024, until the host is free",
+        times,
+        baseline=BY_HAND,
+        options=options,
+        launches={name: count[0] for name, count in counts.items()},
+        waits={name: count[1] for name, count in counts.items()},
+    )
+    for name, (launches, waits) in counts.items():
+        print(f"  {name:52} {launches:>5} launches {waits:>3} waits")
+
+
+def whole(run: Variant) -> Split:
+    return Split(lambda: None, run)
+
+
+def split_engine(device: str) -> Split:
+    model = nn.ParameterList([nn.Parameter(torch.randn(1024, device=device)) for _ in range(400)])
+    optimizer = FusedAdamW(model.parameters())
+    engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=low_dtype(device), clip=1.0)
+    parameters = list(model)
+    gradients = [torch.full_like(p, 0.01) for p in parameters]
+    loss = torch.zeros((), device=device)
+
+    def before() -> None:
+        with engine.scaled(loss, lanes=engine.lanes):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    return Split(before, engine.step)
+
+
+def until_free(run: Split, device: str) -> Sample:
+    run.before()
+    synchronise(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    run.step()
+    sample = Sample(time.process_time() - cpu, time.perf_counter() - wall)
+    synchronise(device)
+    return sample
+
+
+def calls(run: Split) -> tuple[int, int]:
+    """Kernels that the step launches, and calls in it that wait for the device."""
+    run.before()
+    synchronise("cuda")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run.step()
+    names = [event.name for event in found.events()]
+    # The profiler waits itself when it ends, and that call is not of the step.
+    closing = 1 if "cudaDeviceSynchronize" in names else 0
+    return sum(map(names.count, LAUNCHES)), sum(map(names.count, WAITS)) - closing
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Bytes per parameter after some steps and at the peak within one, gradients included where they are held."""
+    shapes: list[Shape] = [(4096, 4096)] * 8
+    total = 8 * 4096 * 4096
+    fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
+    makers: dict[str, Callable[[], Variant]] = {
+        BY_HAND: lambda: by_hand(shapes, options.device, fused),
+        "by hand, AdamW(foreach=True)": lambda: by_hand(shapes, options.device, foreach),
+        "GradScaler, float32, AdamW(fused=True)": lambda: with_grad_scaler(shapes, options.device, fused),
+        "halfpeak O2, AdamW(fused=True)": lambda: with_engine(shapes, options.device, fused),
+        "halfpeak O2, FusedAdamW": lambda: with_engine(shapes, options.device, FusedAdamW),
+    }
+    rows: list[dict[str, object]] = []
+    print("\ngpu_memory: bytes per parameter, low gradients of 2 (float32: 4) included")
+    for name, make in makers.items():
+        free(options.device)
+        start = torch.cuda.memory_allocated()
+        run = make()
+        for _ in range(3):
+            run()
+        synchronise(options.device)
+        held = (torch.cuda.memory_allocated() - start) / total
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        peak = (torch.cuda.max_memory_allocated() - start) / total
+        print(f"  {name:52} {held:8.3f} held {peak:8.3f} at the peak")
+        rows.append(
+            {"case": "134 M parameters", "variant": name, "held": round(held, 4), "peak": round(peak, 4)}
+        )
+        del run
+    save("gpu_memory", rows, options)
+
+
+def first_steps(options: argparse.Namespace) -> None:
+    """Seconds of the first two steps of a process, with an empty cache on disk and with a full one."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for case in ("nothing cached", "cached on disk"):
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            command = [sys.executable, __file__, "--first-steps"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            seconds = float(done.stdout.split()[-1])
+            print(f"\ngpu_compile: {case}: {seconds:.2f} s")
+            rows.append({"case": "O2 with FusedAdamW", "variant": case, "seconds": round(seconds, 3)})
+    save("gpu_compile", rows, options)
+
+
+def time_first_steps() -> None:
+    """In a process of its own."""
+    torch.ones(1, device="cuda")
+    run = split_engine("cuda")
+    synchronise("cuda")
+    start = time.perf_counter()
+    for _ in range(2):
+        run.before()
+        run.step()
+    synchronise("cuda")
+    print(time.perf_counter() - start)
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def free(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--first-steps"]:
+        time_first_steps()
+    else:
+        main()
