@@ -30,6 +30,7 @@ from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
+from halfpeak.engine.memory import Memory
 from halfpeak.engine.prepare import prepare
 from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.parts.clip import ClipNorm, ClipValue
@@ -52,6 +53,7 @@ __all__ = [
     "Level",
     "LossIdError",
     "LossScaleCollapse",
+    "Memory",
     "OrderError",
     "ParameterError",
     "Policy",

@@ -24,6 +24,7 @@ from halfpeak.engine.hooks import CatchUp, hook_loads, hook_steps
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.lookup import find_lanes, find_scaler
+from halfpeak.engine.memory import Memory, measure
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
@@ -281,6 +282,10 @@ class Engine(Readings):
         """What models do before they compute: a step that an exception has left is put right, a new one may begin."""
         self.phases.catch_up(self.lanes)
         self.buffers.begin()
+
+    def memory(self) -> Memory:
+        """How many bytes are held now, by what they are for; see :class:`halfpeak.Memory`."""
+        return measure(self)
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.

@@ -31,6 +31,7 @@ class Remainders:
         self._codec = codec
         self._marks: dict[int, tuple[int, int]] = {}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._zeros: dict[torch.device, Tensor] = {}
         self._known: tuple[list[int], set[int]] = ([], set())
 
     def keeps(self, parameter: Tensor) -> bool:
@@ -80,8 +81,8 @@ class Remainders:
         """A float32 tensor of a weight's shape and of no memory, whose ``grad`` is stepped if there is one."""
         known = self._stand_ins.get(id(parameter))
         if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
-            one = torch.zeros((), device=parameter.device).expand(parameter.shape)
-            known = self._stand_ins[id(parameter)] = (parameter, one)
+            zero = self._zeros.setdefault(parameter.device, torch.zeros((), device=parameter.device))
+            known = self._stand_ins[id(parameter)] = (parameter, zero.expand(parameter.shape))
         return known[1]
 
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
