@@ -215,3 +215,10 @@ def test_the_other_commands_work_without_libcst(
         capsys.readouterr().err
         == "halfpeak migrate: libcst is not installed; write pip install 'halfpeak[migrate]'\n"
     )
+
+
+def test_a_notebook_that_is_named_is_refused_and_in_a_folder_passed_over() -> None:
+    notebook = put("folder/a.ipynb", '{"cells": []}')
+    with pytest.raises(ConfigError, match=r"is a notebook; write jupyter nbconvert"):
+        find([notebook])
+    assert find([notebook.parent]) == []

@@ -23,12 +23,16 @@ def find(paths: Sequence[Path]) -> list[Path]:
     skipped: what a link points at is rewritten where it lies.
 
     Raises:
-        ConfigError: a path that does not exist.
+        ConfigError: a path that does not exist, or a notebook.
     """
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
             raise ConfigError(f"there is no {path}; name files or folders that exist")
+        if path.suffix == ".ipynb":
+            raise ConfigError(
+                f"{path} is a notebook; write jupyter nbconvert --to script {path} and name the result"
+            )
         for file in sorted(_under(path)) if path.is_dir() else [path]:
             found.setdefault(file.resolve(), file)
     return list(found.values())
