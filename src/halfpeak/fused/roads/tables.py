@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import starmap
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -136,6 +136,8 @@ class Tables:
         self._lrs: list[Tensor | None] = []
         self._last: Sequence[Tensor | None] | None = None
         self._held: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._chunks: list[tuple[Kind, Any]] = []
 
     def fits(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None]) -> bool:
         """Whether these are the tables of ``pieces`` with gradients of these dtypes."""
@@ -145,12 +147,19 @@ class Tables:
 
     def chunks(self, grads: Sequence[Tensor | None]) -> list[tuple[Kind, Any]]:
         """The chunks of each kind, with the addresses of these gradients."""
-        if grads is not self._last:
-            own = cast(list[Tensor], [grads[i] for i in self._order])
-            if any(map(ne, map(Tensor.stride, own), self._strides)):
-                own = list(starmap(_in_order, zip(own, self._forms, strict=True)))
-            self._last, self._held = grads, own
-        addresses = list(map(Tensor.data_ptr, self._held))
+        if grads is self._last:
+            return self._chunks
+        own = cast(list[Tensor], [grads[i] for i in self._order])
+        if list(map(Tensor.stride, own)) != self._strides:
+            own = list(starmap(_in_order, zip(own, self._forms, strict=True)))
+        self._last, self._held = grads, own
+        addresses = list(map(Tensor.data_ptr, own))
+        if addresses != self._addresses or is_capturing(self._device):
+            self._addresses = addresses
+            self._chunks = self._chunks_at(addresses)
+        return self._chunks
+
+    def _chunks_at(self, addresses: list[int]) -> list[tuple[Kind, Any]]:
         table = self._grads.put(addresses)
         return [
             (
