@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from halfpeak import __version__
 from halfpeak.cli.config_file import read_config
-from halfpeak.cli.main import COMMANDS, main
+from halfpeak.cli.main import COMMANDS, Command, main
 from halfpeak.cli.options import LATEST, parse
 from halfpeak.core.errors import ConfigError
 from halfpeak.recipes.plan import names
@@ -188,3 +189,15 @@ def test_a_missing_matplotlib_costs_only_the_picture(
         in capsys.readouterr().out
     )
     assert not Path("out/history.png").exists()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_tells_of_resume_where_there_is_one(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(arguments: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("halfpeak.cli.main.COMMANDS", {name: Command("", stopped)})
+    assert main([name]) == 130
+    assert ("--resume" in capsys.readouterr().err) == (name == "train")

@@ -85,7 +85,8 @@ def _guarded(name: str, rest: Sequence[str]) -> int:
     except OSError as error:
         return _fail(title, str(error), FAILED)
     except KeyboardInterrupt:
-        return _fail(title, "stopped at once; --resume continues from the last checkpoint", INTERRUPTED)
+        onward = "; --resume continues from the last checkpoint" if name == "train" else ""
+        return _fail(title, f"stopped at once{onward}", INTERRUPTED)
 
 
 def _fail(title: str, message: str, status: int) -> int:
