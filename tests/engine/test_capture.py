@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
-from halfpeak.engine.capture import Captured
+from halfpeak.engine.capture import WARM_UPS, Captured
 from halfpeak.engine.engine import Engine
 from halfpeak.fused import FusedAdamW, FusedLAMB
 from support.graph import emulate_graphs
@@ -116,6 +116,32 @@ def test_capturing_trains_nothing(device: str) -> None:
     assert torch.equal(generator, torch.get_rng_state())
     assert not run.engine.has_open_window
     assert all(p.grad is None for group in run.optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("good", [0, 1, WARM_UPS])
+def test_a_loss_function_that_raises_leaves_no_trace(good: int, device: str) -> None:
+    run, calls = Run(device), iter(range(WARM_UPS + 1))
+    run.step(0)
+    before = run.state()
+
+    def failing(inputs: Tensor, factor: Tensor) -> Tensor:
+        loss = run.loss(inputs, factor)
+        if next(calls) == good:
+            raise KeyError("mine")
+        return loss
+
+    with pytest.raises(KeyError, match="mine"):
+        run.engine.capture(failing, *run.batch(99))
+    if good < WARM_UPS or device == "cuda":
+        # The emulation has run the forward pass that it was recording.
+        assert_same(before, run.state())
+    plain = Run(device)
+    if good < WARM_UPS:
+        for step in range(2):
+            plain.step(step)
+        run.step(1)
+        assert_same(plain.state(), run.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
