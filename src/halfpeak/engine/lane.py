@@ -37,7 +37,6 @@ class Lane:
         masters: shared between the lanes of an engine, so that a parameter of two optimizers has one master.
         owner: asked when the optimizer is stepped; it must not hold the lane.
         device: where ``found_inf`` lives.
-        count: how many lanes the engine has.
 
     Attributes:
         count: how many lanes the engine has.
