@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.fused import FusedAdamW, FusedSGD
 from reliability.support import LEVELS, batch, net, state_hash, train
 
 MASTERED = ("O2", "O5")
@@ -23,6 +24,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "FusedAdamW": lambda p: FusedAdamW(p, lr=0.01),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.5),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),

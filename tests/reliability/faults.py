@@ -16,6 +16,7 @@ import halfpeak
 
 ROOT = str(Path(halfpeak.__file__).parent)
 TORCH_OPTIM = str(Path(torch.optim.__file__).parent)
+FUSED = str(Path(ROOT) / "fused" / "optimizer.py")
 BATCH_NORM = torch.nn.modules.batchnorm.__file__
 EVERYBODYS = {"wrapper", "zero_grad"}
 """Functions of torch.optim that call step hooks, before or after an optimizer's own code, or have none."""
@@ -100,7 +101,7 @@ class _Tracer:
 
 
 def _is_no_point(frame: FrameType) -> bool:
-    return _leaves_with(frame) or _is_inside_torch(frame)
+    return _leaves_with(frame) or _is_inside_torch(frame) or _is_inside_fused(frame)
 
 
 def _is_inside_torch(frame: FrameType) -> bool:
@@ -115,6 +116,16 @@ def _is_inside_torch(frame: FrameType) -> bool:
         if code.co_filename.startswith(TORCH_OPTIM) and code.co_name not in EVERYBODYS:
             return True
         if code.co_filename == BATCH_NORM:
+            return True
+        caller = caller.f_back
+    return False
+
+
+def _is_inside_fused(frame: FrameType) -> bool:
+    """Whether a fused optimizer is writing: interrupted there, it is as half done as torch's own."""
+    caller: FrameType | None = frame
+    while caller is not None:
+        if (caller.f_code.co_filename, caller.f_code.co_name) == (FUSED, "_write"):
             return True
         caller = caller.f_back
     return False

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak import Engine
+from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.parts.loss_scaler import LossScaler
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, foreach=True),
     "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, fused=True),
+    "FusedAdamW": lambda parameters: FusedAdamW(parameters, lr=0.01, eps=1e-4),
+    "FusedSGD": lambda parameters: FusedSGD(parameters, lr=0.05, momentum=0.9, dampening=0.3),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-4, foreach=True),
 }
 """``eps`` is large enough for float16, in which O3 steps."""

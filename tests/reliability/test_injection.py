@@ -39,7 +39,7 @@ def cases() -> list[Case]:
     """Every level with every optimizer; accumulation and clipping go round so that each pair of columns meets."""
     chosen: list[Case] = []
     for i, level in enumerate(LEVELS):
-        for j, optimizer in enumerate(("SGD", "AdamW", "AdamW fused")):
+        for j, optimizer in enumerate(("SGD", "AdamW", "AdamW fused", "FusedAdamW")):
             chosen.append(Case(level, optimizer, (1, 3)[(i + j) % 2], list(CLIPS)[(i + 2 * j) % 3]))
             chosen.append(Case(level, optimizer, (3, 1)[(i + j) % 2], list(CLIPS)[(i + 2 * j + 1) % 3]))
     return chosen

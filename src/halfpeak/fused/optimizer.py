@@ -14,6 +14,7 @@ from halfpeak.core.errors import ParameterError
 from halfpeak.fused.arguments import check_group
 from halfpeak.fused.books import Account, Books
 from halfpeak.fused.checks import check_gradients, check_parameter
+from halfpeak.fused.counters import Counter
 from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row
 from halfpeak.fused.forms.remainders import Remainders
 from halfpeak.fused.forms.storage import Storage
@@ -177,20 +178,24 @@ class FusedOptimizer(Optimizer):
         }
         return state
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Check what :meth:`load_state_dict` would load.
+
+        Raises:
+            StateError: a tensor has not the shape of its parameter, or a form that cannot be read here.
+        """
+        rows = zip(targets_of(self), self._rules_of_targets(), _rows_of(state_dict), strict=False)
+        for target, rule, (index, row) in rows:
+            check_row(index, row, rule, target)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype.
 
         Raises:
             StateError: a tensor has not the shape of its parameter, or a form that cannot be read here.
         """
-        rules = [
-            self.rule(group).for_weight(target.dtype)
-            for group in self.param_groups
-            for target in group["params"]
-        ]
-        targets = targets_of(self)
-        for target, rule, (index, row) in zip(targets, rules, _rows_of(state_dict), strict=False):
-            check_row(index, row, rule, target)
+        self.check_state(state_dict)
+        targets, rules = targets_of(self), self._rules_of_targets()
         before = [self.state.get(target, {}).get(REMAINDER) for target in targets]
         super().load_state_dict(cast("dict[str, Any]", state_dict))
         _keep_dtypes(self, state_dict)
@@ -209,6 +214,13 @@ class FusedOptimizer(Optimizer):
         if not is_loading:
             self.keeper = self._make_keeper()
         self._begin()
+
+    def _rules_of_targets(self) -> list[Rule]:
+        return [
+            self.rule(group).for_weight(target.dtype)
+            for group in self.param_groups
+            for target in group["params"]
+        ]
 
     def _make_keeper(self) -> Remainders | None:
         remainder = self._storage.remainder
@@ -246,19 +258,24 @@ class FusedOptimizer(Optimizer):
         layout = cast(Layout, self._layout)
         road = self._road_for(pieces)
         if isinstance(road, DeviceRoad):
-            road.move(self._moves(pieces, feed, found_inf))
-        elif found_inf is not None and bool(found_inf):
-            return
-        else:
-            # First what may raise: a bad learning rate must not have counted a step.
+            moves = self._moves(pieces, feed, found_inf)
+            self._write(layout.moving, (), lambda: road.move(moves))
+        elif found_inf is None or not bool(found_inf):
+            # What may raise comes first: a bad learning rate must not have counted a step.
             orders = self._orders(pieces, feed.factor)
-            for counter in layout.counters(pieces):
-                counter.count()
-            road.update(orders, feed.grads)
+            self._write(layout.moving, layout.counters(pieces), lambda: road.update(orders, feed.grads))
+
+    def _write(
+        self, moving: Sequence[Tensor], counters: Iterable[Counter], run: Callable[[], object]
+    ) -> None:
+        """Step. Whoever interrupts this has stepped, and left it half done as in any optimizer of torch's."""
         self.moves += 1
+        for counter in counters:
+            counter.count()
+        run()
         self._forget()
         # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
-        torch.autograd.graph.increment_version(layout.moving)
+        torch.autograd.graph.increment_version(moving)
         if self.keeper is not None:
             self.keeper.note()
 
