@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfpeak.fused.blocks import Block
 from halfpeak.fused.gather import Gather
 from halfpeak.fused.kernel import measure
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import DeviceRoad, Moves, Reading
 from halfpeak.fused.rules.base import Rule
+
+CHUNK = 2**22
+"""Elements at a time: enough to keep a device busy, and intermediate results take little beside what is held."""
 
 
 class EagerDeviceRoad(DeviceRoad):
@@ -27,8 +31,9 @@ class EagerDeviceRoad(DeviceRoad):
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
         home = factor.device
         read = [
-            measure(vector, factor.to(vector.device))
-            for vector in (self._gather(piece.block, grads) for piece in pieces)
+            measure(chunk, factor.to(chunk.device))
+            for piece in pieces
+            for chunk in self._gather(piece.block, grads).split(CHUNK)
         ]
         squares, flags = zip(*[(total.to(home), flag.to(home)) for total, flag in read], strict=True)
         return Reading(torch.stack(squares).sum(), torch.stack(flags).any().float())
@@ -43,7 +48,10 @@ class EagerDeviceRoad(DeviceRoad):
             key = (piece.rule, id(piece.counter), wide)
             if key not in numbers:
                 numbers[key] = _numbers(piece, moves, wide)
-            _update(piece, self._gather(piece.block, moves.grads), numbers[key], moves.found_inf)
+            grad = self._gather(piece.block, moves.grads)
+            size = len(grad) if piece.rule.layerwise else CHUNK
+            for start in range(0, len(grad), size):
+                _update(piece, grad, slice(start, start + size), numbers[key], moves.found_inf)
         for counter in {id(piece.counter): piece.counter for piece in moves.pieces}.values():
             found_inf = moves.found_inf
             counter.step.add_(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
@@ -76,13 +84,14 @@ def _there(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.full((), float(value), dtype=dtype, device=device)
 
 
-def _update(piece: Piece, grad: Tensor, numbers: Tensor, found_inf: Tensor | None) -> None:
-    block, wide = piece.block, numbers.dtype
+def _update(piece: Piece, grad: Tensor, at: slice, numbers: Tensor, found_inf: Tensor | None) -> None:
+    weight, low, slots = piece.block.chunk(at) if not piece.rule.layerwise else _all_of(piece.block)
+    wide = numbers.dtype
     factor, *constants = numbers.unbind()
-    whole, *state = piece.rule.read(block.weight, block.slots, wide)
-    moved = piece.rule(whole, grad.to(wide) * factor, state, constants)
+    whole, *state = piece.rule.read(weight, slots, wide)
+    moved = piece.rule(whole, grad[at].to(wide) * factor, state, constants)
     skips = None if found_inf is None else found_inf.to(grad.device) != 0
-    written = zip((block.weight, *block.slots), piece.rule.written(moved, constants), strict=True)
+    written = zip((weight, *slots), piece.rule.written(moved, constants), strict=True)
     # What is written together was read together: an encoding may depend on all of it.
     ends = [
         (end, value if skips is None else torch.where(skips, end, value.to(end.dtype)))
@@ -90,6 +99,9 @@ def _update(piece: Piece, grad: Tensor, numbers: Tensor, found_inf: Tensor | Non
     ]
     for end, value in ends:
         end.copy_(value)
-    if block.low is not None:
-        low = moved[0] if skips is None else torch.where(skips, block.low, moved[0].to(block.low.dtype))
-        block.low.copy_(low)
+    if low is not None:
+        low.copy_(moved[0] if skips is None else torch.where(skips, low, moved[0].to(low.dtype)))
+
+
+def _all_of(block: Block) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    return block.weight, block.low, block.slots
