@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import StateError
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Phase
+from halfpeak.fused.optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
     from halfpeak.engine.engine import Engine
@@ -74,6 +75,8 @@ def check_optimizer(optimizer: Optimizer, saved: object) -> None:
             if not 0 <= index < len(parameters):
                 raise StateError(f"the state speaks of parameter {index} of {len(parameters)}")
             _check_entries(index, parameters[index], entries)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.check_state(saved)
 
 
 def check_window(engine: Engine, window: object) -> None:

@@ -15,7 +15,7 @@ from halfpeak.fused.arguments import check_group
 from halfpeak.fused.books import Account, Books
 from halfpeak.fused.checks import check_gradients, check_parameter
 from halfpeak.fused.counters import Counter
-from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row
+from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of
 from halfpeak.fused.forms.remainders import Remainders
 from halfpeak.fused.forms.storage import Storage
 from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
@@ -184,7 +184,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             StateError: a tensor has not the shape of its parameter, or a form that cannot be read here.
         """
-        rows = zip(targets_of(self), self._rules_of_targets(), _rows_of(state_dict), strict=False)
+        rows = zip(targets_of(self), self._rules_of_targets(), rows_of(state_dict), strict=False)
         for target, rule, (index, row) in rows:
             check_row(index, row, rule, target)
 
@@ -198,7 +198,7 @@ class FusedOptimizer(Optimizer):
         targets, rules = targets_of(self), self._rules_of_targets()
         before = [self.state.get(target, {}).get(REMAINDER) for target in targets]
         super().load_state_dict(cast("dict[str, Any]", state_dict))
-        _keep_dtypes(self, state_dict)
+        keep_dtypes(self, state_dict)
         for target, rule, rest in zip(targets, rules, before, strict=True):
             if rest is not None or target in self.state:
                 adapt_row(self.state[target], rule, target, rest)
@@ -323,18 +323,3 @@ class FusedOptimizer(Optimizer):
         if self._road is None:
             self._road = choose(self._wish, pieces)
         return self._road
-
-
-def _rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The saved states with their numbers, in the order of the groups. Torch finds out if there are as many as here."""
-    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
-    return ((index, loaded["state"].get(index, {})) for index in numbers)
-
-
-def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
-    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
-    for index, target in zip(numbers, targets_of(optimizer), strict=True):
-        for name, value in loaded["state"].get(index, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[target][name] = value.detach().to(target.device, copy=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.fused.blocks import flat, is_dense
 from halfpeak.fused.forms.stored import Stored
+from halfpeak.fused.layout import targets_of
 from halfpeak.fused.rules.base import Rule
 
-REMAINDER = "remainder"
+REMAINDER: Final = "remainder"
+"""The name of a remainder in the state of its parameter."""
 
 
 def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
@@ -73,3 +76,18 @@ def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before:
                 parts = codec.encode(flat(ordered), torch.zeros((), device=value.device))
                 row[name] = parts[0].as_strided(like.shape, like.stride())
                 row.update({name + p.name: t for p, t in zip(codec.parts[1:], parts[1:], strict=True)})
+
+
+def rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The saved states with their numbers, in the order of the groups. Torch finds out if there are as many as here."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    return ((index, loaded["state"].get(index, {})) for index in numbers)
+
+
+def keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    for index, target in zip(numbers, targets_of(optimizer), strict=True):
+        for name, value in loaded["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[target][name] = value.detach().to(target.device, copy=True)

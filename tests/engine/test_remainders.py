@@ -1,0 +1,275 @@
+"""An optimizer that keeps remainders trains as one with float32 masters, bit for bit, and says so in every state."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from halfpeak import amp
+from halfpeak.core.errors import ConfigError, OrderError, ParameterError, StateError
+from halfpeak.fused import FusedAdamW
+from halfpeak.fused.roads.choose import RoadName
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+"""From the import of torch's own compiler."""
+
+TIE = 0x8000
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, 24, bias=False), nn.Linear(24, 4)
+    )
+
+
+def prepared(*, accumulate: int = 1, level: str = "O5", clip: Any = 1.0, **adam: Any) -> halfpeak.Engine:
+    model = network()
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2, **adam)
+    scale = halfpeak.ScaleConfig(init=2.0**10, interval=7)
+    return halfpeak.prepare(
+        model, optimizer, level, clip=clip, accumulate=accumulate, loss_scale="dynamic", scale=scale
+    )
+
+
+def iterate(engine: halfpeak.Engine, index: int) -> halfpeak.StepResult:
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(index))
+    with engine.forward():
+        loss = engine.model(inputs).float().square().mean()
+    engine.backward(loss * (float("inf") if index % 13 == 5 else 1.0))
+    return engine.step()
+
+
+def follow(masters: halfpeak.Engine, remainders: halfpeak.Engine) -> int:
+    """Let the model with masters compute with the same one of two nearest weights; how often there were two."""
+    ties = 0
+    pairs = zip(masters.model.parameters(), remainders.model.parameters(), strict=True)
+    for rounded, kept in pairs:
+        differs = rounded.detach() != kept.detach()
+        if bool(differs.any()):
+            exact = masters.masters.of(rounded)
+            assert exact is not None
+            assert bool(((exact.detach().view(torch.int32)[differs] & 0xFFFF) == TIE).all())
+            # Without a trace, so that the master stays what it is.
+            rounded.data.copy_(kept.data)
+            ties += int(differs.sum())
+    return ties
+
+
+def assert_same(one: halfpeak.Engine, other: halfpeak.Engine) -> None:
+    for name, value in one.model.state_dict().items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value, other.model.state_dict()[name])
+    for a, b in zip(states(one), states(other), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def states(engine: halfpeak.Engine) -> list[dict[str, torch.Tensor]]:
+    state = engine.optimizers[0].state_dict()["state"]
+    return [state[index] for index in sorted(state)]
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [1.0, halfpeak.ClipValue(value=0.05)], ids=["norm", "value"])
+def test_training_is_that_of_float32_masters_bit_for_bit(road: RoadName, accumulate: int, clip: Any) -> None:
+    masters = prepared(accumulate=accumulate, road=road, clip=clip)
+    remainders = prepared(accumulate=accumulate, road=road, clip=clip, master="remainder")
+    for index in range(220 * (1 if accumulate == 1 else 2)):
+        if index == 100:
+            state = copy.deepcopy(remainders.state_dict())
+            remainders = prepared(accumulate=accumulate, road=road, clip=clip, master="remainder")
+            remainders.load_state_dict(state)
+        if index == 151:
+            remainders = copy.deepcopy(remainders)
+        expected, found = iterate(masters, index), iterate(remainders, index)
+        assert torch.equal(expected.found_inf, found.found_inf)
+        follow(masters, remainders)
+    assert_same(masters, remainders)
+    assert int(remainders.skipped) > 10
+    assert len(remainders.masters) == 0
+    assert all("remainder" in row for row in states(remainders)[:2])
+
+
+@pytest.mark.parametrize(
+    "adam",
+    [
+        {"master": "remainder"},
+        {"master": "remainder", "moments": torch.bfloat16},
+        {"master": "remainder8", "moments": "int8"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_resumes_bit_for_bit_at_every_step(adam: dict[str, Any], accumulate: int) -> None:
+    straight = prepared(accumulate=accumulate, road="eager", **adam)
+    broken = prepared(accumulate=accumulate, road="eager", **adam)
+    for index in range(24):
+        iterate(straight, index)
+        iterate(broken, index)
+        file = io.BytesIO()
+        torch.save(broken.state_dict(), file)
+        file.seek(0)
+        broken = prepared(accumulate=accumulate, road="eager", **adam)
+        broken.load_state_dict(torch.load(file, weights_only=True))
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, broken.model.state_dict()[name])
+    for a, b in zip(states(straight), states(broken), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_state_dict_has_the_digits_that_were_there_before() -> None:
+    exact = {name: value.clone() for name, value in network().state_dict().items()}
+    engine = prepared(master="remainder")
+    assert all(torch.equal(value, exact[name]) for name, value in engine.model.state_dict().items())
+    other = {name: torch.randn_like(value) for name, value in exact.items()}
+    engine.model.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in engine.model.state_dict().items())
+    iterate(engine, 0)
+    moved = engine.model.state_dict()["0.weight"] - other["0.weight"]
+    assert 0 < float(moved.abs().max()) < 0.05
+
+
+def test_ties_are_loaded_too() -> None:
+    engine = prepared(master="remainder")
+    state = engine.model.state_dict()
+    bits = state["0.weight"].view(torch.int32)
+    state["0.weight"] = ((bits & ~0xFFFF) | TIE).view(torch.float32)
+    engine.model.load_state_dict(state)
+    assert torch.equal(engine.model.state_dict()["0.weight"], state["0.weight"])
+
+
+def test_a_weight_is_worth_what_somebody_has_written() -> None:
+    engine = prepared(master="remainder")
+    iterate(engine, 0)
+    weight = engine.model.get_parameter("0.weight")
+    with torch.no_grad():
+        weight.fill_(0.5)
+    assert bool((engine.model.state_dict()["0.weight"] == 0.5).all())
+    iterate(engine, 1)
+    moved = engine.model.state_dict()["0.weight"] - 0.5
+    assert float(moved.abs().max()) < 0.02
+    weight.data = torch.full_like(weight, 0.25)
+    assert bool((engine.model.state_dict()["0.weight"] == 0.25).all())
+
+
+def test_zero_grad_drops_a_window_of_several_passes() -> None:
+    engines = [prepared(accumulate=2, master="remainder"), prepared(accumulate=2, master="remainder")]
+    for engine in engines:
+        iterate(engine, 0)
+    for set_to_none in (True, False):
+        engines[0].optimizers[0].zero_grad(set_to_none=set_to_none)
+        assert not any(
+            lane_target.grad is not None and bool(lane_target.grad.any())
+            for lane_target in engines[0].lanes[0].roster().targets
+        )
+
+
+def test_gradients_of_a_window_are_summed_in_float32() -> None:
+    engine = prepared(accumulate=3, master="remainder")
+    iterate(engine, 0)
+    iterate(engine, 1)
+    gradients = [g for target in engine.lanes[0].roster().targets if (g := target.grad) is not None]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert all(
+        parameter.grad is None for parameter in engine.model.parameters() if parameter.dtype is torch.bfloat16
+    )
+
+
+def test_the_engine_can_be_taken_off_and_put_on_again() -> None:
+    engine = prepared(master="remainder")
+    for index in range(3):
+        iterate(engine, index)
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    model, optimizer = engine.model, engine.optimizers[0]
+    engine.remove()
+    assert model.state_dict()["0.weight"].dtype is torch.bfloat16
+    again = halfpeak.prepare(model, optimizer, "O5")
+    assert all(torch.equal(value, before[name]) for name, value in again.model.state_dict().items())
+
+
+def test_another_forms_state_goes_in() -> None:
+    whole, small = prepared(), prepared(master="remainder8", moments="int8")
+    for index in range(4):
+        iterate(whole, index)
+    small.load_state_dict(copy.deepcopy(whole.state_dict()))
+    weights, loaded = whole.model.state_dict(), small.model.state_dict()
+    assert all(torch.allclose(weights[name], loaded[name], rtol=2.0**-15, atol=0) for name in weights)
+    assert states(small)[0]["exp_avg"].dtype is torch.int8
+    iterate(small, 4)
+    before = copy.deepcopy(whole.model.state_dict())
+    with pytest.raises(StateError, match="moments='int8'"):
+        whole.load_state_dict(small.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in whole.model.state_dict().items())
+    kept = prepared(master="remainder")
+    kept.load_state_dict(copy.deepcopy(whole.state_dict()))
+    iterate(whole, 5)
+    iterate(kept, 5)
+    follow(whole, kept)
+    assert_same(whole, kept)
+    masters = prepared()
+    masters.load_state_dict(copy.deepcopy(kept.state_dict()))
+    follow(masters, kept)
+    iterate(masters, 6)
+    iterate(kept, 6)
+    follow(masters, kept)
+    assert_same(masters, kept)
+    assert all("remainder" not in row for row in states(masters))
+
+
+def test_what_cannot_work_is_refused_before_anything_changes() -> None:
+    model = network()
+    optimizer = FusedAdamW(model.parameters(), master="remainder")
+    with pytest.raises(ConfigError, match="float16"):
+        halfpeak.prepare(model, optimizer, "O2")
+    with pytest.raises(ConfigError, match="no master weights"):
+        halfpeak.prepare(model, optimizer, "O3", cast_model_type=torch.bfloat16)
+    with pytest.raises(ParameterError, match="another optimizer"):
+        halfpeak.prepare(model, [optimizer, torch.optim.SGD(model[0].parameters(), lr=0.1)], "O5")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not optimizer.state
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    alone = FusedAdamW([half], master="remainder")
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ParameterError, match="float16"):
+        alone.step()
+
+
+def test_it_works_through_amp_which_has_no_masters_to_give() -> None:
+    model = network()
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2, master="remainder")
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with amp.scale_loss(model(torch.ones(2, 16)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(OrderError, match=r"model.state_dict\(\)"):
+        list(amp.master_params(optimizer))
+    optimizer.step()
+    after = model.state_dict()
+    assert all(value.dtype is torch.float32 for value in after.values())
+    assert not torch.equal(after["0.weight"], before["0.weight"])
+
+
+def test_without_an_engine() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(300).bfloat16()
+    low = nn.Parameter(start.clone())
+    master = nn.Parameter(start.float())
+    kept, whole = FusedAdamW([low], lr=1e-4, master="remainder"), FusedAdamW([master], lr=1e-4)
+    for _ in range(50):
+        gradient = torch.randn(300).bfloat16()
+        low.grad, master.grad = gradient, gradient.float()
+        kept.step()
+        whole.step()
+    assert kept.keeper is not None
+    assert torch.equal(kept.keeper.value_of(low), master.detach())
+    copied = copy.deepcopy(kept)
+    assert copied.keeper is not None
+    assert torch.equal(copied.keeper.value_of(copied.param_groups[0]["params"][0]), master.detach())
