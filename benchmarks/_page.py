@@ -11,13 +11,16 @@ from _harness import RESULTS, read
 Rows: TypeAlias = list[dict[str, Any]]
 Results: TypeAlias = Mapping[str, Rows]
 
-QUESTIONS = ("step", "training", "accumulation", "casting", "compile")
+QUESTIONS = ("step", "memory", "training", "accumulation", "casting", "compile")
 AMP, HAND = "native AMP", "by hand, AdamW(fused=True)"
 FUSED, PER_OP, LOW = (
     "halfpeak O2, FusedAdamW, compiled road",
     "halfpeak per operation, torch's lists",
     "halfpeak O2",
 )
+
+
+LISTS, AUTOCAST = "halfpeak, torch's lists", "torch.autocast"
 
 
 class Goal(NamedTuple):
@@ -53,10 +56,23 @@ GOALS = (
     ),
     Goal("bound by overhead, O2", "training", "40 layers", LOW, AMP, 0.80),
     Goal("bound by overhead, per operation", "training", "40 layers", PER_OP, AMP, 1.02),
+    *(
+        Goal(
+            f"1,000 calls of {name}, torch's lists", "casting", f"1000 calls of {name}", LISTS, AUTOCAST, 1.1
+        )
+        for name in ("relu", "softmax", "linear")
+    ),
     Goal("MLP, O2", "training", "MLP", LOW, "float32", 1.85, faster=True),
     Goal("CNN, O2", "training", "CNN", LOW, "float32", 1.8, faster=True),
     Goal("GPT, O2", "training", "GPT", LOW, "float32", 1.4, faster=True),
 )
+BYTES = {
+    "halfpeak O2, FusedAdamW": 16.0,
+    "halfpeak O2, FusedAdamW, remainders": 14.0,
+    "halfpeak O2, FusedAdamW, 8-bit remainders and moments": 7.2,
+}
+"""For each parameter, at most."""
+
 SECONDS = 5.0
 """For the first step to compile its kernels."""
 
@@ -77,7 +93,8 @@ def fill(page: str, results: Results) -> str:
     tables = {
         "machine": machine(results),
         "goals": goals(results),
-        **{name: ratios(rows) for name, rows in results.items() if name != "compile"},
+        **{name: ratios(rows) for name, rows in results.items() if name not in ("compile", "memory")},
+        "memory": held(results.get("memory", [])),
         "compile": seconds(results.get("compile", [])),
     }
 
@@ -95,7 +112,7 @@ def machine(results: Results) -> str:
     names = {"device": "device", "torch": "torch", "halfpeak": "halfpeak", "python": "Python", "date": "date"}
     cells = {title: ", ".join(sorted({row[name] for row in rows})) for name, title in names.items()}
     cells["interleaved rounds"] = ", ".join(
-        f"{name} {rows[0].get('processes') or rows[0]['rounds']}" for name, rows in results.items()
+        f"{name} {rows[0]['rounds']}" for name, rows in results.items() if name != "memory"
     )
     return table(["", ""], [[name, value] for name, value in cells.items()])
 
@@ -103,6 +120,11 @@ def machine(results: Results) -> str:
 def goals(results: Results) -> str:
     """Each goal beside what was measured."""
     lines = [line for goal in GOALS if (line := _goal_line(goal, results))]
+    for row in results.get("memory", []):
+        if row["variant"] in BYTES:
+            limit, measured = BYTES[row["variant"]], float(row["bytes"])
+            reached = "yes" if round(measured, 1) <= limit else "no"
+            lines.append([row["variant"], f"at most {limit} bytes a parameter", f"{measured:.2f}", reached])
     for row in results.get("compile", []):
         if row["variant"] == "FusedAdamW, nothing on disk":
             whole = float(row["s"]) + float(row["start_s"])
@@ -166,6 +188,13 @@ def _cell(row: Mapping[str, str]) -> str:
     ms = float(row["ms"])
     digits = 2 if ms < 10 else 1 if ms < 100 else 0
     return f"**{float(row['ratio']):.2f}x** {ms:.{digits}f} ms"
+
+
+def held(rows: Rows) -> str:
+    """The table of bytes."""
+    return table(
+        ["", "bytes a parameter"], [[row["variant"], f"**{float(row['bytes']):.2f}**"] for row in rows]
+    )
 
 
 def seconds(rows: Rows) -> str:

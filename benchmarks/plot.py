@@ -6,7 +6,6 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from _page import Rows, fill, load
@@ -29,11 +28,24 @@ def main() -> None:
     results = load()
     PICTURES.mkdir(parents=True, exist_ok=True)
     for question, rows in results.items():
-        figure = compile_figure(rows) if question == "compile" else ratio_figure(rows)
+        figure = draw(question, rows)
         metadata = {"Date": None} if options.format == "svg" else None
         figure.savefig(PICTURES / f"{question}.{options.format}", metadata=metadata, dpi=110)
     page = DOCS / "benchmarks.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def draw(question: str, rows: Rows) -> Figure:
+    """The picture of a question."""
+    if question == "compile":
+        names = [f"{row['case']}: {row['variant']}" for row in rows]
+        return plain_figure(
+            rows, names, ("s", "min_s", "max_s"), 5.0, "seconds of the first step (dashed: 5)"
+        )
+    if question == "memory":
+        names = [row["variant"] for row in rows]
+        return plain_figure(rows, names, ("bytes", "bytes", "bytes"), None, "bytes a parameter")
+    return ratio_figure(rows)
 
 
 def ratio_figure(rows: Rows) -> Figure:
@@ -71,26 +83,25 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
         )
     axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) * 1.0 + 0.75)
-    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 46)), fontsize=9.5, fontweight="bold", loc="left")
+    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 38)), fontsize=9.5, fontweight="bold", loc="left")
     axes.set_xlabel(f"time, as a multiple of: {base}", fontsize=8)
 
 
-def compile_figure(rows: Rows) -> Figure:
-    """Seconds of the first step by number of tensors."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    figure = Figure(figsize=(9, 0.5 + 0.3 * len(rows)), layout="constrained")
-    axes: Any = figure.subplots()
-    names = [f"{case}: {row['variant']}" for case in cases for row in rows if row["case"] == case]
-    values = [float(row["s"]) for row in rows]
+def plain_figure(
+    rows: Rows, names: Sequence[str], columns: tuple[str, str, str], limit: float | None, unit: str
+) -> Figure:
+    """A bar for each row, as long as its value; the columns are the value and the ends of its line."""
+    figure = Figure(figsize=(9, 0.6 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    values, lows, highs = ([float(row[column]) for row in rows] for column in columns)
     bars(axes, names, values, "")
-    for at, row in enumerate(rows):
-        axes.plot([float(row["min_s"]), float(row["max_s"])], [at, at], color=INK, linewidth=1.2)
-        axes.text(
-            float(row["max_s"]) + max(values) * 0.01, at, f"{row['s']} s", va="center", fontsize=8, color=INK
-        )
-    axes.axvline(5.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
-    axes.set_xlabel("seconds of the first step (dashed: 5)", fontsize=8)
-    axes.set_xlim(0, max(*values, 5.0) * 1.12)
+    for at, (value, low, high) in enumerate(zip(values, lows, highs, strict=True)):
+        axes.plot([low, high], [at, at], color=INK, linewidth=1.2)
+        axes.text(high + max(highs) * 0.01, at, f"{value:.2f}", va="center", fontsize=8, color=INK)
+    if limit is not None:
+        axes.axvline(limit, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xlabel(unit, fontsize=8)
+    axes.set_xlim(0, max(*highs, limit or 0.0) * 1.12)
     return figure
 
 

@@ -103,13 +103,15 @@ def low_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cpu" else torch.float16
 
 
-def with_engine(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
+def with_engine(
+    shapes: Sequence[Shape], device: str, make: Optimizers, low: torch.dtype | None = None
+) -> Variant:
     model = build(shapes, device)
     engine = halfpeak.prepare(
         model,
         make(list(model.parameters())),
         "O2",
-        cast_model_type=low_dtype(device),
+        cast_model_type=low or low_dtype(device),
         clip=1.0,
         scale=halfpeak.ScaleConfig(init=SCALE),
     )
