@@ -1,0 +1,85 @@
+"""One rank of ``test_fused_ranks.py``: DDP over a fused optimizer whose gradients wait for its step."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import halfpeak
+from distributed.engine_ranks import batch, net
+from distributed.launching import fork_ranks
+from halfpeak.fused import FusedAdamW
+
+STEPS = 4
+POISONED = 1
+"""The window in which one rank's loss is infinite."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "both": {"gradient_as_bucket_view": True, "static_graph": True},
+}
+NAMES = [
+    f"{level} {name} {every} {how}"
+    for level in ("O0", "O1", "O2", "O5")
+    for name in CASES
+    for every in (1, 2)
+    # A static graph's reducer does not know no_sync.
+    if every == 1 or "static_graph" not in CASES[name]
+    for how in ("waits", "never waits")
+]
+
+
+def run(rank: int, name: str) -> dict[str, Any]:
+    """A run, and what the rank had after each window."""
+    level, *words, how = name.replace("never waits", "never").split()
+    every, options = int(words.pop()), CASES[" ".join(words)]
+    model = net()
+    clip = None if how == "waits" else lambda grads: None
+    engine = halfpeak.prepare(
+        model,
+        FusedAdamW(model.parameters(), lr=0.01, eps=1e-4),
+        level,
+        accumulate=every,
+        clip=clip,
+        scale=halfpeak.ScaleConfig(init=1024.0),
+    )
+    wrapped = DistributedDataParallel(model, **options)
+    history: list[Any] = []
+    for step in range(STEPS * every):
+        with engine.forward(wrapped):
+            loss = wrapped(batch(rank, step)).float().square().mean()
+        spoilt = rank == 1 and step == POISONED * every
+        engine.backward(loss * float("inf") if spoilt else loss)
+        result = engine.step()
+        if result.boundary:
+            stepped = [
+                p.detach().clone() for group in engine.optimizers[0].param_groups for p in group["params"]
+            ]
+            weights = [p.detach().clone() for p in model.parameters()]
+            history.append([result.stepped(), engine.read_scale(), stepped, weights])
+    return {"history": history}
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=ranks,
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    torch.save({name: run(rank, name) for name in NAMES}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(rank_main))

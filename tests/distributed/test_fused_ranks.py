@@ -1,0 +1,38 @@
+"""A fused optimizer on two ranks (gloo): equal after every step, through an inf on one of them, whatever DDP does with
+gradients; and bit for bit the run whose gradients never wait for the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.fused_ranks import NAMES, POISONED, STEPS
+from distributed.launching import Seen, launch
+
+pytestmark = pytest.mark.timeout(160)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("fused_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    for mine, others in zip(one, other, strict=True):
+        assert mine[:2] == others[:2]
+        for a, b in zip([*mine[2], *mine[3]], [*others[2], *others[3]], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_are_equal_after_every_step(ranks: Seen, name: str) -> None:
+    first, second = (seen["history"] for seen in ranks[name])
+    assert_same(first, second)
+    assert [stepped for stepped, *_ in first] == [step != POISONED for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(" waits") and "never" not in name])
+def test_waiting_changes_no_bit(ranks: Seen, name: str) -> None:
+    assert_same(ranks[name][0]["history"], ranks[name.replace("waits", "never waits")][0]["history"])
