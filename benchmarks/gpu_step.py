@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from _harness import Sample, Variant, arguments, chosen, report, save, time_variants
 from step import BY_HAND, Shape, by_hand, copy, gpt, low_dtype, with_engine, with_grad_scaler
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import halfpeak
@@ -40,13 +41,11 @@ TIMED: dict[str, list[Shape]] = {
     "a transformer, 151 tensors, 1.0 B": gpt(layers=12, width=2560) + [(1024, 8192)] * 4,
 }
 COPY = "a copy of 30 bytes a parameter"
-LAUNCHES = (
-    "cudaLaunchKernel",
-    "cudaLaunchKernelExC",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
-    "cudaGraphLaunch",
-)
+FORMS: dict[str, dict[str, Any]] = {
+    "remainders": {"master": "remainder"},
+    "remainders, bfloat16 moments": {"master": "remainder", "moments": torch.bfloat16},
+    "8-bit remainders and moments": {"master": "remainder8", "moments": "int8"},
+}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -116,21 +115,23 @@ def host(options: argparse.Namespace) -> None:
         times,
         baseline=BY_HAND,
         options=options,
-        launches={name: count[0] for name, count in counts.items()},
+        kernels={name: count[0] for name, count in counts.items()},
         waits={name: count[1] for name, count in counts.items()},
     )
-    for name, (launches, waits) in counts.items():
-        print(f"  {name:52} {launches:>5} launches {waits:>3} waits")
+    for name, (kernels, waits) in counts.items():
+        print(f"  {name:52} {kernels:>5} kernels {waits:>3} waits")
 
 
 def whole(run: Variant) -> Split:
     return Split(lambda: None, run)
 
 
-def split_engine(device: str) -> Split:
-    model = nn.ParameterList([nn.Parameter(torch.randn(1024, device=device)) for _ in range(400)])
-    optimizer = FusedAdamW(model.parameters())
-    engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=low_dtype(device), clip=1.0)
+def split_engine(device: str, shapes: Sequence[Shape] = MANY, **forms: Any) -> Split:
+    low = torch.bfloat16 if forms else low_dtype(device)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape, device=device)) for shape in shapes])
+    optimizer = FusedAdamW(model.parameters(), **forms)
+    scale = halfpeak.ScaleConfig(init=2.0**10)
+    engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=low, clip=1.0, scale=scale)
     parameters = list(model)
     gradients = [torch.full_like(p, 0.01) for p in parameters]
     loss = torch.zeros((), device=device)
@@ -141,6 +142,14 @@ def split_engine(device: str) -> Split:
                 parameter.grad = gradient
 
     return Split(before, engine.step)
+
+
+def joined(split: Split) -> Variant:
+    def run() -> None:
+        split.before()
+        split.step()
+
+    return run
 
 
 def until_free(run: Split, device: str) -> Sample:
@@ -154,15 +163,23 @@ def until_free(run: Split, device: str) -> Sample:
 
 
 def calls(run: Split) -> tuple[int, int]:
-    """Kernels that the step launches, and calls in it that wait for the device."""
+    """Kernels of the step, and calls in it that wait for the device."""
     run.before()
     synchronise("cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         run.step()
-    names = [event.name for event in found.events()]
+    events = found.events() or []
+    kernels = [
+        event.name
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset", "Optimizer."))
+    ]
+    names = [event.name for event in events]
     # The profiler waits itself when it ends, and that call is not of the step.
     closing = 1 if "cudaDeviceSynchronize" in names else 0
-    return sum(map(names.count, LAUNCHES)), sum(map(names.count, WAITS)) - closing
+    return len(kernels), sum(map(names.count, WAITS)) - closing
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -176,6 +193,12 @@ def memory(options: argparse.Namespace) -> None:
         "GradScaler, float32, AdamW(fused=True)": lambda: with_grad_scaler(shapes, options.device, fused),
         "halfpeak O2, AdamW(fused=True)": lambda: with_engine(shapes, options.device, fused),
         "halfpeak O2, FusedAdamW": lambda: with_engine(shapes, options.device, FusedAdamW),
+        **{
+            f"halfpeak O2, FusedAdamW, {name}": lambda forms=forms: joined(
+                split_engine(options.device, shapes, **forms)
+            )
+            for name, forms in FORMS.items()
+        },
     }
     rows: list[dict[str, object]] = []
     print("\ngpu_memory: bytes per parameter, low gradients of 2 (float32: 4) included")
