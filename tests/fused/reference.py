@@ -104,7 +104,11 @@ class Reference:
         for i, (name, start) in enumerate(zip(rule.slots, rule.initial(group), strict=True)):
             shape = () if i >= len(rule.slots) - rule.scalars else parameter.shape
             known = row.get(name)
-            slots.append(torch.full(shape, start, dtype=wide) if known is None else known.to(wide).clone())
+            slots.append(
+                torch.full(shape, start, dtype=wide, device=parameter.device)
+                if known is None
+                else known.to(wide).clone()
+            )
         numbers = rule.constants(group, float(self.steps[parameter]))
         constants = [torch.tensor(float(number), dtype=wide) for number in numbers]
         sign = -1.0 if group.get("maximize") else 1.0

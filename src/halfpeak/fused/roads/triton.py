@@ -163,8 +163,8 @@ class TritonRoad(DeviceRoad):
         assert rule is not None
         self._kernels.control(
             partials,
-            factor,
-            self._zero if found_inf is None else found_inf,
+            factor.to(self.device),
+            self._zero if found_inf is None else found_inf.to(self.device),
             rows,
             hyper,
             numbers,
