@@ -1,0 +1,341 @@
+"""A fused optimizer inside an engine and behind every door: memory that others hold, schedules, files, threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+import halfpeak
+from halfpeak import amp
+from halfpeak.amp.fp16_optimizer import FP16_Optimizer
+from halfpeak.engine.slots import Phase
+from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
+from halfpeak.integrations.holder import scaled
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from reliability.support import batch, net
+from support.nets import make_batch, make_net
+from support.snapshot import values
+
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: FusedAdamW(p, lr=1e-3, eps=1e-4),
+    "SGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.3),
+    "LAMB": lambda p: FusedLAMB(p, lr=1e-2, max_grad_norm=0.0),
+}
+STEPS = 6
+OVERFLOWS = (0, 3)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, y = make_batch(step)
+    return mse_loss(model(x).float(), y) * (float("inf") if step in OVERFLOWS else 1.0)
+
+
+def natively(level: str, kind: str, **options: Any) -> list[Any]:
+    model = make_net()
+    train(model, level, kind, **options)
+    return values(model)
+
+
+def train(model: nn.Module, level: str, kind: str, **options: Any) -> None:
+    engine = halfpeak.prepare(model, KINDS[kind](model.parameters()), level, **options)
+    for step in range(STEPS):
+        with engine.forward():
+            loss = loss_of(model, step)
+        engine.backward(loss)
+        engine.step()
+
+
+def through_amp(level: str, kind: str) -> list[Any]:
+    model = make_net()
+    optimizer = KINDS[kind](model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run = amp._amp_state.run_of(optimizer)
+    assert run is not None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, step), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert run.engine.lanes[0].phase is Phase.UNSCALED
+        optimizer.step()
+    return values(model)
+
+
+def through_wrapper(make: Callable[[Optimizer], OptimWrapper], kind: str, *, apart: bool) -> list[Any]:
+    model = make_net()
+    wrapper = make(KINDS[kind](model.parameters()))
+    wrapper.initialize_count_status(model, 0, STEPS)
+    for step in range(STEPS):
+        with wrapper.optim_context(model):
+            loss = loss_of(model, step)
+        if apart:
+            wrapper.backward(loss)
+            wrapper.step()
+            wrapper.zero_grad()
+        else:
+            wrapper.update_params(loss)
+    return values(model)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_amp_and_the_engine_agree_to_the_bit(level: str, kind: str) -> None:
+    assert through_amp(level, kind) == natively(level, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_wrappers_and_the_engine_agree_to_the_bit(kind: str, apart: bool) -> None:
+    def apex(level: str) -> Callable[[Optimizer], OptimWrapper]:
+        return lambda optimizer: ApexOptimWrapper(optimizer=optimizer, opt_level=level)
+
+    assert through_wrapper(lambda o: OptimWrapper(o), kind, apart=apart) == natively("O0", kind)
+    assert through_wrapper(apex("O1"), kind, apart=apart) == natively("O1", kind)
+    assert through_wrapper(apex("O2"), kind, apart=apart) == natively("O2", kind)
+
+
+def test_the_amp_wrapper_agrees_with_a_wrapper_whose_gradients_never_wait() -> None:
+    def wrapper(optimizer: Optimizer) -> OptimWrapper:
+        return AmpOptimWrapper(optimizer=optimizer, dtype="bfloat16", loss_scale="dynamic")
+
+    def hooked(optimizer: Optimizer) -> OptimWrapper:
+        # Somebody else's step hook is a look at gradients.
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return wrapper(optimizer)
+
+    assert through_wrapper(wrapper, "AdamW", apart=True) == through_wrapper(hooked, "AdamW", apart=True)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_fp16_optimizer_shows_true_gradients_after_backward(factor: float) -> None:
+    model = nn.Linear(4, 2).half()
+    optimizer = FP16_Optimizer(
+        FusedAdamW(model.parameters(), lr=0.01),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 1024.0},
+        verbose=False,
+    )
+    optimizer.backward(model(torch.ones(2, 4).half()).float().mean() * factor)
+    assert optimizer.overflow is (factor != 1.0)
+    if factor == 1.0:
+        shown = optimizer.inspect_master_grad_data()
+        assert shown is not None
+        assert torch.equal(shown[0][0], torch.full((2, 4), 0.5))  # type: ignore[arg-type]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) is (factor != 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_loops_of_others_see_true_gradients_after_backward(level: str) -> None:
+    model = make_net()
+    engine = halfpeak.prepare(
+        model, KINDS["AdamW"](model.parameters()), level, scale=halfpeak.ScaleConfig(init=1024.0)
+    )
+    with engine.forward():
+        loss = loss_of(model, 1)
+    with scaled(engine, loss, engine.lanes, delay=False) as product:
+        product.backward()
+    gradients = [p.grad for group in engine.optimizers[0].param_groups for p in group["params"]]
+    assert all(grad is not None and grad.abs().max() < 10 for grad in gradients)
+
+
+# Memory that others hold, too.
+
+
+class Odd(nn.Module):
+    """Tied, transposed, with gaps, without a dimension, without an element, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.gaps = nn.Parameter(torch.randn(4, 12)[:, ::2])
+        self.unused = nn.Parameter(torch.randn(3))
+        self.convolution = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+        self.tied = self.turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x.to(self.turned.dtype)
+        squares = low @ self.turned @ self.tied.t() * self.number + low @ (self.gaps @ self.gaps.t())
+        return squares + self.nothing.sum() + self.convolution(low.view(1, 1, -1, 4)).mean()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_parameters(level: str, kind: str) -> None:
+    seen: list[list[Tensor]] = []
+    for clip in (None, lambda grads: None):
+        torch.manual_seed(0)
+        model = Odd()
+        scale = halfpeak.ScaleConfig(init=128.0)
+        engine = halfpeak.prepare(model, KINDS[kind](model.parameters()), level, clip=clip, scale=scale)
+        for step in range(5):
+            with engine.forward():
+                loss = model(batch(step)).float().abs().mean() / 100
+            engine.backward(loss)
+            assert engine.step().stepped()
+        assert model.tied is model.turned
+        assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        seen.append([p.detach() for p in model.parameters()])
+    assert all(a.isfinite().all() for a in seen[0])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
+    def make() -> list[nn.Parameter]:
+        weight = torch.linspace(-1, 1, 16).view(4, 4)
+        return [
+            nn.Parameter(weight),
+            nn.Parameter(weight[1:3] if view else weight),
+            nn.Parameter(torch.ones(4)),
+        ]
+
+    pairs = [make(), make()]
+    optimizers = [
+        FusedAdamW(pairs[0], lr=0.1, road="eager"),
+        torch.optim.AdamW(pairs[1], lr=0.1, foreach=False),
+    ]
+    for _ in range(3):
+        for parameters, optimizer in zip(pairs, optimizers, strict=True):
+            (parameters[0].square().sum() + parameters[1].sum() + parameters[2].sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second, _ = pairs[0]
+    assert torch.equal(first[1:3] if view else first, second)
+    torch.testing.assert_close(pairs[0], pairs[1], rtol=1e-6, atol=1e-6)
+
+
+def test_weights_in_shared_memory_stay_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).share_memory()
+    places = [p.data_ptr() for p in model.parameters()]
+    optimizer = FusedAdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(p.is_shared() for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_a_file_of_a_model_weighs(level: str) -> None:
+    def size(what: object) -> int:
+        file = io.BytesIO()
+        torch.save(what, file)
+        return file.tell()
+
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
+    engine = halfpeak.prepare(
+        model, FusedAdamW(model.parameters()), level, scale=halfpeak.ScaleConfig(init=8.0)
+    )
+    before = size(model.state_dict())
+    with engine.forward():
+        loss = model(torch.ones(2, 32)).float().mean()
+    engine.backward(loss)
+    assert engine.step().stepped()
+    assert size(model.state_dict()) <= before
+    # One of many that lie side by side takes the others along, unless it is cloned.
+    assert size(model.state_dict()["0.weight"].clone()) < 32 * 32 * 4 + 2048
+
+
+# What a run goes through.
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_schedule_that_moves_lr_and_betas_warns_of_nothing(level: str) -> None:
+    seen: list[list[Any]] = []
+    for kind in (KINDS["AdamW"], lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4)):
+        model = make_net()
+        engine = halfpeak.prepare(
+            model, kind(model.parameters()), level, scale=halfpeak.ScaleConfig(init=1024.0)
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            engine.optimizers[0], max_lr=0.02, total_steps=2 * STEPS
+        )
+        for step in range(STEPS):
+            with engine.forward():
+                loss = loss_of(model, step)
+            engine.backward(loss)
+            engine.step()
+            schedule.step()
+        seen.append([p.detach().float() for p in model.parameters()][2:])
+    torch.testing.assert_close(*seen, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_learning_rate_counts_no_step(kind: str) -> None:
+    seen: list[list[Any]] = []
+    for is_tried in (False, True):
+        model = net()
+        scale = halfpeak.ScaleConfig(init=1024.0)
+        engine = halfpeak.prepare(model, KINDS[kind](model.parameters()), "O2", scale=scale)
+        group = engine.optimizers[0].param_groups[0]
+        known = group["lr"]
+        for lr in (known, torch.ones(2), known):
+            if lr is known or is_tried:
+                group["lr"] = lr
+                with engine.forward():
+                    loss = model(batch(0)).float().square().mean()
+                engine.backward(loss)
+                with (
+                    nullcontext()
+                    if lr is known
+                    else pytest.raises((RuntimeError, ValueError), match="element")
+                ):
+                    engine.step()
+        seen.append(values(model, engine.optimizers[0]))
+    assert seen[0] == seen[1]
+
+
+def test_runs_on_threads_are_the_runs_alone() -> None:
+    expected = natively("O5", "AdamW", clip=1.0)
+    models = [make_net() for _ in range(3)]
+    threads = [threading.Thread(target=train, args=(m, "O5", "AdamW"), kwargs={"clip": 1.0}) for m in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [values(model) for model in models] == [expected] * 3
+
+
+def test_a_model_traced_by_the_compiler() -> None:
+    seen: list[list[Any]] = []
+    for clip in (None, lambda grads: None):
+        model = make_net()
+        engine = halfpeak.prepare(
+            model,
+            KINDS["AdamW"](model.parameters()),
+            "O2",
+            clip=clip,
+            scale=halfpeak.ScaleConfig(init=1024.0),
+        )
+        compiled = torch.compile(model, backend="eager")
+        for step in range(STEPS):
+            with engine.forward():
+                loss = loss_of(compiled, step)
+            engine.backward(loss)
+            engine.step()
+        seen.append(values(model))
+    assert seen[0] == seen[1]
+
+
+def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried() -> None:
+    """A skipped first step leaves nothing that a file or a copy could take for a step."""
+    model = make_net()
+    engine = halfpeak.prepare(model, KINDS["SGD"](model.parameters()), "O2")
+    with engine.forward():
+        loss = loss_of(model, 0)
+    engine.backward(loss)
+    assert not engine.step().stepped()
+    assert engine.optimizers[0].state_dict()["state"] == {}
+    assert not copy.deepcopy(engine).optimizers[0].state
