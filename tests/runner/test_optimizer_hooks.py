@@ -241,6 +241,9 @@ def test_another_optimizer_on_the_way() -> None:
 
 def test_hooks_of_others_call_clip_grads() -> None:
     class Own(OptimizerHook):
+        def __init__(self, grad_clip: Any) -> None:  # as people wrote it: without super().__init__()
+            self.grad_clip = grad_clip
+
         def after_train_iter(self, runner: Any) -> None:
             runner.optimizer.zero_grad()
             runner.outputs["loss"].backward()

@@ -75,6 +75,17 @@ def test_names_are_those_of_the_room(installed: None) -> None:
     assert room <= set(runner.__all__)
 
 
+def test_the_state_of_a_wrapped_model_is_that_of_the_model(installed: None) -> None:
+    """What detection's own ``save_checkpoint`` calls."""
+    checkpoint: Any = importlib.import_module("mmcv.runner.checkpoint")
+    model = torch.nn.Linear(2, 2)
+    wrapped = halfpeak.runner.MMDataParallel(model)
+    assert list(checkpoint.get_state_dict(wrapped)) == ["weight", "bias"]
+    found: dict[str, Any] = {}
+    checkpoint.get_state_dict(model, found, prefix="a.", keep_vars=True)
+    assert found["a.weight"] is model.weight
+
+
 def test_it_says_which_version_it_stands_for(installed: None) -> None:
     mmcv: Any = importlib.import_module("mmcv")
     assert mmcv.__version__ == "1.7.2"

@@ -82,6 +82,14 @@ def save_checkpoint(
     save(filename, state, keep_previous=False)
 
 
+def get_state_dict(
+    module: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """The ``state_dict`` of the module that a wrapper is around, or of the module itself."""
+    given = {} if destination is None else {"destination": destination}
+    return unwrap(module).state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+
+
 def weights_to_cpu(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same weights on the host."""
     return {name: value.cpu() for name, value in state_dict.items()}

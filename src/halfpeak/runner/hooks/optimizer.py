@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
 from halfpeak.optim import exact
 from halfpeak.optim.wrapped import has_shards, unwrap
+from halfpeak.parts.clip import Clip
 from halfpeak.parts.verdict import Verdict
 from halfpeak.runner.graph import unreachable_parameters
 from halfpeak.runner.hook import Hook
@@ -53,15 +55,23 @@ class OptimizerHook(Hook):
     halfpeak.core.errors.ConfigError: unknown key 'max_nrom' in grad_clip of type 'norm'; allowed: ...
     """
 
+    # Here, because hooks of somebody's own often do without ``super().__init__()``.
+    grad_clip: Mapping[str, Any] | None = None
+    detect_anomalous_params: bool = False
+    _engine: Engine | None = None
+    _remove: weakref.finalize[Any, Any] | None = None
+    _pending: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(
         self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool = False
     ) -> None:
-        self._clip = parse_grad_clip(grad_clip)
+        parse_grad_clip(grad_clip)
         self.grad_clip = grad_clip
         self.detect_anomalous_params = require_flag("detect_anomalous_params", detect_anomalous_params)
-        self._engine: Engine | None = None
-        self._remove: weakref.finalize[Any, Any] | None = None
-        self._pending: Mapping[str, Any] = {}
+
+    @property
+    def _clip(self) -> Clip:
+        return parse_grad_clip(self.grad_clip)
 
     def before_run(self, runner: BaseRunner) -> None:
         """Make model and optimizer ready; later, if a subclass brings its own ``after_train_iter``.
