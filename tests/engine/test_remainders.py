@@ -273,3 +273,42 @@ def test_without_an_engine() -> None:
     copied = copy.deepcopy(kept)
     assert copied.keeper is not None
     assert torch.equal(copied.keeper.value_of(copied.param_groups[0]["params"][0]), master.detach())
+
+
+@pytest.mark.parametrize(
+    ("adam", "gap"),
+    [
+        ({"master": "remainder", "moments": torch.bfloat16}, 0.002),
+        ({"moments": "int8"}, 0.005),
+        ({"master": "remainder8", "moments": "int8"}, 0.005),
+    ],
+    ids=str,
+)
+def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) -> None:
+    """Within ``gap`` of the loss that whole moments reach, and as many digits right."""
+    whole, compact = learned({}), learned(adam)
+    assert whole[0] < 0.15
+    assert compact[0] == pytest.approx(whole[0], abs=gap)
+    assert compact[1] == pytest.approx(whole[1], abs=0.01)
+
+
+def learned(adam: dict[str, Any]) -> tuple[float, float]:
+    """The loss and the share of right answers after 300 steps on handwritten digits."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = FusedAdamW(model.parameters(), lr=2e-3, road="eager", **adam)
+    engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        rows = torch.randint(len(labels), (128,), generator=draw)
+        with engine.forward():
+            loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
+        engine.backward(loss)
+        engine.step()
+    with engine.forward(), torch.no_grad():
+        answers = model(inputs)
+    right = float((answers.argmax(1) == labels).float().mean())
+    return float(nn.functional.cross_entropy(answers, labels)), right

@@ -113,7 +113,7 @@ def check_keepers(optimizers: Sequence[Optimizer], policy: Policy) -> None:
                 f"{name} keeps remainders of bfloat16 weights, and these are float16, whose range is smaller than that of "
                 "float32; use level 'O5' or cast_model_type=torch.bfloat16, or leave out master="
             )
-        if policy.param is not None and not policy.masters:
+        if policy.param is torch.bfloat16 and not policy.masters:
             raise ConfigError(
                 f"{name} keeps what bfloat16 weights round away, and this level wants no master weights; use level 'O5', or "
                 "leave out master="

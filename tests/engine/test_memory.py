@@ -1,0 +1,173 @@
+"""What an engine says that it holds is what it holds."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+import halfpeak
+from halfpeak.fused import FusedAdamW
+
+SIZES = (300_000,) * 6 + (16,)
+COUNT = sum(SIZES)
+
+FIXED = 2**21
+"""Bytes of scratch that do not grow with the model."""
+
+
+class Sum(nn.Module):
+    """A model that is nothing but its weights."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(0.02 * torch.randn(n, device=device)) for n in SIZES])
+        self.register_buffer("table", torch.ones(100, device=device))
+
+    def forward(self) -> Tensor:
+        return torch.stack([weight.float().square().sum() for weight in self.weights]).sum()
+
+
+def live() -> int:
+    """Bytes of all storages that the garbage collector knows."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, nn.Parameter):
+                for tensor in (thing, thing.grad):
+                    if tensor is not None:
+                        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def trained(
+    level: str, make: Callable[..., Optimizer], *, device: str = "cpu", **options: Any
+) -> halfpeak.Engine:
+    """An engine after two steps and one more backward pass."""
+    model = Sum(device)
+    engine = halfpeak.prepare(
+        model, make(model.parameters()), level, clip=1.0, loss_scale="dynamic", **options
+    )
+    for step in range(3):
+        with engine.forward():
+            loss = model()
+        engine.backward(loss)
+        del loss
+        if step < 2:
+            engine.step()
+    return engine
+
+
+def fused(**options: Any) -> Callable[..., Optimizer]:
+    return partial(FusedAdamW, road="eager", **options)
+
+
+def foreach(parameters: Any) -> Optimizer:
+    return AdamW(parameters, foreach=True)
+
+
+CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "torch": (foreach, {}),
+    "fused": (fused(), {}),
+    "remainder": (fused(master="remainder"), {}),
+    "compact": (fused(master="remainder8", moments="int8"), {}),
+    "window": (fused(master="remainder"), {"accumulate": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "case"),
+    [
+        *((level, case) for level in ("O0", "O1", "O4", "O5") for case in CASES),
+        *((level, case) for level in ("O2", "O3") for case in ("torch", "fused")),
+    ],
+)
+def test_the_report_is_what_is_held(level: str, case: str) -> None:
+    make, options = CASES[case]
+    before = live()
+    engine = trained(level, make, **options)
+    memory = engine.memory()
+    # Scalars of the step come and go.
+    assert memory.total == pytest.approx(live() - before, abs=4096)
+    assert memory.parameters == COUNT
+    assert memory.total == sum(getattr(memory, kind) for kind in memory.per_parameter() if kind != "total")
+    assert "total" in str(memory)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (fused(), {"weights": 2, "masters": 4, "moments": 8, "gradients": 2, "total": 16}),
+        (
+            fused(master="remainder"),
+            {"weights": 2, "remainders": 2, "moments": 8, "gradients": 2, "total": 14},
+        ),
+        (fused(master="remainder", moments=torch.bfloat16), {"remainders": 2, "moments": 4, "total": 10}),
+        (fused(master="remainder8", moments="int8"), {"remainders": 1, "moments": 2.0625, "total": 7.0625}),
+        (foreach, {"weights": 2, "masters": 4, "moments": 8, "gradients": 4, "total": 18}),
+    ],
+    ids=["masters", "remainders", "bfloat16 moments", "compact", "torch"],
+)
+def test_bytes_per_parameter_with_clipping_and_a_dynamic_scale(
+    make: Callable[..., Optimizer], expected: dict[str, float]
+) -> None:
+    memory = trained("O5", make).memory()
+    found = memory.per_parameter()
+    assert memory.scratch < FIXED
+    found["total"] -= memory.scratch / COUNT
+    assert {kind: found[kind] for kind in expected} == pytest.approx(expected, abs=0.002)
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler")
+@pytest.mark.parametrize("case", ["fused", "remainder", "compact"])
+def test_a_step_needs_room_that_does_not_grow_with_the_model(case: str) -> None:
+    engine = trained("O5", CASES[case][0])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        engine.step()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
+        if event.name() == "[memory]":
+            held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            peak = max(peak, held)
+    assert peak < 8 * 2**20
+
+
+def test_nothing_is_left_of_the_gradients_after_a_step() -> None:
+    engine = trained("O5", fused(master="remainder"))
+    engine.step()
+    assert engine.memory().gradients == 0
+    assert engine.memory().per_parameter()["buffers"] == pytest.approx(200 / COUNT)
+
+
+def test_shadow_weights_are_counted() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    engine = halfpeak.prepare(model, AdamW(model.parameters()), "O4", shadow_weights=True, accumulate=2)
+    with engine.forward():
+        loss = model(torch.ones(1, 256)).float().sum()
+    engine.backward(loss)
+    assert engine.memory().per_parameter()["shadow"] == 2.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_the_report_is_what_the_allocator_has_given_out(case: str) -> None:
+    make, options = CASES[case]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = trained("O5", make, device="cuda", **options)
+    held = torch.cuda.memory_allocated() - before
+    # The allocator rounds each piece up.
+    assert engine.memory().total == pytest.approx(held, rel=0.01, abs=2**18)
+    torch.cuda.reset_peak_memory_stats()
+    engine.step()
+    assert torch.cuda.max_memory_allocated() - before - held < 64 * 2**20
