@@ -29,6 +29,7 @@ from checkpoint.loops import (
 from checkpoint.payloads import archive
 from halfpeak import amp
 from halfpeak.checkpoint import Report, convert, inspect, load, save
+from halfpeak.checkpoint.forms.inspection import ScalerReport
 from halfpeak.checkpoint.forms.recognition import FORMS
 from halfpeak.core.errors import CheckpointError
 from runner import zoo
@@ -119,6 +120,19 @@ FOREIGN: dict[str, tuple[Any, str, dict[str, Any]]] = {
         },
         "mmcv",
         {"epoch": 3, "iteration": 30, "made_by": "a run of mmcv 1.x, version 1.7.2"},
+    ),
+    "Swin's detection": (
+        {
+            "meta": {"epoch": 3, "iter": 30, "mmcv_version": "1.2"},
+            "state_dict": {"w": W},
+            "optimizer": sgd(W),
+            "amp": APEX,
+        },
+        "mmcv",
+        {
+            "scalers": [ScalerReport(where="amp", kind="apex", scale=64.0, clean=5)],
+            "rest": {"meta.mmcv_version": "a str of length 3"},
+        },
     ),
     "mmengine with apex": (
         {"meta": {"epoch": 3, "iter": 30}, "state_dict": {"w": W}, "optimizer": {**sgd(W), "apex_amp": APEX}},

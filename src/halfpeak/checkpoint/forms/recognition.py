@@ -110,6 +110,7 @@ def _take_openmm(parts: Parts, tree: Mapping[str, Any]) -> None:
             key in ("meta", BAGGAGE)
             or (key == "state_dict" and parts.take_model(key, value))
             or (key == "optimizer" and parts.take_optimizers(key, value))
+            or parts.take_scaler(str(key), value)  # detection scripts kept apex's beside it
         )
         if not taken:
             parts.rest[str(key)] = value
