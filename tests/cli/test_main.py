@@ -201,3 +201,21 @@ def test_an_interrupt_tells_of_resume_where_there_is_one(
     monkeypatch.setattr("halfpeak.cli.main.COMMANDS", {name: Command("", stopped)})
     assert main([name]) == 130
     assert ("--resume" in capsys.readouterr().err) == (name == "train")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """As in ``halfpeak --help | head -n 1``, but for a command's own output."""
+    for number in range(40):
+        Path(f"{number}.py").write_text("from apex import amp\n" * 100)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halfpeak", "migrate", ".", "--to", "amp"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PYTHONPATH": str(SOURCE)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()

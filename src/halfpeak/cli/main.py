@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -82,6 +83,10 @@ def _guarded(name: str, rest: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         return _fail(title, f"{reason}. Write a smaller --batch and a larger --accumulate", FAILED)
+    except BrokenPipeError:
+        # Who reads has left, as head does. The interpreter would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OSError as error:
         return _fail(title, str(error), FAILED)
     except KeyboardInterrupt:
