@@ -100,22 +100,6 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in whatever order.
-
-    >>> import torch
-    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2])
-    (True, False)
-    """
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
 def cut(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
     """Indices of ``sizes`` in runs that share an arena, the large ones alone.
 

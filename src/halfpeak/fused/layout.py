@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.fused.blocks import ALIGN, ALONE, Block, cut, flat, is_dense, padded, tied
+from halfpeak.fused.blocks import ALIGN, ALONE, Block, cut, flat, padded, tied
 from halfpeak.fused.checks import check_parameter, check_state
 from halfpeak.fused.counters import Counter, count
 from halfpeak.fused.rules.base import Part, Rule
+from halfpeak.ops.layouts import is_dense
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from halfpeak.ops import reference
+from halfpeak.ops import chunks, reference
 
 _AMP_DTYPES = (torch.float32, torch.float16, torch.float64)
 
@@ -26,8 +26,9 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
             wide = [grad.float() for grad in group]
             torch._foreach_mul_(wide, inv_scale.to(device))
             torch._foreach_copy_(group, wide)
-        # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
-        _check_group_(group, device, dtype, found_inf)
+        if not chunks.only_shrinks(inv_scale):
+            # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
+            _check_group_(group, device, dtype, found_inf)
     if rest:
         reference.unscale_(rest, inv_scale, found_inf)
 
@@ -41,9 +42,10 @@ def unscaled(
     sources: list[Tensor] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
         if _can_copy_first(grad, dtype):
-            copies.append(torch.empty_like(grad, dtype=dtype))
-            sources.append(grad)
-            fresh.append(copies[-1])
+            fresh.append(torch.empty_like(grad, dtype=dtype))
+            if not chunks.unscale_into(fresh[-1], grad, inv_scale, found_inf):
+                copies.append(fresh[-1])
+                sources.append(grad)
         else:
             fresh.extend(reference.unscaled([grad], [dtype], inv_scale, found_inf))
     copy_cast_(copies, sources)
@@ -55,6 +57,12 @@ def accumulate_(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
+    pairs = [
+        (total, grad)
+        for total, grad in zip(into, grads, strict=True)
+        if not chunks.accumulate_into(total, grad, inv_scale, found_inf)
+    ]
+    into, grads = [total for total, _ in pairs], [grad for _, grad in pairs]
     fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
     together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
     for _, _, group in _groups([t for t, _ in together]):

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
-from halfpeak.fused.blocks import flat, is_dense
+from halfpeak.fused.blocks import flat
 from halfpeak.fused.forms.stored import Stored
 from halfpeak.fused.layout import targets_of
 from halfpeak.fused.rules.base import Rule
+from halfpeak.ops.layouts import is_dense
 
 REMAINDER: Final = "remainder"
 """The name of a remainder in the state of its parameter."""
