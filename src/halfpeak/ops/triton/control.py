@@ -137,7 +137,9 @@ def control_kernel(
     multiplier = tl.load(factor)
     if CLIPS:
         overflow = overflow | ((norm < float("inf")) == 0)
-        multiplier = multiplier * tl.minimum(tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * limit, 1.0)
+        multiplier = multiplier * tl.minimum(
+            tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * limit, 1.0
+        )
     tl.store(floats, overflow.to(tl.float32))
     tl.store(floats + 1, norm)
     tl.store(floats + 2, multiplier)
