@@ -73,8 +73,8 @@ def left(text: str, to: Target = "halfpeak") -> list[tuple[int, str]]:
             "from halfpeak.runner import OptimizerHook",
         ),
         (
-            "from mmcv.runner import force_fp32\nfrom mmcv.parallel import MMDistributedDataParallel",
-            "from halfpeak.runner import force_fp32\nfrom halfpeak.runner import MMDistributedDataParallel",
+            "from mmcv.runner import force_fp32\nfrom mmcv.parallel import MMDistributedDataParallel, MMDataParallel",
+            "from halfpeak.runner import force_fp32\nfrom halfpeak.runner import MMDistributedDataParallel, MMDataParallel",
         ),
     ],
 )

@@ -248,9 +248,10 @@ def _parallel() -> dict[str, Rule]:
         "apex.parallel.LARC": larc,
         "apex.parallel.LARC.LARC": larc,
         "apex.parallel.ReduceOp": Rule(module="torch.distributed", name="ReduceOp"),
-        "mmcv.parallel.MMDistributedDataParallel": Rule(
-            module="halfpeak.runner", name="MMDistributedDataParallel"
-        ),
+        **{
+            f"mmcv.parallel.{name}": Rule(module="halfpeak.runner", name=name)
+            for name in ("MMDataParallel", "MMDistributedDataParallel")
+        },
     }
 
 
