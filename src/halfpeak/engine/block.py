@@ -98,7 +98,8 @@ class Block:
         """Whether it begins a window, and leaves gradients that are nothing but numbers."""
         grads = [grad for grad in gradients_of([slot.source for slot in self.slots]) if grad is not None]
         return (
-            all(lane.phase is Phase.CLEAN for lane in self._lanes)
+            bool(grads)
+            and all(lane.phase is Phase.CLEAN for lane in self._lanes)
             and not self._holds
             and not any(map(_HAS_GRAPH, grads))
             and not any(map(_IS_SPARSE, grads))

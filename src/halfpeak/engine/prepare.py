@@ -23,6 +23,7 @@ from halfpeak.engine.checks import check_keepers, check_models, check_optimizers
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.hooks import hook
 from halfpeak.engine.plan import Plan
+from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
@@ -161,7 +162,7 @@ def build(
             if policy.masters:
                 undo.callback(masters.release, optimizer)
                 masters.adopt(optimizer, values)
-            elif policy.param is not None:
+            elif policy.param is not None and not isinstance(optimizer, FusedOptimizer):
                 _cast_state(optimizer)
         engine = Engine(
             plan,

@@ -162,6 +162,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
         if self._reduces:
+            engine.lanes[0].take_in()
             targets = [slot.target for slot in engine.lanes[0].slots()]
             allreduce_grads(targets, self.coalesce, self.bucket_size_mb)
         super()._update(runner, engine, keep_gradients=keep_gradients)
