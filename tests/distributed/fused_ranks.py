@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.engine_ranks import batch, net
 from distributed.launching import fork_ranks
 from halfpeak.fused import FusedAdamW
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
+from runner.loops import make_loop
+from support.nets import make_batch, make_net
 
 STEPS = 4
 POISONED = 1
@@ -26,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "both": {"gradient_as_bucket_view": True, "static_graph": True},
 }
+MODES = ("master", "autocast")
 NAMES = [
     f"{level} {name} {every} {how}"
     for level in ("O0", "O1", "O2", "O5")
@@ -68,6 +74,25 @@ def run(rank: int, name: str) -> dict[str, Any]:
     return {"history": history}
 
 
+def hooked(rank: int, mode: str) -> list[Any]:
+    """mmcv's half-precision hook, which reduces the gradients of the ranks itself."""
+    loop = make_loop(make_net())
+    loop.optimizer = FusedAdamW(loop.model.parameters(), lr=0.01, eps=1e-4)
+    hook = Fp16OptimizerHook(mode=mode)  # type: ignore[arg-type]
+    hook.before_run(loop)
+    history: list[Any] = []
+    for number in range(STEPS):
+        loop.iter = number
+        x, y = make_batch(10 * rank + number)
+        with hook.around_train_step(loop) or nullcontext():
+            loss = mse_loss(loop.model(x).float(), y)
+        spoilt = rank == 1 and number == POISONED
+        loop.outputs = {"loss": loss * float("inf") if spoilt else loss, "num_samples": len(x)}
+        hook.after_train_iter(loop)
+        history.append([p.detach().clone() for p in loop.model.parameters()])
+    return history
+
+
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo",
@@ -77,7 +102,9 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
         timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
-    torch.save({name: run(rank, name) for name in NAMES}, folder / f"rank{rank}.pt")
+    seen: dict[str, Any] = {name: run(rank, name) for name in NAMES}
+    seen |= {f"hook {mode}": hooked(rank, mode) for mode in MODES}
+    torch.save(seen, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -3,12 +3,13 @@ gradients; and bit for bit the run whose gradients never wait for the step."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from distributed.fused_ranks import NAMES, POISONED, STEPS
+from distributed.fused_ranks import MODES, NAMES, POISONED, STEPS
 from distributed.launching import Seen, launch
 
 pytestmark = pytest.mark.timeout(160)
@@ -36,3 +37,12 @@ def test_ranks_are_equal_after_every_step(ranks: Seen, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(" waits") and "never" not in name])
 def test_waiting_changes_no_bit(ranks: Seen, name: str) -> None:
     assert_same(ranks[name][0]["history"], ranks[name.replace("waits", "never waits")][0]["history"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_that_reduces_gradients_itself_keeps_the_ranks_equal(ranks: Seen, mode: str) -> None:
+    first, second = ranks[f"hook {mode}"]
+    for mine, others in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+    moved = [not torch.equal(a[0], b[0]) for a, b in pairwise(first)]
+    assert moved == [step != POISONED for step in range(1, STEPS)]

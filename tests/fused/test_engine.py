@@ -149,6 +149,41 @@ def test_loops_of_others_see_true_gradients_after_backward(level: str) -> None:
     assert all(grad is not None and grad.abs().max() < 10 for grad in gradients)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_state_loaded_before_a_cast_keeps_what_float32_knew(kind: str) -> None:
+    """A wrapper's checkpoint is loaded into a float32 model, which O3 then makes float16."""
+
+    def make() -> tuple[nn.Module, OptimWrapper]:
+        model = make_net()
+        return model, ApexOptimWrapper(optimizer=KINDS[kind](model.parameters()), opt_level="O3")
+
+    def train_on(model: nn.Module, wrapper: OptimWrapper, steps: range) -> None:
+        for step in steps:
+            with wrapper.optim_context(model):
+                loss = loss_of(model, step)
+            wrapper.update_params(loss)
+
+    model, wrapper = make()
+    train_on(model, wrapper, range(1, 3))
+    state = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+    other, resumed = make()
+    other.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    train_on(model, wrapper, range(4, 6))
+    train_on(other, resumed, range(4, 6))
+    assert values(model, wrapper.optimizer) == values(other, resumed.optimizer)
+
+
+def test_a_backward_pass_without_gradients_waits_for_nothing() -> None:
+    model = make_net()
+    engine = halfpeak.prepare(model, KINDS["AdamW"](model.parameters()), "O2", clip=1.0)
+    engine.backward(torch.zeros((), requires_grad=True) * 1.0)
+    assert not engine.lanes[0].has_gradients()
+    before = values(model)
+    assert float(engine.step().grad_norm) == 0.0  # type: ignore[arg-type]
+    assert values(model) == before
+
+
 # Memory that others hold, too.
 
 
