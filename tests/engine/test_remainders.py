@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import amp
@@ -312,3 +312,59 @@ def learned(adam: dict[str, Any]) -> tuple[float, float]:
         answers = model(inputs)
     right = float((answers.argmax(1) == labels).float().mean())
     return float(nn.functional.cross_entropy(answers, labels)), right
+
+
+def pair(**adam: Any) -> halfpeak.Engine:
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    optimizers = [FusedAdamW(model.parameters(), lr=1e-2, road="eager", **adam) for model in models]
+    return halfpeak.prepare(models, optimizers, "O5", clip=1.0)
+
+
+def iterate_pair(engine: halfpeak.Engine, index: int) -> None:
+    (maker, judge), (first, second) = engine.models, engine.optimizers
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+    with engine.forward():
+        loss = judge(maker(inputs).detach()).float().square().mean()
+    engine.backward(loss, optimizers=second)
+    engine.step(optimizers=second)
+    with engine.forward():
+        loss = (judge(maker(inputs)).float() - 1).square().mean()
+    engine.backward(loss * (float("inf") if index == 3 else 1.0), optimizers=first)
+    engine.step(optimizers=first)
+
+
+def test_two_optimizers_in_turn() -> None:
+    masters, remainders = pair(), pair(master="remainder")
+    for index in range(40):
+        iterate_pair(masters, index)
+        iterate_pair(remainders, index)
+    for one, other in zip(masters.models, remainders.models, strict=True):
+        state = other.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in one.state_dict().items())
+
+
+def test_groups_may_come_parameters_may_freeze_and_closures_may_be_given() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = FusedAdamW(model[0].parameters(), lr=1e-2, master="remainder")
+    engine = halfpeak.prepare(model, optimizer, "O5")
+
+    def closure() -> Tensor:
+        with engine.forward():
+            loss = model(torch.ones(2, 8)).float().square().mean()
+        engine.backward(loss)
+        return loss
+
+    closure()
+    engine.step()
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    closure()
+    engine.step()
+    assert all("remainder" in optimizer.state[parameter] for parameter in model.parameters())
+    model[0].weight.requires_grad_(False)
+    frozen, moving = (model.state_dict()[name].clone() for name in ("0.weight", "1.weight"))
+    engine.step(closure)
+    assert torch.equal(model.state_dict()["0.weight"], frozen)
+    assert not torch.equal(frozen.bfloat16().float(), frozen)
+    assert not torch.equal(model.state_dict()["1.weight"], moving)
