@@ -15,6 +15,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
 from halfpeak.engine.capture import WARM_UPS, Captured
 from halfpeak.engine.engine import Engine
 from halfpeak.fused import FusedAdamW, FusedLAMB
+from halfpeak.ops.triton import is_installed
 from support.graph import emulate_graphs
 from support.triton import DEVICES, round_as_devices_do
 
@@ -27,7 +28,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no CUDA, graphs are emulated; the tests of errors undo that."""
-    if not torch.cuda.is_available():
+    if is_installed() and not torch.cuda.is_available():
         round_as_devices_do(monkeypatch)
         emulate_graphs(monkeypatch)
 

@@ -17,7 +17,7 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.books import Account, Books
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.fused.roads.settings import hyper, settings_of
-from halfpeak.ops.triton import kernels
+from halfpeak.ops.triton import is_installed, kernels
 from halfpeak.parts.clip import parse_clip
 from support.triton import DEVICES, ExactRoots, gradients_on, parameters_on, round_as_devices_do
 
@@ -309,9 +309,11 @@ def test_the_same_bits_a_hundred_times(device: str) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.skipif(not is_installed(), reason="needs triton")
 def test_where_it_does_not_lead_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [torch.nn.Parameter(torch.ones(2))]
     give(parameters, [torch.ones(2)])
+    monkeypatch.setattr(kernels(), "is_interpreted", lambda: True)
     with pytest.raises(ConfigError, match="no kernel for LAMBRule"):
         FusedLAMB(parameters, road="triton", max_grad_norm=0).step()
     wide = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]
