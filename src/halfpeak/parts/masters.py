@@ -71,6 +71,11 @@ class Masters:
             return None
         return next((keeper for keeper in self._keepers if keeper.keeps(parameter)), None)
 
+    @property
+    def sum_apart(self) -> bool:
+        """Whether gradients of low parameters are summed in float32 elsewhere: on masters, or what stands in for them."""
+        return bool(self._low or self._keepers)
+
     def _master_of(self, parameter: Tensor) -> Tensor | None:
         index = self._index.get(id(parameter))
         return None if index is None else self._high[index]
