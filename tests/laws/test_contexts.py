@@ -107,7 +107,7 @@ CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager
     "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
     "scaled in a loop of others": (
         Run,
-        "O1",
+        "O2",
         lambda run: scaled(run.engine, run.penalty(), run.engine.lanes, delay=False),
     ),
     "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),

@@ -74,7 +74,9 @@ def _feed(digest: Any, thing: Any) -> None:
     elif isinstance(thing, nn.Module):
         _feed(digest, (dict(thing.named_parameters()), dict(thing.named_buffers())))
     elif isinstance(thing, Optimizer):
-        _feed(digest, [[thing.state.get(p) for p in group["params"]] for group in thing.param_groups])
+        # As it would be saved: a fused optimizer may hold memory that says nothing yet.
+        saved = thing.state_dict()
+        _feed(digest, [[saved["state"].get(i) for i in group["params"]] for group in saved["param_groups"]])
         _feed(digest, [[(k, v) for k, v in group.items() if k != "params"] for group in thing.param_groups])
     elif isinstance(thing, LossScaler):
         _feed(digest, list(thing.state))

@@ -154,9 +154,19 @@ class Engine(Readings):
         with (
             casts_on(self._recasting),
             spared([lane for lane in self.lanes if lane not in lanes], lanes),
-            self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=not self._synchronised) as scaled,
+            self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=self._delays()) as scaled,
         ):
             scaled.backward(**kwargs)
+
+    def _delays(self) -> bool:
+        """Whether gradients of the coming backward pass stay scaled for a later one of the window to take in.
+
+        They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
+        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up.
+        """
+        inside = not self.plan.accumulation.is_boundary(self.index)
+        whole = self.policy.param in (None, torch.float32) and not self.masters.sum_apart
+        return not self._synchronised or (inside and whole and self.plan.num_losses == 1)
 
     def scaled(
         self,
@@ -169,7 +179,8 @@ class Engine(Readings):
     ) -> AbstractContextManager[Tensor]:
         """The loss times its scale, for a backward pass in the body; afterwards its gradients are taken in.
 
-        If the body raises, gradients and state are as they were before it.
+        If the body raises, gradients and state are as they were before it. Where gradients of the window wait scaled, autograd
+        may have added to them, and the window begins anew.
 
         Args:
             loss: any shape.

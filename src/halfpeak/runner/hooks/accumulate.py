@@ -108,7 +108,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
 
     def _can_wait(self, runner: BaseRunner) -> bool:
         """Whether DDP may sum a window first. Low gradients are taken into their float32 masters one by one instead."""
-        return isinstance(runner.model, DistributedDataParallel) and not len(self._ready(runner).masters)
+        return isinstance(runner.model, DistributedDataParallel) and not self._ready(runner).masters.sum_apart
 
     def _windows_of(self, runner: BaseRunner) -> Accumulation:
         return self._windows or self._begin(runner)

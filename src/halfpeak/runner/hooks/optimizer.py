@@ -86,7 +86,7 @@ class OptimizerHook(Hook):
 
     def after_run(self, runner: BaseRunner) -> None:
         """Let go of the optimizer, so that another runner may take it. Masters stay, or their values would be lost."""
-        if self._engine is not None and len(self._engine.masters) == 0:
+        if self._engine is not None and not self._engine.masters.sum_apart:
             self._release()
 
     def after_train_iter(self, runner: BaseRunner) -> None:
