@@ -83,7 +83,7 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
         )
     axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) * 1.0 + 0.75)
-    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 38)), fontsize=9.5, fontweight="bold", loc="left")
+    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 32)), fontsize=9.5, fontweight="bold", loc="left")
     axes.set_xlabel(f"time, as a multiple of: {base}", fontsize=8)
 
 
