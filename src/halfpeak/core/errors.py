@@ -65,7 +65,7 @@ class CheckpointError(HalfpeakError, RuntimeError):
 
 
 class BannedOpError(HalfpeakError, NotImplementedError):
-    """An operation that loses its meaning in a low dtype was called on one."""
+    """An operation that loses its meaning in a low dtype was called on one. apex raised NotImplementedError for it."""
 
 
 class LossScaleCollapse(HalfpeakError, RuntimeError, ArithmeticError):

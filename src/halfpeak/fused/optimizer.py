@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -40,7 +41,7 @@ class Feed(NamedTuple):
     factor: Tensor
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(Optimizer, ABC):
     """What the fused optimizers share. A subclass says by which rule a group is stepped.
 
     Attributes:
@@ -73,9 +74,9 @@ class FusedOptimizer(Optimizer):
         self.keeper = self._make_keeper()
         self._begin()
 
+    @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which a group is stepped."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ class OwnMasters(ApexForm):
         self._masters: dict[Tensor, tuple[Tensor, int]] = {}
         super().__init__(params, defaults)
 
+    @abstractmethod
     def inside(self, masters: Sequence[Tensor]) -> FusedOptimizer:
         """The optimizer that steps masters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_master(self, parameter: Tensor) -> bool:
         """Whether a parameter gets one."""
-        raise NotImplementedError
 
     def measure(self, feed: Feed) -> Reading:
         """See :class:`~halfpeak.fused.optimizer.FusedOptimizer`."""

@@ -116,6 +116,7 @@ def _open_zip(path: Path, size: int) -> Opened:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             broken = archive.testzip()
+    # zipfile raises NotImplementedError for a compression or version that it cannot read.
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError, ValueError) as error:
         return Opened(
             path=path,

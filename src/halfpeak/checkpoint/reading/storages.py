@@ -64,6 +64,7 @@ def read_zip(file: BinaryIO) -> Inert:
             )
             pickled = _record(archive, name)
             return _read(pickled, lambda key: bytearray(_record(archive, f"{root}data/{key}")))
+    # zipfile raises NotImplementedError for a compression or version that it cannot read.
     except (zipfile.BadZipFile, StopIteration, NotImplementedError, RuntimeError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
