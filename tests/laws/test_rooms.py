@@ -122,6 +122,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/deferred.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
+    ("engine/strays.py", "grad"): _GRAD,
     ("engine/trace.py", "grad"): _GRAD,
     ("engine/fused.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }

@@ -63,7 +63,7 @@ class Block:
             self._held += zip(sources, grads, strict=True)
             return
         self._holds = True
-        self._held += zip(sources, map(_kept, grads), strict=True)
+        self._held += zip(sources, map(kept, grads), strict=True)
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
                 source.grad = None
@@ -200,7 +200,7 @@ def spared(others: Sequence[Lane], lanes: Sequence[Lane]) -> Generator[None]:
         return
     wanted = {id(slot.source) for lane in lanes for slot in lane.slots()}
     sources = [slot.source for lane in others for slot in lane.slots() if id(slot.source) not in wanted]
-    held = [(source, _kept(source.grad)) for source in sources]
+    held = [(source, kept(source.grad)) for source in sources]
     for source in sources:
         source.grad = None
     try:
@@ -214,7 +214,7 @@ _HAS_GRAPH: Final = attrgetter("requires_grad")
 _IS_SPARSE: Final = attrgetter("is_sparse")
 
 
-def _kept(grad: Tensor | None) -> Tensor | None:
+def kept(grad: Tensor | None) -> Tensor | None:
     """A gradient that the coming backward pass does not write over: one that lies in a bucket of DDP's is copied."""
     if grad is None or grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes:
         return grad

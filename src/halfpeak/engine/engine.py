@@ -31,6 +31,7 @@ from halfpeak.engine.plan import Plan
 from halfpeak.engine.readings import Readings
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
+from halfpeak.engine.strays import Strays
 from halfpeak.engine.sync import synchronising
 from halfpeak.parts.buffers import BatchNormBuffers
 from halfpeak.parts.loss_scaler import LossScaler
@@ -86,9 +87,9 @@ class Engine(Readings):
         self.journal = Journal(self.buffers, device)
         self.names = ParameterNames(self.models)
         steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
-        count = len(optimizers)
-        self.lanes = [Lane(o, masters, steward, device, count=count) for o in optimizers]
-        self.phases = Phases(plan, self.journal, steward, self.scalers, verdict, device)
+        self.lanes = [Lane(o, masters, steward, device, count=len(optimizers)) for o in optimizers]
+        strays = Strays(models, self.lanes)
+        self.phases = Phases(plan, self.journal, steward, self.scalers, verdict, strays, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._kept = tuple(optimizers) if plan.steps_itself else ()
         self.handles = [
@@ -104,6 +105,7 @@ class Engine(Readings):
         if all(known is not model for known in self.models):
             self.models = (*self.models, model)
             self.names.watch(model)
+            self.phases.strays.watch(model)
             if self.plan.restore_buffers:
                 self.buffers.watch(model)
                 self.handles += hook_loads(model, self)
@@ -267,9 +269,7 @@ class Engine(Readings):
         This is for after an exception, whatever raised it: the iteration counts if the optimizer had moved by then, and
         otherwise it is as if it had never begun.
         """
-        lanes = self.lanes_of(optimizers)
-        self.phases.recover(lanes)
-        self.phases.drop_window(lanes)
+        self.phases.abort(self.lanes_of(optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.

@@ -21,6 +21,7 @@ from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.slots import Phase
 from halfpeak.engine.steward import Steward
+from halfpeak.engine.strays import Strays
 from halfpeak.fused.books import Account, Books
 from halfpeak.parts.clip import limit_of_norm
 from halfpeak.parts.lagged import Lagged
@@ -50,6 +51,7 @@ class Phases:
         steward: Steward,
         scalers: Sequence[LossScaler],
         verdict: Verdict,
+        strays: Strays,
         device: torch.device,
     ) -> None:
         self._plan = plan
@@ -57,6 +59,7 @@ class Phases:
         self._steward = steward
         self._scalers = scalers
         self.verdict = verdict
+        self.strays = strays
         self._trouble = Lagged(device)
 
     @contextmanager
@@ -75,11 +78,14 @@ class Phases:
         try:
             block.open()
             scale = block.scale_of(scaler)
+            self.strays.open()
             block.begin()
             yield scale_loss(loss, scale)
             if delay:
                 block.delay(scaler, scale)
-            elif report is None and fits(self._plan.clip) and can_defer(lanes, block):
+                return
+            self.strays.absorb(scale)
+            if report is None and fits(self._plan.clip) and can_defer(lanes, block):
                 lanes[0].defer(Deferred(lanes[0], block, scaler, scale))
                 self._journal.note(scaler, block.found_inf)
             else:
@@ -88,6 +94,7 @@ class Phases:
         except BaseException:
             if block.can_be_undone:
                 block.put_back()
+                self.strays.put_back()
             else:
                 self.drop_window(lanes)
             raise
@@ -212,10 +219,16 @@ class Phases:
         if not any(lane.is_stepping for lane in lanes):
             self._journal.settle()
 
+    def abort(self, lanes: Sequence[Lane]) -> None:
+        """After an exception from anywhere; see :meth:`halfpeak.Engine.abort`."""
+        self.recover(lanes)
+        self.drop_window(lanes)
+
     def drop_window(self, lanes: Sequence[Lane]) -> None:
         """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
         self._journal.cancel()
         self._journal.rewind(self._plan.accumulation.every)
+        self.strays.put_back()
         for lane in lanes:
             lane.drop()
 

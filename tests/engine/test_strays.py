@@ -1,0 +1,167 @@
+"""Gradients of parameters that the engine does not step: true-sized, whoever else steps them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak.fused import FusedAdamW
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+
+class _Net(nn.Module):
+    """``first`` is the engine's; ``last`` is somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def _loss(model: nn.Module) -> Tensor:
+    return model(torch.linspace(-1, 1, 12).view(3, 4)).float().square().sum()
+
+
+def _kinds(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(parameters, lr=0.1), FusedAdamW(parameters, lr=0.1)]
+
+
+def _infinite(grad: Tensor) -> Tensor:
+    return grad * float("inf")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [0, 1], ids=["sgd", "fused"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_they_are_what_they_would_be_without_a_scale(level: str, kind: int, accumulate: int) -> None:
+    grads: list[list[Tensor]] = []
+    for scale in (1.0, 1024.0):
+        model = _Net()
+        optimizer = _kinds(list(model.first.parameters()))[kind]
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale, accumulate=accumulate)
+        for _ in range(accumulate):
+            with engine.forward():
+                loss = _loss(model)
+            engine.backward(loss)
+            engine.step()
+        grads.append([p.grad for p in model.last.parameters() if p.grad is not None])
+    assert len(grads[0]) == 2
+    assert all(bool(g.abs().max() > 0) for g in grads[0])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_they_add_up_and_keep_what_was_there() -> None:
+    model = _Net()
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.0), "O1", loss_scale=64.0)
+    model.last.bias.grad = torch.full((2,), 3.0)
+    engine.backward(_loss(model))
+    once = model.last.bias.grad.clone()
+    engine.step()
+    engine.backward(_loss(model))
+    torch.testing.assert_close(model.last.bias.grad - once, once - 3.0)
+
+
+def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
+    after: list[list[Tensor]] = []
+    for apart in (True, False):
+        model = _Net()
+        groups = (
+            [list(layer.parameters()) for layer in (model.first, model.last)]
+            if apart
+            else [list(model.parameters())]
+        )
+        optimizers = [FusedAdamW(group, lr=0.1) for group in groups]
+        engines = [halfpeak.prepare(model, each, "O1", loss_scale=1024.0) for each in optimizers]
+        for _ in range(3):
+            engines[0].backward(_loss(model))
+            engines[0].step()
+            for other in engines[1:]:
+                # It steps on what the first engine's loss has left it.
+                other.backward(0.0 * _loss(model))
+                other.step()
+        after.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*after, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_infinite_one_keeps_nobody_from_stepping() -> None:
+    model = _Net()
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1")
+    model.last.bias.register_hook(_infinite)
+    engine.backward(_loss(model))
+    assert engine.step().stepped()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_exception_in_backward_leaves_what_was_there(accumulate: int) -> None:
+    model = _Net()
+    engine = halfpeak.prepare(
+        model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1", loss_scale=64.0, accumulate=accumulate
+    )
+    there = model.last.bias.grad = torch.full((2,), 3.0)
+    if accumulate == 2:
+        engine.backward(_loss(model))
+        engine.step()
+    there_before = there.clone()
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("no")
+
+    handle = model.first.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.backward(_loss(model))
+    handle.remove()
+    assert model.last.bias.grad is not None
+    assert torch.equal(model.last.bias.grad, there_before)
+    assert model.last.weight.grad is None
+
+
+def test_zeroing_them_inside_a_window_drops_what_was_there_before() -> None:
+    grads: list[Tensor] = []
+    for there in (None, torch.full((2,), 3.0)):
+        model = _Net()
+        engine = halfpeak.prepare(
+            model, torch.optim.SGD(model.first.parameters(), lr=0.0), "O1", loss_scale=64.0, accumulate=2
+        )
+        model.last.bias.grad = there
+        engine.backward(_loss(model))
+        engine.step()
+        model.last.zero_grad()
+        engine.backward(_loss(model))
+        engine.step()
+        assert model.last.bias.grad is not None
+        grads.append(model.last.bias.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_parameter_that_joins_the_optimizer_is_one_no_longer() -> None:
+    model = _Net()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, "O2", loss_scale=64.0)
+    engine.backward(_loss(model))
+    engine.step()
+    model.last.zero_grad()
+    before = model.last.weight.detach().clone()
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+    engine.backward(_loss(model))
+    engine.step()
+    assert not torch.equal(model.last.weight, before)
+    assert model.last.weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_gradient_with_a_graph_keeps_it() -> None:
+    model = _Net()
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1", loss_scale=64.0)
+    engine.backward(_loss(model), create_graph=True)
+    grad = model.last.weight.grad
+    assert grad is not None
+    assert grad.requires_grad
+    model.zero_grad()
