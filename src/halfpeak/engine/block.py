@@ -13,10 +13,11 @@ from torch import Tensor
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.tracing import untraced
+from halfpeak.engine.intake import Intake
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Phase, Slot
+from halfpeak.engine.sums import sums_of
 from halfpeak.fused.layout import gradients_of
-from halfpeak.ops import foreach, reference
 from halfpeak.parts.loss_scaler import LossScaler
 
 
@@ -41,6 +42,7 @@ class Block:
         self._holds = False
         self._has_begun = False
         self._has_taken = False
+        self._intake: Intake | None = None
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
 
     @untraced
@@ -91,7 +93,8 @@ class Block:
     def can_be_undone(self) -> bool:
         """Whether what was there before is intact: waiting gradients not written over, new ones not taken in."""
         waited = any(lane.phase is Phase.SCALED for lane in self._lanes)
-        return not self._has_taken and not (self._has_begun and waited)
+        has_added = self._intake is not None and self._intake.has_added
+        return not self._has_taken and not has_added and not (self._has_begun and waited)
 
     @property
     def is_first(self) -> bool:
@@ -112,6 +115,8 @@ class Block:
     @untraced
     def put_back(self) -> None:
         """Undo :meth:`open`."""
+        if self._intake is not None:
+            self._intake.undo()
         for source, grad in self._held:
             source.grad = grad
         for lane in self._lanes:
@@ -135,29 +140,7 @@ class Block:
     def absorb(self, scale: Tensor) -> None:
         """Take the new gradients in, true-sized."""
         self._has_taken = True
-        inv_scale = scale.reciprocal()
-        parked = {id(source): grad for source, grad in self._held if grad is not None}
-        for lane in self._lanes:
-            parked.update(lane.parked)
-        into: list[Tensor] = []
-        more: list[Tensor] = []
-        first: list[Slot] = []
-        for slot in self.slots:
-            fresh = slot.source.grad
-            there = parked.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
-            if fresh is None:
-                slot.target.grad = there
-            elif fresh.requires_grad:
-                slot.target.grad = self._with_graph(there, fresh, slot.target.dtype, inv_scale)
-            elif there is None:
-                first.append(slot)
-            else:
-                there = _summable(there, fresh)
-                slot.target.grad = there
-                into.append(there)
-                more.append(fresh)
-        self._take_first(first, inv_scale)
-        foreach.accumulate_(into, more, inv_scale, self.found_inf)
+        self.intake(scale).take(self.slots)
         for slot in self.slots:
             if slot.source is not slot.target:
                 slot.source.grad = None
@@ -169,24 +152,20 @@ class Block:
             lane.phase = Phase.UNSCALED
             lane.keep_trace()
 
-    def _with_graph(
-        self, there: Tensor | None, fresh: Tensor, dtype: torch.dtype, inv_scale: Tensor
-    ) -> Tensor:
-        """The true-sized sum as a function of the parameters: after ``create_graph=True``, a penalty may depend on it."""
-        (true,) = reference.unscaled([fresh], [dtype], inv_scale, self.found_inf)
-        return true if there is None else there + true
+    def intake(self, scale: Tensor) -> Intake:
+        """What takes the gradients of this block in.
 
-    def _take_first(self, slots: Sequence[Slot], inv_scale: Tensor) -> None:
-        """Gradients that nothing is added to: unscaled where they lie, or into a new tensor of the master's dtype."""
-        plain = [
-            slot.source.grad for slot in slots if slot.source is slot.target and slot.source.grad is not None
-        ]
-        foreach.unscale_(plain, inv_scale, self.found_inf)
-        mastered = [slot for slot in slots if slot.source is not slot.target]
-        low = [slot.source.grad for slot in mastered if slot.source.grad is not None]
-        high = foreach.unscaled(low, [slot.target.dtype for slot in mastered], inv_scale, self.found_inf)
-        for slot, grad in zip(mastered, high, strict=True):
-            slot.target.grad = grad
+        Args:
+            scale: what they were multiplied by.  # f32[]
+        """
+        if self._intake is None:
+            parked = {id(source): grad for source, grad in self._held if grad is not None}
+            for lane in self._lanes:
+                parked.update(lane.parked)
+            optimizers = [lane.optimizer for lane in self._lanes]
+            sums = sums_of(optimizers, [slot.target for slot in self.slots])
+            self._intake = Intake(parked, scale.reciprocal(), self.found_inf, sums)
+        return self._intake
 
 
 @contextmanager
@@ -219,8 +198,3 @@ def kept(grad: Tensor | None) -> Tensor | None:
     if grad is None or grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes:
         return grad
     return grad.clone()
-
-
-def _summable(there: Tensor, fresh: Tensor) -> Tensor:
-    """``there`` in a layout that ``fresh`` can be added to in place: a sparse sum cannot take a dense addend."""
-    return there.to_dense() if there.is_sparse and not fresh.is_sparse else there

@@ -21,10 +21,10 @@ def unscale_into(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tenso
     Returns:
         False, and nothing is done, where the two are not chunks of host memory in one order.
     """
-    vectors = _vectors(into, grad) if only_shrinks(inv_scale) else None
-    if vectors is None:
+    both = vectors(into, grad) if only_shrinks(inv_scale) else None
+    if both is None:
         return False
-    for there, chunk in zip(vectors[0].split(CHUNK), vectors[1].split(CHUNK), strict=True):
+    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
         there.copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([there], found_inf, inv_scale)
     return True
@@ -36,11 +36,11 @@ def accumulate_into(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Te
     Returns:
         False, and nothing is done, where the two are not chunks of host memory in one order.
     """
-    vectors = _vectors(into, grad) if only_shrinks(inv_scale) else None
-    if vectors is None:
+    both = vectors(into, grad) if only_shrinks(inv_scale) else None
+    if both is None:
         return False
     scratch = torch.empty(min(CHUNK, into.numel()), dtype=into.dtype)
-    for there, chunk in zip(vectors[0].split(CHUNK), vectors[1].split(CHUNK), strict=True):
+    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
         true = scratch[: len(chunk)].copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, inv_scale)
         there.add_(true)
@@ -52,7 +52,8 @@ def only_shrinks(inv_scale: Tensor) -> bool:
     return is_on_host(inv_scale) and read_host(inv_scale) <= 1
 
 
-def _vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+def vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The memory of both as vectors, where they are large, dense, of one order and on the host, and ``into`` is float32."""
     if into.device.type != "cpu" or into.numel() < WORTH_IT or into.dtype is not torch.float32:
         return None
     if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
