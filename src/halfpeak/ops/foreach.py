@@ -6,7 +6,10 @@ on an accelerator) is viewed, widened, or handed to the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,26 +46,28 @@ def unscaled(
     for grad, dtype in zip(grads, dtypes, strict=True):
         if _can_copy_first(grad, dtype):
             fresh.append(torch.empty_like(grad, dtype=dtype))
-            if not chunks.unscale_into(fresh[-1], grad, inv_scale, found_inf):
-                copies.append(fresh[-1])
-                sources.append(grad)
+            copies.append(fresh[-1])
+            sources.append(grad)
         else:
             fresh.extend(reference.unscaled([grad], [dtype], inv_scale, found_inf))
-    copy_cast_(copies, sources)
-    unscale_(copies, inv_scale, found_inf)
+    unscale_into(copies, sources, inv_scale, found_inf)
     return fresh
+
+
+def unscale_into(
+    into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    """``into = grad * inv_scale``, strided floats that ``into`` is at least as wide as; see :func:`unscaled`."""
+    into, grads = _but_large(chunks.unscale_into, into, grads, inv_scale, found_inf)
+    copy_cast_(into, grads)
+    unscale_(into, inv_scale, found_inf)
 
 
 def accumulate_(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
-    pairs = [
-        (total, grad)
-        for total, grad in zip(into, grads, strict=True)
-        if not chunks.accumulate_into(total, grad, inv_scale, found_inf)
-    ]
-    into, grads = [total for total, _ in pairs], [grad for _, grad in pairs]
+    into, grads = _but_large(chunks.accumulate_into, into, grads, inv_scale, found_inf)
     fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
     together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
     for _, _, group in _groups([t for t, _ in together]):
@@ -84,6 +89,9 @@ def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
 
 def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
     """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
+    if _are_alike(dst) and len(set(map(_DTYPE, src))) == 1:
+        torch._foreach_copy_(list(dst), list(src))
+        return
     pairs: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(dst, src, strict=True):
         targets, sources = pairs.setdefault((target.device, target.dtype, source.dtype), ([], []))
@@ -95,19 +103,24 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
-    # Only the 2-norm of a complex tensor is the norm of its parts.
-    whole = [grad for grad in grads if grad.is_complex() and norm_type != 2]
-    dense, rest = _split(grad for grad in grads if not grad.is_complex() or norm_type == 2)
+    whole: list[Tensor] = []
+    if norm_type != 2:
+        # Only the 2-norm of a complex tensor is the norm of its parts.
+        whole = [grad for grad in grads if grad.is_complex()]
+        grads = [grad for grad in grads if not grad.is_complex()]
+    dense, rest = _split(grads)
     rest += whole
     norms: list[Tensor] = []
     for _, dtype, group in _groups(dense):
         wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
-        norms.extend(norm.to(torch.float32) for norm in torch._foreach_norm(wide, norm_type))
+        each = torch._foreach_norm(wide, norm_type)
+        norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
     norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
     if not norms:
         return torch.zeros((), device=grads[0].device if grads else None)
     home = norms[0].device
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]), norm_type)
+    together = norms if _are_alike(norms) else [norm.to(home) for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(together), norm_type)
     # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
@@ -168,8 +181,24 @@ def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
     return grad.layout is torch.strided and dtype is wide
 
 
-def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _but_large(
+    verb: Callable[[Tensor, Tensor, Tensor, Tensor], bool],
+    into: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Do the large ones chunk by chunk, where that is possible; the pairs that are left."""
+    if not into or max(map(Tensor.numel, into)) < chunks.WORTH_IT:
+        return into, grads
+    left = [not verb(total, grad, inv_scale, found_inf) for total, grad in zip(into, grads, strict=True)]
+    return list(compress(into, left)), list(compress(grads, left))
+
+
+def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Dense real tensors (complex ones viewed as real) with elements, and all others."""
+    if _are_plain(tensors):
+        return list(tensors), []
     dense: list[Tensor] = []
     rest: list[Tensor] = []
     for tensor in tensors:
@@ -180,9 +209,31 @@ def _split(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return dense, rest
 
 
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`_split` has nothing to do, asked in loops that run in C: it is asked of every list."""
+    return (
+        not any(dtype.is_complex for dtype in set(map(_DTYPE, tensors)))
+        and all(layout is torch.strided for layout in set(map(_LAYOUT, tensors)))
+        and all(map(Tensor.numel, tensors))
+    )
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are of one dtype, on one device."""
+    return len(set(map(_DTYPE, tensors))) == len(set(map(_DEVICE, tensors))) == 1
+
+
 def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.device, torch.dtype, list[Tensor]]]:
+    if _are_alike(tensors):
+        yield tensors[0].device, tensors[0].dtype, list(tensors)
+        return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, dtype), group in groups.items():
         yield device, dtype, group
+
+
+_DTYPE: Final = attrgetter("dtype")
+_DEVICE: Final = attrgetter("device")
+_LAYOUT: Final = attrgetter("layout")
