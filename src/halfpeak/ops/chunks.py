@@ -21,8 +21,8 @@ def unscale_into(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tenso
     Returns:
         False, and nothing is done, where the two are not chunks of host memory in one order.
     """
-    both = vectors(into, grad) if only_shrinks(inv_scale) else None
-    if both is None:
+    both = vectors(into, grad)
+    if both is None or not only_shrinks(inv_scale):
         return False
     for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
         there.copy_(chunk)
@@ -36,8 +36,8 @@ def accumulate_into(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Te
     Returns:
         False, and nothing is done, where the two are not chunks of host memory in one order.
     """
-    both = vectors(into, grad) if only_shrinks(inv_scale) else None
-    if both is None:
+    both = vectors(into, grad)
+    if both is None or not only_shrinks(inv_scale):
         return False
     scratch = torch.empty(min(CHUNK, into.numel()), dtype=into.dtype)
     for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
@@ -54,7 +54,7 @@ def only_shrinks(inv_scale: Tensor) -> bool:
 
 def vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
     """The memory of both as vectors, where they are large, dense, of one order and on the host, and ``into`` is float32."""
-    if into.device.type != "cpu" or into.numel() < WORTH_IT or into.dtype is not torch.float32:
+    if into.numel() < WORTH_IT or not into.is_cpu or into.dtype is not torch.float32:
         return None
     if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
         return None

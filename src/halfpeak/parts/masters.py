@@ -15,6 +15,7 @@ from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
 from halfpeak.ops import foreach
 from halfpeak.parts.bound import bind, unbind
+from halfpeak.parts.gradient_memory import GradientMemory
 from halfpeak.parts.keeper import Keeper, keeper_of
 
 
@@ -26,6 +27,7 @@ class Masters:
 
     Args:
         wanted: False never makes a master, for policies that step low parameters themselves.
+        memory: in which the gradients of masters lie; None for new memory in every step.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -39,8 +41,9 @@ class Masters:
         (0.9990234375, 1.0)
     """
 
-    def __init__(self, *, wanted: bool = True) -> None:
+    def __init__(self, *, wanted: bool = True, memory: GradientMemory | None = None) -> None:
         self._wanted = wanted
+        self.memory = memory
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
         # What a low parameter looked like when its master last agreed with it: its version and where it lies.
@@ -166,13 +169,16 @@ class Masters:
     def _publish(self, indices: list[int]) -> None:
         if not indices:
             return
+        low, high = self._low, self._high
+        if len(indices) < len(low):
+            low, high = [low[i] for i in indices], [high[i] for i in indices]
         with torch.no_grad():
-            foreach.copy_cast_([self._low[i] for i in indices], [self._high[i] for i in indices])
+            foreach.copy_cast_(low, high)
         self._mark(indices)
 
     def _mark(self, indices: Sequence[int]) -> None:
         if len(indices) == len(self._low):
-            self._versions, self._places = _versions_of(self._low), _places_of(self._low)
+            self._versions, self._places = _marks_of(self._low)
         else:
             for index in indices:
                 self._agree(index)
@@ -199,7 +205,7 @@ class Masters:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         self.publish_late()
-        if _versions_of(self._low) != self._versions or _places_of(self._low) != self._places:
+        if _marks_of(self._low) != (self._versions, self._places):
             for index in range(len(self._low)):
                 if not self._agrees(index):
                     self._follow(index)
@@ -267,7 +273,7 @@ class Masters:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
         """Copies of both sides, paired as these are; an optimizer copied with the same ``memo`` steps the new masters."""
-        copied = Masters(wanted=self._wanted)
+        copied = Masters(wanted=self._wanted, memory=self.memory and GradientMemory())
         for low, high in self:
             low_copy = copy.deepcopy(low, memo)
             memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
@@ -299,14 +305,9 @@ def targets_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """What changes when somebody writes to a tensor."""
-    return list(map(_VERSION, tensors))
-
-
-def _places_of(tensors: Sequence[Tensor]) -> list[int]:
-    """What changes when somebody gives a tensor other memory."""
-    return list(map(Tensor.data_ptr, tensors))
+def _marks_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """What changes when somebody writes to a tensor, and what when somebody gives it other memory."""
+    return list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))
 
 
 _VERSION: Final = attrgetter("_version")

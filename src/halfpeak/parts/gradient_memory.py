@@ -1,0 +1,125 @@
+"""Memory for the float32 gradients of masters, kept from one step to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from sys import getrefcount
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GradientMemory:
+    """Gives the gradient of a master the memory that it had in the step before, unless somebody still holds it.
+
+    A CPU's allocator returns large tensors to the system, and touching memory that is mapped anew takes several times as
+    long as what is then done with it. Small gradients lie in one tensor. What is in the memory given is undefined.
+
+    A gradient that somebody keeps (the tensor, a view, an array) stays as it is: the next one gets new memory.
+
+    Example:
+        >>> import torch
+        >>> memory, master = GradientMemory(), torch.ones(3)
+        >>> place = memory.take([master])[0].data_ptr()
+        >>> kept = memory.take([master])[0]
+        >>> kept.data_ptr() == place, memory.take([master])[0].data_ptr() == place
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Gradient] = {}
+        # Which is held by nobody, so that whoever has as many references is not either.
+        self._free = _Gradient(torch.empty(0), _Room(torch.empty(0)))
+        self._keys: list[int] = []
+        self._asked: list[_Gradient] = []
+        self._rooms: list[_Room] = []
+
+    def take(self, masters: Sequence[Tensor]) -> list[Tensor]:
+        """A tensor like each of ``masters``, which must live as long as this object."""
+        keys = list(map(id, masters))
+        if keys != self._keys:
+            self._look_up(keys, masters)
+        held = self._held()
+        if held:
+            self._lay_out([(keys[index], masters[index]) for index in held])
+            self._look_up(keys, masters)
+        return list(map(_TENSOR, self._asked))
+
+    def _look_up(self, keys: list[int], masters: Sequence[Tensor]) -> None:
+        self._lay_out([(key, m) for key, m in zip(keys, masters, strict=True) if key not in self._known])
+        self._keys = keys
+        self._asked = [self._known[key] for key in keys]
+        self._rooms = list({gradient.room for gradient in self._asked})
+
+    def _held(self) -> list[int]:
+        """The positions of those whose memory is not free, or does not lie where it was laid out."""
+        tensors = list(map(_TENSOR, (*self._asked, self._free)))
+        *counts, free = map(getrefcount, tensors)
+        shut = {room for room in self._rooms if not room.is_free()}
+        if not shut and counts.count(free) == len(counts) and not any(map(_HAS_GRAPH, tensors)):
+            return []
+        return [
+            index
+            for index, (gradient, count) in enumerate(zip(self._asked, counts, strict=True))
+            if count != free or gradient.room in shut or gradient.tensor.requires_grad
+        ]
+
+    def _lay_out(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
+        """New memory for the gradients of some masters, by ``id``."""
+        large = [pair for pair in wanted if pair[1].numel() >= ALONE]
+        small = [pair for pair in wanted if pair[1].numel() < ALONE]
+        for members in [small, *([pair] for pair in large)]:
+            starts = [0]
+            for _, master in members:
+                starts.append(starts[-1] + math.ceil(master.numel() / ALIGN) * ALIGN)
+            if members:
+                first = members[0][1]
+                room = _Room(torch.empty(starts[-1], dtype=first.dtype, device=first.device))
+                for (key, master), start in zip(members, starts, strict=False):
+                    self._known[key] = _Gradient(room.cut(master, start), room)
+                room.close()
+
+
+class _Room:
+    """One piece of memory, and how many tensors lie in it if nobody holds one."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector = vector
+        self._address: int = vector.untyped_storage()._cdata
+        self.close()
+
+    def cut(self, like: Tensor, start: int) -> Tensor:
+        """A tensor of the shape of another one, with its strides where it is dense, and a version of its own."""
+        strides = torch.empty_like(like, device="meta").stride()
+        return self._vector.new_empty(0).set_(self._vector.untyped_storage(), start, like.shape, strides)
+
+    def close(self) -> None:
+        """Everything has been cut."""
+        self._count = _use_count(self._address)
+
+    def is_free(self) -> bool:
+        """Whether nothing else lies in this memory, and nothing has left it."""
+        return _use_count(self._address) == self._count
+
+
+class _Gradient(NamedTuple):
+    tensor: Tensor
+    room: _Room
+
+
+ALONE: Final = 2**14
+"""Elements from which a gradient has memory of its own."""
+
+ALIGN: Final = 16
+"""Gradients begin at a multiple of this many elements."""
+
+_TENSOR: Final = attrgetter("tensor")
+_ROOM: Final = attrgetter("room")
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+
+
+def _use_count(address: int) -> Any:
+    return torch._C._storage_Use_Count(address)
