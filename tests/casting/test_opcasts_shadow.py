@@ -24,9 +24,9 @@ from casting.test_opcasts_cache import (
     by_storage,
     reference,
 )
-from halfpeak.casting.cache import ShadowWeights
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.casting.registry import low_function
+from halfpeak.casting.shadows import ShadowWeights
 
 LOW = torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""The low copies of float32 weights: shared by the operations of one autograd graph, or held for several."""
+"""The low copies of float32 weights, shared by the operations of one autograd graph."""
 
 from __future__ import annotations
 
@@ -49,11 +49,7 @@ class WeightCache:
 
     def cast(self, weight: nn.Parameter) -> Tensor:
         """The low copy of ``weight``; differentiable."""
-        if (
-            weight.dim() < 2
-            or not (weight.requires_grad and torch.is_grad_enabled())
-            or _is_capturing(weight)
-        ):
+        if weight.dim() < 2 or not (weight.requires_grad and torch.is_grad_enabled()) or is_capturing(weight):
             return to(weight, self._dtype)
         # No reference to the weight, not even a weak one, which would forbid torch.utils.swap_tensors: as long as the
         # copy lives, its graph keeps the weight, so no other object has its id.
@@ -83,37 +79,7 @@ class WeightCache:
         self._entries.clear()
 
 
-class ShadowWeights(WeightCache):
-    """Casts a weight once for all graphs until :meth:`clear`, and holds the copies itself.
-
-    Several backward passes, recomputed checkpoints and passes without gradients use one cast, biases and frozen weights
-    included. The cast is a node of autograd that saves nothing, so graph after graph passes through it and each brings
-    the weight a gradient of its own.
-
-    >>> weight, shadows = nn.Parameter(torch.eye(2)), ShadowWeights(torch.bfloat16)
-    >>> with torch.no_grad():
-    ...     first = shadows.cast(weight)
-    >>> shadows.cast(weight) is first, first.requires_grad
-    (True, True)
-    """
-
-    def cast(self, weight: nn.Parameter) -> Tensor:
-        """The low copy of ``weight``; differentiable, also where gradients are off, because later uses may need it."""
-        entry = self._entries.get(id(weight))
-        if entry is not None and entry[1] == weight._version and entry[2] == weight.data_ptr():
-            (_, copy) = entry[0]
-            if copy.requires_grad is weight.requires_grad and not _is_capturing(weight):
-                return copy
-        if torch.is_inference_mode_enabled() or _is_capturing(weight):
-            return to(weight, self._dtype)
-        with torch.enable_grad():
-            copy = to(weight, self._dtype)
-        if id(weight) not in self._escaped and not is_functorch_wrapped_tensor(copy):
-            # With the weight itself, so that no other object gets its id.
-            self._entries[id(weight)] = (weight, copy), weight._version, weight.data_ptr()
-        return copy
-
-
-def _is_capturing(weight: Tensor) -> bool:
+def is_capturing(weight: Tensor) -> bool:
+    """Whether what is computed from ``weight`` now becomes a part of a CUDA graph."""
     # A CUDA graph would replay a copy made before capture for ever.
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()

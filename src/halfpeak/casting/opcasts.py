@@ -11,9 +11,10 @@ from typing import Final
 import torch
 
 from halfpeak.casting import oplists
-from halfpeak.casting.cache import ShadowWeights, WeightCache
+from halfpeak.casting.cache import WeightCache
 from halfpeak.casting.registry import Registrations, replace, restore
 from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, scopes
+from halfpeak.casting.shadows import ShadowWeights
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.tables import Table
 from halfpeak.core.dtypes import LOW
@@ -51,7 +52,7 @@ class OpCasts:
 
     Attributes:
         dtype: the low dtype.
-        shadow: whether casts of weights are held.
+        shadows: the casts of weights that are held, or None.
         traced: the scope in a form that code which :func:`torch.compile` traces can enter.
 
     Raises:
@@ -77,8 +78,7 @@ class OpCasts:
             raise ConfigError(f"dtype={dtype!r} is not low; write torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
-        self.shadow = shadow
-        self._shadows = ShadowWeights(dtype) if shadow else None
+        self.shadows = ShadowWeights(dtype) if shadow else None
         places = registrations.places()
         changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
         self._table = Table(changes, places, on_cast)
@@ -119,11 +119,11 @@ class OpCasts:
         """Forget the low copies of weights, in every thread. Needed only after a write that torch cannot see."""
         for cache in list(self._caches):
             cache.clear()
-        if self._shadows is not None:
-            self._shadows.clear()
+        if self.shadows is not None:
+            self.shadows.clear()
 
     def _open(self, place: Callable[[Scope], None]) -> Scope:
-        cache = self._shadows
+        cache = self.shadows
         if cache is None and self._share_casts:
             cache = WeightCache(self.dtype)
             self._caches.add(cache)

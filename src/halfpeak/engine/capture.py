@@ -90,6 +90,7 @@ class Captured:
         _hold(engine, self._cells)
         self._tables.rewrite(optimizer.param_groups)
         self._graph.replay()
+        optimizer.note_replay()
         engine.journal.index += 1
         engine.phases.look_after_replay(engine.lanes)
         return self._step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,9 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_norms
 from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.shadows import Homes, ShadowWeights
 from halfpeak.core.policy import Policy
+from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.parts.buffers import norms_of
-from halfpeak.parts.masters import Masters
+from halfpeak.parts.masters import Masters, targets_of
 from halfpeak.parts.statedict import hook_state_dict
 
 if TYPE_CHECKING:
@@ -35,17 +38,67 @@ def hook_loads(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
 
 
 def hook_steps(optimizer: Optimizer, casting: object) -> list[RemovableHandle]:
-    """Let go of shadow weights before a step, which may need their memory, and of those that its closure made after it.
+    """Keep shadow weights right, whoever calls ``optimizer.step()``.
 
-    Whoever calls ``optimizer.step()``: a fused one writes weights without their version counters showing it.
+    A fused optimizer of halfpeak's writes them in its step. Before the step of another they are let go, because it may need
+    their memory, and writes weights perhaps without their version counters showing it; and after it those that its closure
+    has made.
     """
-    if not isinstance(casting, OpCasts) or not casting.shadow:
+    shadows = casting.shadows if isinstance(casting, OpCasts) else None
+    if shadows is None:
         return []
+    if isinstance(optimizer, FusedOptimizer):
+        return _follow(optimizer, shadows)
 
-    def forget(*_: object) -> None:
-        casting.clear_cache()
+    def forget(optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                shadows.drop(parameter)
+        shadows.drop_unwritten()
 
     return [optimizer.register_step_pre_hook(forget), optimizer.register_step_post_hook(forget)]
+
+
+def _follow(optimizer: FusedOptimizer, shadows: ShadowWeights) -> list[RemovableHandle]:
+    homes = shadows.homes()
+    optimizer.follow(homes)
+
+    def settle(optimizer: Optimizer, *_: object) -> None:
+        homes.lows_of(targets_of(optimizer))
+        shadows.drop_unwritten()
+
+    return [
+        optimizer.register_step_pre_hook(settle),
+        optimizer.register_step_post_hook(settle),
+        _Unfollow(optimizer, shadows, homes),
+    ]
+
+
+def hook_forward(model: nn.Module, engine: Engine) -> RemovableHandle:
+    """Let the engine catch up before anything else that a forward pass of the model does."""
+    handle = model.register_forward_pre_hook(CatchUp(engine), prepend=True)
+    hooks = model._forward_pre_hooks
+    # The compiler of torch 2.11 counts hooks in the order in which they were put in, whichever goes first.
+    for key in list(hooks):
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
+class _Unfollow(RemovableHandle):
+    """Takes an optimizer's shadow weights from it, like a hook."""
+
+    def __init__(self, optimizer: FusedOptimizer, shadows: ShadowWeights, homes: Homes) -> None:
+        super().__init__(OrderedDict())
+        self._optimizer = weakref.ref(optimizer)
+        self._shadows = shadows
+        self._homes = homes
+
+    def remove(self) -> None:
+        """Do that."""
+        self._shadows.leave(self._homes)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.follow(None)
 
 
 class _Weak:

@@ -46,6 +46,7 @@ class Layout:
 
     Attributes:
         moving: every tensor that a step of the last :meth:`pieces` writes.
+        followed: those of them whose low copies are right afterwards: nothing else writes to the same memory.
 
     Args:
         optimizer: its state gets a row for every parameter laid out.
@@ -82,7 +83,7 @@ class Layout:
             () if before is None else before.counted_rows(),
         )
         self._blocks: list[tuple[int, Block]] = []
-        bound = tied([*self.targets, *self.lows])
+        self._bound = bound = tied([*self.targets, *self.lows])
         alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.lows[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
             align = _alignment(self._rule(members[0]))
@@ -102,6 +103,7 @@ class Layout:
         self._low_places = _places(self.lows)
         self._mask: list[bool] = []
         self.moving: list[Tensor] = []
+        self.followed: list[Tensor] = []
         self._pieces: list[Piece] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], lows: Sequence[Tensor]) -> bool:
@@ -132,6 +134,7 @@ class Layout:
         moved = [i for piece in self._pieces for i in piece.block.members]
         self.moving = [self.targets[i] for i in moved]
         self.moving += [self.lows[i] for i in moved if self.lows[i] is not self.targets[i]]
+        self.followed = [target for target in self.moving if id(target) not in self._bound]
         self._mask = list(mask)
         return self._pieces
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from halfpeak.fused.arguments import check_group
 from halfpeak.fused.books import Account, Books
 from halfpeak.fused.checks import check_gradients, check_parameter
 from halfpeak.fused.counters import Counter
+from halfpeak.fused.feed import Feed, Followers
 from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of
 from halfpeak.fused.forms.remainders import Remainders
 from halfpeak.fused.forms.storage import Storage
@@ -25,20 +26,6 @@ from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
 from halfpeak.fused.roads.tables import Tables
 from halfpeak.fused.roads.triton import TritonRoad
 from halfpeak.fused.rules.base import Rule
-
-
-class Feed(NamedTuple):
-    """What a step reads instead of the parameters' own gradients. Lists go by the order of the groups.
-
-    Attributes:
-        grads: the gradient for each parameter, or None.
-        lows: the model's weight for each parameter that is a master of one, else the parameter itself.
-        factor: what a gradient is multiplied by before the rule sees it: it unscales and clips.  # f32[]
-    """
-
-    grads: Sequence[Tensor | None]
-    lows: Sequence[Tensor]
-    factor: Tensor
 
 
 class FusedOptimizer(Optimizer, ABC):
@@ -72,6 +59,7 @@ class FusedOptimizer(Optimizer, ABC):
         self._wish: RoadName = road
         self._storage = storage or Storage()
         self.keeper = self._make_keeper()
+        self._followers: Followers | None = None
         self._begin()
 
     @abstractmethod
@@ -151,6 +139,7 @@ class FusedOptimizer(Optimizer, ABC):
         """Whether everything is still where it was when ``pieces`` were laid out."""
         layout = self._layout
         rules = [self.rule(group) for group in self.param_groups]
+        lows = self._lows_of(lows)
         return layout is not None and layout.last is pieces and layout.is_current(self, rules, lows)
 
     def surrender(self) -> Tables | None:
@@ -162,6 +151,15 @@ class FusedOptimizer(Optimizer, ABC):
         self._feed = feed
         if feed is None:
             self._forget()
+
+    def follow(self, followers: Followers | None) -> None:
+        """Write low copies of weights in every step from now on; None no more."""
+        self._followers = followers
+
+    def note_replay(self) -> None:
+        """What the last step ran has been run again without it."""
+        if self._followers is not None and self._layout is not None:
+            self._followers.note(self._layout.followed)
 
     @property
     def road(self) -> str:
@@ -213,7 +211,7 @@ class FusedOptimizer(Optimizer, ABC):
         is_loading = hasattr(self, "keeper")
         super().__setstate__(state)
         if not is_loading:
-            self.keeper = self._make_keeper()
+            self.keeper, self._followers = self._make_keeper(), None
         self._begin()
 
     def _rules_of_targets(self) -> list[Rule]:
@@ -260,25 +258,29 @@ class FusedOptimizer(Optimizer, ABC):
         road = self._road_for(pieces)
         if isinstance(road, DeviceRoad):
             moves = self._moves(pieces, feed, found_inf)
-            self._write(layout.moving, (), lambda: road.move(moves))
+            self._write(layout, (), lambda: road.move(moves))
         elif found_inf is None or not bool(found_inf):
             # What may raise comes first: a bad learning rate must not have counted a step.
             orders = self._orders(pieces, feed.factor)
-            self._write(layout.moving, layout.counters(pieces), lambda: road.update(orders, feed.grads))
+            self._write(layout, layout.counters(pieces), lambda: road.update(orders, feed.grads))
 
-    def _write(
-        self, moving: Sequence[Tensor], counters: Iterable[Counter], run: Callable[[], object]
-    ) -> None:
+    def _write(self, layout: Layout, counters: Iterable[Counter], run: Callable[[], object]) -> None:
         """Step. Whoever interrupts this has stepped, and left it half done as in any optimizer of torch's."""
         self.moves += 1
         for counter in counters:
             counter.count()
+        # Kernels write through their own view of the memory; autograd must still see that these tensors change.
+        torch.autograd.graph.increment_version(layout.moving)
         run()
         self._forget()
-        # Kernels write through their own view of the memory; autograd must still see that these tensors changed.
-        torch.autograd.graph.increment_version(moving)
         if self.keeper is not None:
             self.keeper.note()
+        if self._followers is not None:
+            self._followers.note(layout.followed)
+
+    def _lows_of(self, lows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Low weights that are written beside others: the model's, and copies of those that are not low."""
+        return lows if self._followers is None else self._followers.lows_of(lows)
 
     def _moves(self, pieces: Sequence[Piece], feed: Feed, found_inf: Tensor | None) -> Moves:
         return Moves(pieces, self.param_groups, feed.grads, feed.factor, found_inf)
@@ -304,13 +306,13 @@ class FusedOptimizer(Optimizer, ABC):
             self.keeper.refresh()
         rules = [self.rule(group) for group in self.param_groups]
         mask = [grad is not None for grad in feed.grads]
-        layout = self._layout
-        if layout is not None and layout.is_current(self, rules, feed.lows):
+        layout, lows = self._layout, self._lows_of(feed.lows)
+        if layout is not None and layout.is_current(self, rules, lows):
             pieces = layout.pieces(mask)
             if pieces is not None:
                 return pieces
         check_gradients(feed.grads)
-        layout = self._layout = Layout(self, rules, feed.lows, mask, self._layout)
+        layout = self._layout = Layout(self, rules, lows, mask, self._layout)
         pieces = layout.pieces(mask) or []
         if self.keeper is not None:
             self.keeper.note()
