@@ -28,6 +28,7 @@ ELSEWHERE = {
     "cli/ranks.py": "tests/cli",
     "cli/script.py": "tests/shim",
     "engine/capture.py": "tests/engine",
+    "engine/release.py": "tests/engine",
     "engine/sync.py": "tests/distributed",
     "optim/wrapper.py": "tests/optim",
     "insight/extras.py": "tests/insight",

@@ -92,9 +92,18 @@ class Block:
     @property
     def can_be_undone(self) -> bool:
         """Whether what was there before is intact: waiting gradients not written over, new ones not taken in."""
-        waited = any(lane.phase is Phase.SCALED for lane in self._lanes)
         has_added = self._intake is not None and self._intake.has_added
-        return not self._has_taken and not has_added and not (self._has_begun and waited)
+        return not self._has_taken and not has_added and not (self._has_begun and self.adds_to_scaled)
+
+    @property
+    def adds_to_scaled(self) -> bool:
+        """Whether autograd adds to gradients that lie there scaled."""
+        return any(lane.phase is Phase.SCALED for lane in self._lanes)
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether there was no gradient before."""
+        return all(lane.phase is Phase.CLEAN for lane in self._lanes) and not self._holds
 
     @property
     def is_first(self) -> bool:
@@ -102,8 +111,7 @@ class Block:
         grads = [grad for grad in gradients_of([slot.source for slot in self.slots]) if grad is not None]
         return (
             bool(grads)
-            and all(lane.phase is Phase.CLEAN for lane in self._lanes)
-            and not self._holds
+            and self.begins_window
             and not any(map(_HAS_GRAPH, grads))
             and not any(map(_IS_SPARSE, grads))
         )

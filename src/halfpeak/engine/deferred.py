@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from halfpeak.engine.lane import Lane
 
 
-def can_defer(lanes: Sequence[Lane], block: Block) -> bool:
-    """Whether the step itself may read the gradients of a block: one optimizer, a fused one, at the start of a window.
+def can_defer(lanes: Sequence[Lane]) -> bool:
+    """Whether the step itself may read the gradients of a backward pass that begins a window: one optimizer, a fused one.
 
     A step hook of somebody else's is a look at gradients.
     """
@@ -33,7 +33,6 @@ def can_defer(lanes: Sequence[Lane], block: Block) -> bool:
         len(lanes) == 1
         and lanes[0].count == 1
         and isinstance(lanes[0].optimizer, FusedOptimizer)
-        and block.is_first
         and all(map(_is_own, lanes[0].optimizer._optimizer_step_pre_hooks.values()))
         and not _global_optimizer_pre_hooks
     )

@@ -32,7 +32,6 @@ from halfpeak.engine.readings import Readings
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.strays import Strays
-from halfpeak.engine.sync import synchronising
 from halfpeak.parts.buffers import BatchNormBuffers
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.masters import Masters
@@ -127,7 +126,7 @@ class Engine(Readings):
             stack.enter_context(casts_on(self.casting))
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
-                stack.enter_context(synchronising(wrapped, self._synchronised))
+                stack.enter_context(self.phases.release.synchronising(wrapped, self._synchronised))
             yield
 
     @untraced
@@ -309,6 +308,7 @@ class Engine(Readings):
         for lane in self.lanes:
             lane.detach()
         self.handles.clear()
+        self.phases.release.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine of its own over copies of models and optimizers, in the same state down to the open window."""

@@ -19,6 +19,7 @@ from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
+from halfpeak.engine.release import Release
 from halfpeak.engine.slots import Phase
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.strays import Strays
@@ -60,6 +61,7 @@ class Phases:
         self._scalers = scalers
         self.verdict = verdict
         self.strays = strays
+        self.release = Release(on=plan.release_gradients)
         self._trouble = Lagged(device)
 
     @contextmanager
@@ -80,12 +82,17 @@ class Phases:
             scale = block.scale_of(scaler)
             self.strays.open()
             block.begin()
-            yield scale_loss(loss, scale)
+            defers = report is None and fits(self._plan.clip) and can_defer(lanes)
+            ends = self._plan.accumulation.is_boundary(self._journal.index)
+            # Gradients that stay scaled are for autograd to add to; those of a window of one pass, for the step to read.
+            stays = delay or block.adds_to_scaled or (defers and ends and block.begins_window)
+            with self.release.during(None if stays else block, scale) as has_taken:
+                yield scale_loss(loss, scale)
             if delay:
                 block.delay(scaler, scale)
                 return
             self.strays.absorb(scale)
-            if report is None and fits(self._plan.clip) and can_defer(lanes, block):
+            if defers and not has_taken and block.is_first:
                 lanes[0].defer(Deferred(lanes[0], block, scaler, scale))
                 self._journal.note(scaler, block.found_inf)
             else:

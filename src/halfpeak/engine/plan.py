@@ -25,10 +25,11 @@ class Plan:
         accumulation: how many backward passes make a step.
         clip: what limits the gradients before a step.
         restore_buffers: put batch-norm statistics back when a step is skipped.
+        release_gradients: take gradients in while backward goes on, and drop them.
         steps_itself: the engine alone calls ``optimizer.step()``; False where the caller does, as with apex.
 
     Raises:
-        ConfigError: ``num_losses`` is not a positive integer, or the norm rule is unknown.
+        ConfigError: ``num_losses`` is not a positive integer, ``release_gradients`` no truth value, or the norm rule unknown.
     """
 
     properties: Properties
@@ -38,6 +39,7 @@ class Plan:
     accumulation: Accumulation = field(default_factory=Accumulation)
     clip: Clip = field(default_factory=NoClip)
     restore_buffers: bool = True
+    release_gradients: bool = False
     steps_itself: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class Plan:
             raise ConfigError(
                 f"num_losses={self.num_losses!r} must be an integer of 1 or more; write num_losses=1"
             )
+        if not isinstance(self.release_gradients, bool):
+            raise ConfigError(f"release_gradients={self.release_gradients!r} must be True or False")
         if self.policy.norms not in get_args(NormRule):
             allowed = ", ".join(map(repr, get_args(NormRule)))
             raise ConfigError(f"norms={self.policy.norms!r} must be one of {allowed}")

@@ -23,6 +23,7 @@ from halfpeak.engine.checks import check_keepers, check_models, check_optimizers
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.hooks import hook
 from halfpeak.engine.plan import Plan
+from halfpeak.engine.release import check_release
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.masters import Masters
@@ -51,6 +52,7 @@ def prepare(
     restore_buffers: bool = True,
     op_lists: OpLists = "apex",
     shadow_weights: bool = False,
+    release_gradients: bool = False,
     group: Group = None,
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
@@ -80,6 +82,9 @@ def prepare(
         shadow_weights: at O1 and O4 cast each weight once per step and hold the copy for all backward passes of the step
             and their recomputed checkpoints, for 2 bytes per parameter until the step. A weight that is written through
             ``.data`` between two of these backward passes is not noticed.
+        release_gradients: take gradients in while backward goes on, bucket by bucket, so that no backward pass of a window
+            holds all of its gradients beside their sum. With one optimizer of :mod:`halfpeak.fused`, on one rank. Weights
+            come out the same, bit for bit; a backward pass that raises in the middle of a window drops the window.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
 
@@ -113,6 +118,7 @@ def prepare(
         accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
+        release_gradients=release_gradients,
     )
     return build(
         plan,
@@ -144,6 +150,8 @@ def build(
     check_models(models, policy)
     check_optimizers(optimizers, models)
     check_keepers(optimizers, policy)
+    if plan.release_gradients:
+        check_release(models, optimizers)
     casting: AbstractContextManager[Any] = nullcontext()
     if policy.per_op and policy.compute is not None:
         if casts == "torch":
