@@ -172,7 +172,10 @@ class Block:
                 parked.update(lane.parked)
             optimizers = [lane.optimizer for lane in self._lanes]
             sums = sums_of(optimizers, [slot.target for slot in self.slots])
-            self._intake = Intake(parked, scale.reciprocal(), self.found_inf, sums)
+            # One memory for all; lanes of two runs have two.
+            memory = self._lanes[0].masters.memory
+            shared = memory if all(lane.masters.memory is memory for lane in self._lanes) else None
+            self._intake = Intake(parked, scale.reciprocal(), self.found_inf, sums, shared)
         return self._intake
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Final
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from halfpeak.engine.slots import Slot
 from halfpeak.engine.sums import Sums
 from halfpeak.fused.layout import gradients_of
 from halfpeak.ops import foreach, reference
+from halfpeak.parts.gradient_memory import GradientMemory
 
 
 class Intake:
@@ -26,16 +28,25 @@ class Intake:
         inv_scale: by what gradients are multiplied.  # f32[]
         found_inf: set to 1 where one is not finite then.  # f32[]
         sums: how it is done.
+        memory: in which the gradients of masters lie; None for new memory.
 
     Attributes:
         has_added: whether something has been added to gradients of an earlier backward pass, which cannot be undone.
     """
 
-    def __init__(self, there: dict[int, Tensor], inv_scale: Tensor, found_inf: Tensor, sums: Sums) -> None:
+    def __init__(
+        self,
+        there: dict[int, Tensor],
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        sums: Sums,
+        memory: GradientMemory | None = None,
+    ) -> None:
         self._there = there
         self._inv_scale = inv_scale
         self._found_inf = found_inf
         self._sums = sums
+        self._memory = memory
         self._begun: list[Tensor] = []
         self.has_added = False
 
@@ -61,24 +72,56 @@ class Intake:
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Take in what lies at the sources of ``slots``."""
-        into: list[Tensor] = []
-        more: list[Tensor] = []
-        first: list[Slot] = []
-        for slot in slots:
-            fresh, there = slot.source.grad, self._before(slot)
-            if fresh is None:
+        plain = [slot for slot in slots if slot.source is slot.target]
+        mastered = [slot for slot in slots if slot.source is not slot.target]
+        self._take(plain, list(map(self._before, plain)) if self._there else [None] * len(plain))
+        self._take(mastered, gradients_of([slot.target for slot in mastered]))
+
+    def _take(self, slots: Sequence[Slot], before: Sequence[Tensor | None]) -> None:
+        """:meth:`take`, of parameters that all have masters or all have none."""
+        fresh = gradients_of([slot.source for slot in slots])
+        if are_numbers(fresh):
+            if are_none(before):
+                self._begin(slots, fresh)
+                return
+            if are_numbers(before):
+                self._assign(slots, before)
+                self._sums.accumulate_(before, fresh, self._inv_scale, self._found_inf)
+                return
+        first: list[tuple[Slot, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for slot, grad, there in zip(slots, fresh, before, strict=True):
+            if grad is None:
                 slot.target.grad = there
-            elif fresh.requires_grad:
-                slot.target.grad = self._with_graph(there, fresh, slot.target.dtype)
+            elif grad.requires_grad:
+                slot.target.grad = self._with_graph(there, grad, slot.target.dtype)
             elif there is None:
-                first.append(slot)
+                first.append((slot, grad))
             else:
-                there = _summable(there, fresh)
+                there = _summable(there, grad)
                 slot.target.grad = there
-                into.append(there)
-                more.append(fresh)
-        self._take_first(first)
-        self._sums.accumulate_(into, more, self._inv_scale, self._found_inf)
+                more.append((there, grad))
+        self._begin([slot for slot, _ in first], [grad for _, grad in first])
+        into, grads = [there for there, _ in more], [grad for _, grad in more]
+        self._sums.accumulate_(into, grads, self._inv_scale, self._found_inf)
+
+    def _begin(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        """Gradients that nothing is added to: unscaled where they lie, or into a tensor like the master."""
+        if not slots or slots[0].source is slots[0].target:
+            foreach.unscale_(grads, self._inv_scale, self._found_inf)
+            return
+        targets = [slot.target for slot in slots]
+        if self._memory is not None and are_numbers(grads) and set(map(type, targets)) == {Tensor}:
+            high = self._memory.take(targets)
+            self._sums.unscale_into(high, grads, self._inv_scale, self._found_inf)
+        else:
+            dtypes = [target.dtype for target in targets]
+            high = self._sums.unscaled(grads, dtypes, self._inv_scale, self._found_inf)
+        self._assign(slots, high)
+
+    def _assign(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.target.grad = grad
 
     def _before(self, slot: Slot) -> Tensor | None:
         return self._there.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
@@ -88,21 +131,23 @@ class Intake:
         (true,) = reference.unscaled([fresh], [dtype], self._inv_scale, self._found_inf)
         return true if there is None else there + true
 
-    def _take_first(self, slots: Sequence[Slot]) -> None:
-        """Gradients that nothing is added to: unscaled where they lie, or into a new tensor of the master's dtype."""
-        plain = [
-            slot.source.grad for slot in slots if slot.source is slot.target and slot.source.grad is not None
-        ]
-        foreach.unscale_(plain, self._inv_scale, self._found_inf)
-        mastered = [slot for slot in slots if slot.source is not slot.target]
-        low = [grad for grad in map(_GRAD, (slot.source for slot in mastered)) if grad is not None]
-        dtypes = [slot.target.dtype for slot in mastered]
-        high = self._sums.unscaled(low, dtypes, self._inv_scale, self._found_inf)
-        for slot, grad in zip(mastered, high, strict=True):
-            slot.target.grad = grad
+
+def are_none(grads: Sequence[Tensor | None]) -> bool:
+    """Whether there is no gradient."""
+    return all(map(is_, grads, repeat(None)))
 
 
-_GRAD: Final = attrgetter("grad")
+def are_numbers(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+    """Whether every gradient is there, plain and dense, and has no graph. Asked in loops that run in C."""
+    return (
+        set(map(type, grads)) <= {Tensor}
+        and not any(map(_HAS_GRAPH, grads))
+        and set(map(_LAYOUT, grads)) <= {torch.strided}
+    )
+
+
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+_LAYOUT: Final = attrgetter("layout")
 
 
 def _summable(there: Tensor, fresh: Tensor) -> Tensor:

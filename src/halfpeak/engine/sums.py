@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import compress
 from typing import Final
 
 import torch
@@ -32,27 +33,31 @@ class Sums:
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     ) -> None:
         """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
-        left = [
-            (total, grad)
-            for total, grad in zip(into, grads, strict=True)
-            if not (self._compiles and _run(_add, total, grad, inv_scale, found_inf))
-        ]
-        foreach.accumulate_([total for total, _ in left], [grad for _, grad in left], inv_scale, found_inf)
+        if self._compiles:
+            ran = [_run(_add, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
+            left = [not has_run for has_run in ran]
+            into, grads = list(compress(into, left)), list(compress(grads, left))
+        foreach.accumulate_(into, grads, inv_scale, found_inf)
 
     def unscaled(
         self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
     ) -> list[Tensor]:
         """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
-        fresh: dict[int, Tensor] = {}
-        for index, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
-            if self._compiles and grad.layout is torch.strided and grad.numel() >= chunks.WORTH_IT:
-                into = torch.empty_like(grad, dtype=dtype)
-                if _run(_set, into, grad, inv_scale, found_inf):
-                    fresh[index] = into
-        left = [index for index in range(len(grads)) if index not in fresh]
-        rest = foreach.unscaled([grads[i] for i in left], [dtypes[i] for i in left], inv_scale, found_inf)
-        fresh.update(zip(left, rest, strict=True))
-        return [fresh[index] for index in range(len(grads))]
+        if any(dtype is not torch.float32 or not _is_low(g) for g, dtype in zip(grads, dtypes, strict=True)):
+            return foreach.unscaled(grads, dtypes, inv_scale, found_inf)
+        fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        self.unscale_into(fresh, grads, inv_scale, found_inf)
+        return fresh
+
+    def unscale_into(
+        self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """``into = grad * inv_scale`` of low, dense gradients; see :func:`halfpeak.ops.foreach.unscale_into`."""
+        if self._compiles:
+            ran = [_run(_set, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
+            left = [not has_run for has_run in ran]
+            into, grads = list(compress(into, left)), list(compress(grads, left))
+        foreach.unscale_into(into, grads, inv_scale, found_inf)
 
 
 def sums_of(optimizers: Iterable[Optimizer], targets: Sequence[Tensor]) -> Sums:
@@ -100,6 +105,10 @@ def _add(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> tu
 def _check(true: Tensor, found_inf: Tensor) -> None:
     bad = torch.isfinite(true).logical_not().any()
     found_inf.copy_(torch.maximum(found_inf, bad.float()))
+
+
+def _is_low(grad: Tensor) -> bool:
+    return grad.dtype in (torch.float16, torch.bfloat16) and grad.layout is torch.strided
 
 
 _READ: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))
