@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -14,11 +14,16 @@ from halfpeak.casting.scope import contained
 
 
 @contextmanager
-def casts_on(casting: AbstractContextManager[Any]) -> Generator[None]:
-    """Run the block inside ``casting``: an :class:`OpCasts`, a :class:`DeviceCasts`, or a context of another kind."""
-    if is_dynamo_compiling():
-        with casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting:
+def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
+    """Run the block inside ``casting``: an :class:`OpCasts`, a :class:`DeviceCasts`, or a context of another kind.
+
+    None casts nothing. It says so where a null context would be one that the compiler of torch 2.11 cannot look at.
+    """
+    if not is_dynamo_compiling():
+        with contained(), nullcontext() if casting is None else casting:
             yield
+    elif casting is None:
+        yield
     else:
-        with contained(), casting:
+        with casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting:
             yield

@@ -85,7 +85,8 @@ def converted_parameters(network: nn.Module, dtype: torch.dtype, norms: NormRule
                     yield parameter
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: the compiler of torch 2.11 looks into the __dict__ of a hook.
+@dataclass(frozen=True)
 class CastInputs:
     """A forward pre-hook that casts positional and keyword arguments, through nested containers."""
 
@@ -99,7 +100,7 @@ class CastInputs:
         return cast, {key: cast_tree(value, self.dtype) for key, value in kwargs.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CastOutput:
     """A forward hook that casts what the module returns, through nested containers."""
 

@@ -20,7 +20,7 @@ from halfpeak.core.tracing import untraced
 from halfpeak.engine.block import spared
 from halfpeak.engine.capture import Captured, capture
 from halfpeak.engine.copying import copy_engine
-from halfpeak.engine.hooks import CatchUp, hook_loads, hook_steps
+from halfpeak.engine.hooks import hook_forward, hook_loads, hook_steps
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.lookup import find_lanes, find_scaler
@@ -93,7 +93,7 @@ class Engine(Readings):
         self._kept = tuple(optimizers) if plan.steps_itself else ()
         self.handles = [
             *handles,
-            *(model.register_forward_pre_hook(CatchUp(self), prepend=True) for model in models),
+            *(hook_forward(model, self) for model in models),
             *(handle for model in models for handle in hook_loads(model, self)),
             *(handle for optimizer in optimizers for handle in hook_steps(optimizer, casting)),
         ]
@@ -123,7 +123,7 @@ class Engine(Readings):
         with ExitStack() as stack:
             if not is_dynamo_compiling():
                 self.buffers.begin()
-            stack.enter_context(casts_on(self.casting))
+            stack.enter_context(casts_on(self.casting if self.policy.per_op else None))
             self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
             if wrapped is not None:
                 stack.enter_context(self.phases.release.synchronising(wrapped, self._synchronised))
