@@ -26,10 +26,11 @@ class Plan:
         clip: what limits the gradients before a step.
         restore_buffers: put batch-norm statistics back when a step is skipped.
         release_gradients: take gradients in while backward goes on, and drop them.
+        keep_gradient_memory: whether masters' gradients keep their memory between steps; None to let the device decide.
         steps_itself: the engine alone calls ``optimizer.step()``; False where the caller does, as with apex.
 
     Raises:
-        ConfigError: ``num_losses`` is not a positive integer, ``release_gradients`` no truth value, or the norm rule unknown.
+        ConfigError: ``num_losses`` is not a positive integer, the norm rule is unknown, or one of the switches no truth value.
     """
 
     properties: Properties
@@ -40,6 +41,7 @@ class Plan:
     clip: Clip = field(default_factory=NoClip)
     restore_buffers: bool = True
     release_gradients: bool = False
+    keep_gradient_memory: bool | None = None
     steps_itself: bool = True
 
     def __post_init__(self) -> None:
@@ -49,6 +51,10 @@ class Plan:
             )
         if not isinstance(self.release_gradients, bool):
             raise ConfigError(f"release_gradients={self.release_gradients!r} must be True or False")
+        if not isinstance(self.keep_gradient_memory, bool | None):
+            raise ConfigError(
+                f"keep_gradient_memory={self.keep_gradient_memory!r} must be True, False or None"
+            )
         if self.policy.norms not in get_args(NormRule):
             allowed = ", ".join(map(repr, get_args(NormRule)))
             raise ConfigError(f"norms={self.policy.norms!r} must be one of {allowed}")

@@ -26,6 +26,8 @@ from halfpeak.engine.plan import Plan
 from halfpeak.engine.release import check_release
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.parts.clip import Clip, parse_clip
+from halfpeak.parts.gradient_memory import GradientMemory
+from halfpeak.parts.keeper import keeper_of
 from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
 
@@ -53,6 +55,7 @@ def prepare(
     op_lists: OpLists = "apex",
     shadow_weights: bool = False,
     release_gradients: bool = False,
+    keep_gradient_memory: bool | None = None,
     group: Group = None,
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
@@ -85,6 +88,10 @@ def prepare(
         release_gradients: take gradients in while backward goes on, bucket by bucket, so that no backward pass of a window
             holds all of its gradients beside their sum. With one optimizer of :mod:`halfpeak.fused`, on one rank. Weights
             come out the same, bit for bit; a backward pass that raises in the middle of a window drops the window.
+        keep_gradient_memory: whether the float32 gradients of masters keep their memory from step to step, 4 bytes per
+            parameter. None keeps it on the CPU, where new memory would cost more time than all else that is done with
+            gradients, for who reads such gradients in every step: torch's optimizers do, those of :mod:`halfpeak.fused`
+            only with ``accumulate``. With remainders, which are for who needs the memory, it is not kept.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
 
@@ -119,6 +126,7 @@ def prepare(
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
         release_gradients=release_gradients,
+        keep_gradient_memory=keep_gradient_memory,
     )
     return build(
         plan,
@@ -158,7 +166,8 @@ def build(
             casting = DeviceCasts(_home(models, optimizers).type, policy.compute)
         else:
             casting = casts or OpCasts(policy.compute)
-    masters = Masters(wanted=policy.masters)
+    memory = GradientMemory() if _keeps_memory(plan, optimizers, _home(models, optimizers)) else None
+    masters = Masters(wanted=policy.masters, memory=memory)
     handles: list[RemovableHandle] = []
     with ExitStack() as undo:
         undo.callback(_remove, handles)
@@ -184,6 +193,16 @@ def build(
         )
         undo.pop_all()
     return engine
+
+
+def _keeps_memory(plan: Plan, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
+    if plan.keep_gradient_memory is not None:
+        return plan.keep_gradient_memory
+    # On an accelerator, the allocator keeps it.
+    if device.type != "cpu" or any(keeper_of(optimizer) is not None for optimizer in optimizers):
+        return False
+    fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
+    return not fused or plan.accumulation.every > 1 or not plan.steps_itself
 
 
 def _parse_casts(

@@ -32,13 +32,13 @@ class GradientMemory:
     def __init__(self) -> None:
         self._known: dict[int, _Gradient] = {}
         # Which is held by nobody, so that whoever has as many references is not either.
-        self._free = _Gradient(torch.empty(0), _Room(torch.empty(0)))
+        self._free = _Gradient(torch.empty(0), _Room(torch.empty(0)), torch.empty(0))
         self._keys: list[int] = []
         self._asked: list[_Gradient] = []
         self._rooms: list[_Room] = []
 
     def take(self, masters: Sequence[Tensor]) -> list[Tensor]:
-        """A tensor like each of ``masters``, which must live as long as this object."""
+        """A tensor like each of ``masters``."""
         keys = list(map(id, masters))
         if keys != self._keys:
             self._look_up(keys, masters)
@@ -79,7 +79,7 @@ class GradientMemory:
                 first = members[0][1]
                 room = _Room(torch.empty(starts[-1], dtype=first.dtype, device=first.device))
                 for (key, master), start in zip(members, starts, strict=False):
-                    self._known[key] = _Gradient(room.cut(master, start), room)
+                    self._known[key] = _Gradient(room.cut(master, start), room, master)
                 room.close()
 
 
@@ -106,8 +106,11 @@ class _Room:
 
 
 class _Gradient(NamedTuple):
+    """What is given, where it lies, and for which master: one that is held here keeps its ``id``."""
+
     tensor: Tensor
     room: _Room
+    master: Tensor
 
 
 ALONE: Final = 2**14
