@@ -41,11 +41,24 @@ def train(level: str, *, compiled: bool) -> list[Tensor]:
     return [*(run(*batch) for batch in zip(x, y, strict=True)), *(p.detach() for p in model.parameters())]
 
 
+def step_of_torch(*, compiled: bool) -> Tensor:
+    """A weight after a step of the bare optimizer."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64))
+    weight.grad = torch.randn(64)
+    step = torch.optim.SGD([weight], lr=0.1).step
+    (torch.compile(step, backend="aot_eager") if compiled else step)()
+    return weight.detach()
+
+
 # Both are the compiler's own: it uses what torch deprecates, and looks whether a loss carried over a break has a gradient.
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_step_is_the_step(level: str) -> None:
     eager, compiled = train(level, compiled=False), train(level, compiled=True)
+    # torch 2.11 compiles its optimizers too, and rounds them once more than they do.
+    is_exact = torch.equal(step_of_torch(compiled=False), step_of_torch(compiled=True))
+    tolerance = 0 if is_exact else 1e-6
     for left, right in zip(eager, compiled, strict=True):
-        assert torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+        assert torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True)
