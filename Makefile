@@ -14,6 +14,8 @@ GPU_PYTHON ?= python3
 VENV       := .venv
 BIN        := $(VENV)/bin
 INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Processes among which the tests are dealt out, each of about 1 GB; 0: none but pytest itself.
+WORKERS    ?= logical
 # plot.py draws what the others have measured.
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py,$(wildcard benchmarks/*.py))
 
@@ -25,7 +27,7 @@ train: $(VENV)/.package
 
 # One thread: the tensors of the tests are small, and other processes of the suite want the other cores.
 test: check docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.tools
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ BAD: list[Any] = [
     (1.0, 2.0),
     {},
     {"loss_scale": 1.0},
-    object(),
+    SimpleNamespace(),
     1j,
     range(3),
     torch.tensor(math.nan),

@@ -92,7 +92,7 @@ def test_of_several_names_all_are_registered_or_none(registry: Registry) -> None
         {"name": "torch.optim.SGD", "module": Walk},
         {"force": "yes", "module": Walk},
         {"module": 3},
-        {"module": Walk([], 0.1)},
+        pytest.param({"module": Walk([], 0.1)}, id="an optimizer"),
     ],
     ids=str,
 )
