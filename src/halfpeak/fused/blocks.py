@@ -33,6 +33,7 @@ class Block:
         length: of the vectors.
         is_alone: whether this is all of one parameter, whose gradient can be read where it lies.
         has_gaps: whether elements lie between the parameters that are no parameter's.
+        is_row: whether its parameters are vectors that lie one after the other without gaps.
     """
 
     weight: Tensor
@@ -46,12 +47,15 @@ class Block:
     length: int = field(init=False)
     is_alone: bool = field(init=False)
     has_gaps: bool = field(init=False)
+    is_row: bool = field(init=False)
 
     def __post_init__(self) -> None:
         length = self.weight.numel()
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "is_alone", self.spans == ((0, length),))
         object.__setattr__(self, "has_gaps", sum(stop - start for start, stop in self.spans) < length)
+        are_vectors = all(len(shape) == 1 for shape, _ in self.shapes)
+        object.__setattr__(self, "is_row", are_vectors and not self.has_gaps)
 
     def __len__(self) -> int:
         return self.length

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -10,16 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfpeak.fused.blocks import Block
-from halfpeak.fused.compiling import Kernel, Vector, compiled
+from halfpeak.core.host import read_host
+from halfpeak.fused.blocks import Block, flat
+from halfpeak.fused.compiling import Bound, Kernel, Vector, compiled
 from halfpeak.fused.gather import Gather
-from halfpeak.fused.kernel import flat_update_of, measure
+from halfpeak.fused.kernel import flat_update_of, measure, squares
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import Order, Reading
 from halfpeak.fused.rules.base import Rule
 
 CHUNK = 2**18
 """Elements at a time where a kernel needs memory for what it computes twice from: 8 bytes for each."""
+
+SHORT = 16
+"""Blocks of fewer elements are measured by torch's operations: to the compiler, quarters of them might be special."""
 
 
 class CompiledRoad:
@@ -34,26 +39,25 @@ class CompiledRoad:
     def __init__(self) -> None:
         self._gather = Gather()
         self._calls: dict[int, _Call] = {}
+        self._sums: dict[int, _Call] = {}
 
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
-        read: list[tuple[Tensor, Tensor]] = []
-        for piece in pieces:
-            vector = self._gather(piece.block, grads)
-            kernel = _measuring(vector.dtype, vector.device) if piece.block.length > 1 else measure
-            read.append(kernel(vector, factor))
-        if len(read) == 1:
-            return Reading(read[0][0], read[0][1].float())
-        squares, flags = zip(*read, strict=True)
-        return Reading(torch.stack(squares).sum(), torch.stack(flags).any().float())
+        sums = [one for piece in pieces for one in self._squares(piece.block, grads, factor)]
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        found_inf = torch.zeros_like(total)
+        # A sum is not finite if anything in it is not, but also where finite numbers are too many or too large.
+        if not math.isfinite(read_host(total)):
+            bad = [measure(self._gather(piece.block, grads), factor)[1] for piece in pieces]
+            found_inf.copy_(torch.stack(bad).any())
+        return Reading(total, found_inf)
 
     def update(self, orders: Sequence[Order], grads: Sequence[Tensor | None]) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         for order in orders:
-            vector = self._gather(order.piece.block, grads)
-            for run in self._call(order, vector).runs:
-                grad = vector if run.at is None else vector[run.at]
-                run.kernel(*run.memory, grad, order.numbers)
+            grad = self._gather.memory(order.piece.block, grads)
+            for run in self._call(order, grad).runs:
+                run(grad, order.numbers)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -63,21 +67,44 @@ class CompiledRoad:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
         self._gather.clear()
         self._calls.clear()
+        self._sums.clear()
+
+    def _squares(self, block: Block, grads: Sequence[Tensor | None], factor: Tensor) -> Iterator[Tensor]:
+        """Sums of squares that make up that of a block."""
+        grad = self._gather.memory(block, grads)
+        if block.length < SHORT:
+            yield measure(flat(grad), factor)[0]
+            return
+        known = self._sums.get(id(block))
+        if known is None or known.block is not block or known.grad != grad.dtype:
+            kernel = _measuring(grad.dtype, grad.device)
+            run = _Run(None, kernel, kernel.bind(flat(grad), factor), ())
+            known = self._sums[id(block)] = _Call(block, grad.dtype, [run])
+        yield known.runs[0](grad, factor)[0]
+        if block.length % 4:
+            yield measure(flat(grad)[-(block.length % 4) :], factor)[0]
 
     def _call(self, order: Order, grad: Tensor) -> _Call:
         block = order.piece.block
         known = self._calls.get(id(block))
         if known is None or known.block is not block or known.grad != grad.dtype:
-            known = self._calls[id(block)] = _Call(block, grad.dtype, _runs_of(order, grad))
+            known = self._calls[id(block)] = _Call(block, grad.dtype, _runs_of(order, flat(grad)))
         return known
 
 
 class _Run(NamedTuple):
-    """One call of a kernel: on which elements, or None for all."""
+    """One call of a kernel: on which elements of the gradient, or None for all; and the memory it moves."""
 
     at: slice | None
-    kernel: Kernel
+    kernel: Callable[..., Sequence[Tensor]]
+    bound: Bound | None
     memory: tuple[Tensor, ...]
+
+    def __call__(self, grad: Tensor, numbers: Tensor) -> Sequence[Tensor]:
+        if self.bound is not None:
+            return self.bound(grad, numbers)
+        vector = flat(grad)
+        return self.kernel(*self.memory, vector if self.at is None else vector[self.at], numbers)
 
 
 class _Call(NamedTuple):
@@ -91,13 +118,16 @@ class _Call(NamedTuple):
 def _runs_of(order: Order, grad: Tensor) -> list[_Run]:
     block = order.piece.block
     if not block.grains or block.length <= CHUNK:
-        return [_Run(None, _kernel_for(order, block, grad), (block.weight, *_lows(block), *block.slots))]
+        memory = (block.weight, *_lows(block), *block.slots)
+        kernel = _kernel_for(order, block, grad)
+        bound = kernel.bind(*memory, grad, order.numbers) if isinstance(kernel, Kernel) else None
+        return [_Run(None, kernel, bound, memory)]
     runs: list[_Run] = []
     for start in range(0, block.length, CHUNK):
         at = slice(start, min(start + CHUNK, block.length))
         weight, low, slots = block.chunk(at)
         part = replace(block, weight=weight, low=low, slots=tuple(slots))
-        runs.append(_Run(at, _kernel_for(order, part, grad[at]), (weight, *_lows(part), *slots)))
+        runs.append(_Run(at, _kernel_for(order, part, grad[at]), None, (weight, *_lows(part), *slots)))
     return runs
 
 
@@ -105,7 +135,7 @@ def _lows(block: Block) -> tuple[Tensor, ...]:
     return () if block.low is None else (block.low,)
 
 
-def _kernel_for(order: Order, block: Block, grad: Tensor) -> Kernel:
+def _kernel_for(order: Order, block: Block, grad: Tensor) -> Callable[..., Sequence[Tensor]]:
     lows = _lows(block)
     if block.length < 2:
         return flat_update_of(order.rule, has_low=bool(lows))
@@ -117,7 +147,7 @@ def _kernel_for(order: Order, block: Block, grad: Tensor) -> Kernel:
 
 @cache
 def _measuring(dtype: torch.dtype, device: torch.device) -> Kernel:
-    return compiled(measure, (Vector(dtype, device, None), Vector(torch.float32, device, ())))
+    return compiled(squares, (Vector(dtype, device, None), Vector(torch.float32, device, ())))
 
 
 @cache
