@@ -36,7 +36,7 @@ class Buckets:
         """A backward pass begins."""
         self._left[:] = self._sizes
 
-    def end(self) -> list[int]:
+    def end(self) -> set[int]:
         """It is over, and nobody is told any more.
 
         Returns:
@@ -44,7 +44,7 @@ class Buckets:
         """
         left = list(self._left)
         self._left[:] = [0] * len(left)
-        return [number for number, count in enumerate(left) if count == 0]
+        return {number for number, count in enumerate(left) if count == 0}
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -50,11 +50,15 @@ class Intake:
         self._begun: list[Tensor] = []
         self.has_added = False
 
-    def take_early(self, slots: Sequence[Slot]) -> None:
-        """Take in gradients while the backward pass goes on. Ones that are more than dense numbers wait for its end."""
+    def take_early(self, slots: Sequence[Slot]) -> bool:
+        """Take in gradients while the backward pass goes on.
+
+        Returns:
+            False, and nothing is done, where some are more than dense numbers: they wait for its end.
+        """
         fresh = gradients_of([slot.source for slot in slots])
         if any(grad is not None and (grad.requires_grad or grad.is_sparse) for grad in fresh):
-            return
+            return False
         ready = [slot for slot, grad in zip(slots, fresh, strict=True) if grad is not None]
         new = [slot.target for slot in ready if self._before(slot) is None]
         self.has_added |= len(new) < len(ready)
@@ -64,6 +68,7 @@ class Intake:
             if slot.source is slot.target and slot.source.grad is not None:
                 self._there[id(slot.source)] = slot.source.grad
             slot.source.grad = None
+        return True
 
     def undo(self) -> None:
         """Drop what :meth:`take_early` has made, where it has added to nothing."""

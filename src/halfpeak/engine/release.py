@@ -40,6 +40,7 @@ class Release:
         self._groups: list[list[Slot]] = []
         self._buckets = Buckets((), self._take)
         self._intake: Intake | None = None
+        self._taken: list[int] = []
 
     @contextmanager
     def during(self, block: Block | None, scale: Tensor) -> Generator[bool]:
@@ -62,13 +63,15 @@ class Release:
         _refuse_ranks()
         self._look(block.slots)
         self._intake = block.intake(scale)
+        self._taken.clear()
         self._buckets.begin()
         try:
             yield True
         finally:
-            taken = self._buckets.end()
+            quiet = self._buckets.end()
             self._intake = None
-        if any(slot.source.grad is not None for number in taken for slot in self._groups[number]):
+        taken = (self._groups[number] for number in quiet & set(self._taken))
+        if any(slot.source.grad is not None for group in taken for slot in group):
             raise OrderError(
                 "gradients were written after release_gradients=True had taken them in, perhaps by a parallel wrapper that "
                 "averages them over ranks at the end of a backward pass; prepare without release_gradients there"
@@ -91,16 +94,18 @@ class Release:
 
     @torch.no_grad()
     def _take(self, number: int) -> None:
-        if self._intake is not None:
-            self._intake.take_early(self._groups[number])
+        if self._intake is not None and self._intake.take_early(self._groups[number]):
+            self._taken.append(number)
 
     def _look(self, slots: list[Slot]) -> None:
         """Hooks for the parameters that take part now."""
         if slots is self._slots:
             return
         self._buckets.remove()
-        runs = cut([slot.source.numel() for slot in slots])
-        self._groups = [[slots[index] for index in run] for run in runs]
+        # What was frozen inside the window still belongs to it, but backward brings it nothing.
+        live = [slot for slot in slots if slot.source.requires_grad]
+        runs = cut([slot.source.numel() for slot in live])
+        self._groups = [[live[index] for index in run] for run in runs]
         self._buckets = Buckets([[slot.source for slot in group] for group in self._groups], self._take)
         self._slots = slots
 
