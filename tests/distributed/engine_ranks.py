@@ -1,4 +1,4 @@
-"""One rank of ``test_engine_ranks.py``: runs every scenario and saves what it saw. Arguments: rank, folder."""
+"""The ranks of ``test_engine_ranks.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
+from distributed.launching import fork_ranks
 
-RANKS = 2
 WINDOWS = 3
 LEVELS = ("O0", "O1", "O2", "O5")
 
@@ -109,13 +109,13 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     return table
 
 
-def main(rank: int, folder: Path) -> None:
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=30),
     )
     torch.save({name: run(rank) for name, run in scenarios().items()}, folder / f"rank{rank}.pt")
@@ -123,4 +123,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(fork_ranks(rank_main))

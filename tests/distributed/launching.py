@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: here once, rather than in every rank
 
 from laws.source import ROOT
 

@@ -3,53 +3,19 @@ on skipping where gradients are local to a rank."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LEVELS, RANKS, WINDOWS, scenarios
-from laws.source import ROOT
+from distributed.engine_ranks import LEVELS, WINDOWS, scenarios
+from distributed.launching import Seen, launch
 
-Seen = dict[str, list[Any]]
-
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(160)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What every rank saw, by scenario."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    script = Path(__file__).with_name("engine_ranks.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        printed = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(printed)
-    files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
-    return {name: [one[name] for one in files] for name in files[0]}
+    return launch("engine_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
