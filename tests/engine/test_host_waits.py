@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.engine import phases
 from laws.test_waits import Waits
 from reliability.support import LEVELS, batch, net
 
@@ -75,7 +76,12 @@ def test_an_ordinary_optimizer_waits_once(name: str, clip: str, level: str) -> N
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_optimizer_never_waits(name: str, clip: str, level: str) -> None:
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
+def test_a_fused_optimizer_never_waits(
+    on_host: bool, name: str, clip: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:
+        monkeypatch.setattr(phases, "is_on_host", lambda *_: False)
     # A static scale that overflows is in trouble until a clean step, and looks.
     dynamic = level in ("O1", "O2")
     counts = waits_per_step(FUSED[name], level, CLIPS[clip], {3} if dynamic else set())

@@ -17,7 +17,7 @@ from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import hand_over, take_back
 from halfpeak.engine.movement import Movement
 from halfpeak.engine.roster import Roster
-from halfpeak.engine.slots import Owner, Phase, Slot
+from halfpeak.engine.slots import Owner, Phase, Slot, target_gradients
 from halfpeak.engine.trace import Trace
 from halfpeak.fused.books import Account, Books
 from halfpeak.ops import foreach
@@ -171,7 +171,7 @@ class Lane:
     def targets(self) -> list[Tensor]:
         """The gradients that the optimizer will read, true-sized."""
         self.take_in()
-        return [slot.target.grad for slot in self.slots() if slot.target.grad is not None]
+        return target_gradients(self.slots())
 
     def end(self, *, keep: bool) -> None:
         """After a step: drop what is left of the window, or with ``keep`` only what ``zero_grad()`` does not reach."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.fused.optimizer import FusedOptimizer
-
-_Mark = tuple[int, int | None]
-
 
 class Movement:
     """What an optimizer's parameters looked like before a step.
@@ -24,12 +23,16 @@ class Movement:
     def __init__(self, optimizer: Optimizer, moving: Sequence[Tensor], *, is_fed: bool) -> None:
         self._is_idle = not moving and not is_fed
         self._moves = _moves(optimizer)
-        self._marks = [(t, _mark(optimizer, t)) for t in moving] if self._moves is None else []
+        self._moving = list(moving) if self._moves is None else []
+        self._marks = _marks(optimizer, self._moving)
 
     def has_happened(self, optimizer: Optimizer) -> bool:
         """Whether the step got as far as the optimizer's own code and through it; also where there was nothing to do."""
-        changed = (_mark(optimizer, target) != mark for target, mark in self._marks)
-        return self._is_idle or _moves(optimizer) != self._moves or any(changed)
+        return (
+            self._is_idle
+            or _moves(optimizer) != self._moves
+            or _marks(optimizer, self._moving) != self._marks
+        )
 
 
 def _moves(optimizer: Optimizer) -> int | None:
@@ -37,7 +40,14 @@ def _moves(optimizer: Optimizer) -> int | None:
     return optimizer.moves if isinstance(optimizer, FusedOptimizer) else None
 
 
-def _mark(optimizer: Optimizer, target: Tensor) -> _Mark:
-    """What changes when an optimizer moves a parameter: its version, or with torch's fused kernels that of its step."""
-    step = optimizer.state.get(target, {}).get("step")
-    return target._version, step._version if isinstance(step, Tensor) else step
+def _marks(optimizer: Optimizer, moving: Sequence[Tensor]) -> tuple[list[int], list[object]]:
+    """What changes when an optimizer moves parameters: their versions, or with torch's fused kernels those of steps.
+
+    States are gone through, not looked up: a lookup by tensor costs more than all else here.
+    """
+    states = optimizer.state.values() if moving else ()
+    steps = [state.get("step") for state in states if isinstance(state, dict)]  # pyright: ignore
+    return list(map(_VERSION, moving)), [s._version if isinstance(s, Tensor) else s for s in steps]
+
+
+_VERSION: Final = attrgetter("_version")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, OrderError
+from halfpeak.core.host import is_on_host, read_host
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.block import Block
 from halfpeak.engine.bypass import require_taken_in
@@ -152,8 +153,11 @@ class Phases:
 
     def clip(self, lanes: Sequence[Lane], verdicts: Tensor) -> Tensor | None:
         """Clip what the optimizers will read; returns its norm before that. An infinite norm is a verdict too."""
-        # Each once: a parameter of two optimizers would count twice in the norm and be scaled twice.
-        norm = self._plan.clip(list({id(grad): grad for lane in lanes for grad in lane.targets()}.values()))
+        grads = lanes[0].targets()
+        if len(lanes) > 1:
+            # Each once: a parameter of two optimizers would count twice in the norm and be scaled twice.
+            grads = list({id(grad): grad for lane in lanes for grad in lane.targets()}.values())
+        norm = self._plan.clip(grads)
         if norm is not None:
             verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
         return norm
@@ -172,6 +176,9 @@ class Phases:
         if self._trouble.value > 0 or not all(takes_found_inf(lane.optimizer) for lane in lanes):
             # The one place where a step waits for the device.
             verdict = bool(verdicts[0])
+        elif is_on_host(verdict):
+            # A kernel that is given found_inf counts its step and takes that back, parameter by parameter.
+            verdict = bool(read_host(verdict))
         self._journal.begin(verdicts, verdict, Lane.parameters_of(lanes))
         collapse = None
         if verdict is True and self._is_near_collapse() and self._journal.read_collapse():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,6 +31,14 @@ class Slot(NamedTuple):
     def has_gradient(self) -> bool:
         """Whether one lies at either end."""
         return self.source.grad is not None or self.target.grad is not None
+
+
+def target_gradients(slots: Iterable[Slot]) -> list[Tensor]:
+    """The gradients that lie where an optimizer reads them."""
+    return [grad for grad in map(_TARGET_GRAD, slots) if grad is not None]
+
+
+_TARGET_GRAD: Final = attrgetter("target.grad")
 
 
 class Owner(Protocol):

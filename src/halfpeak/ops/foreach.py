@@ -6,32 +6,26 @@ on an accelerator) is viewed, widened, or handed to the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfpeak.core.host import is_on_host, read_host
 from halfpeak.ops import chunks, reference
+
+_Group: TypeAlias = tuple[torch.device, torch.dtype, list[Tensor]]
 
 _AMP_DTYPES = (torch.float32, torch.float16, torch.float64)
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """``grad = grad * inv_scale`` in place; see :func:`halfpeak.ops.reference.unscale_`."""
-    dense, rest = _split(grads)
-    for device, dtype, group in _groups(dense):
-        if _has_amp_kernel(device, dtype):
-            _amp_(group, inv_scale, found_inf)
-        else:
-            wide = [grad.float() for grad in group]
-            torch._foreach_mul_(wide, inv_scale.to(device))
-            torch._foreach_copy_(group, wide)
-        if not chunks.only_shrinks(inv_scale):
-            # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
-            _check_group_(group, device, dtype, found_inf)
+    groups, rest = _sorted(grads)
+    _unscale_(groups, inv_scale, found_inf)
     if rest:
         reference.unscale_(rest, inv_scale, found_inf)
 
@@ -60,7 +54,7 @@ def unscale_into(
     """``into = grad * inv_scale``, strided floats that ``into`` is at least as wide as; see :func:`unscaled`."""
     into, grads = _but_large(chunks.unscale_into, into, grads, inv_scale, found_inf)
     copy_cast_(into, grads)
-    unscale_(into, inv_scale, found_inf)
+    _unscale_(_groups(into), inv_scale, found_inf)
 
 
 def accumulate_(
@@ -103,40 +97,31 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
+    home = grads[0].device if grads else None
     whole: list[Tensor] = []
     if norm_type != 2:
         # Only the 2-norm of a complex tensor is the norm of its parts.
         whole = [grad for grad in grads if grad.is_complex()]
         grads = [grad for grad in grads if not grad.is_complex()]
-    dense, rest = _split(grads)
-    rest += whole
-    norms: list[Tensor] = []
-    for _, dtype, group in _groups(dense):
-        wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
-        each = torch._foreach_norm(wide, norm_type)
-        norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
-    norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
-    if not norms:
-        return torch.zeros((), device=grads[0].device if grads else None)
-    home = norms[0].device
-    together = norms if _are_alike(norms) else [norm.to(home) for norm in norms]
-    norm = torch.linalg.vector_norm(torch.stack(together), norm_type)
-    # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+    groups, rest = _sorted(grads)
+    return _norm(groups, rest + whole, norm_type, home)
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """``grad = grad * factor`` in place; see :func:`halfpeak.ops.reference.scale_`."""
-    dense, rest = _split(grads)
-    for device, dtype, group in _groups(dense):
-        if dtype in (torch.float16, torch.bfloat16):
-            wide = [grad.float() for grad in group]
-            torch._foreach_mul_(wide, factor.to(device))
-            torch._foreach_copy_(group, wide)
-        else:
-            torch._foreach_mul_(group, factor.to(device))
-    if rest:
-        reference.scale_(rest, factor)
+    _scale_(*_sorted(grads), factor)
+
+
+def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale down to a norm; see :func:`halfpeak.ops.reference.clip_norm_`.  # f32[]"""
+    groups, rest = _sorted(grads)
+    home = grads[0].device if grads else None
+    norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Multiplying by one changes no bit.
+    if not (is_on_host(factor) and read_host(factor) == 1):
+        _scale_(groups, rest, factor)
+    return norm
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
@@ -147,6 +132,49 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(group, limit)
     if rest:
         reference.clamp_(rest, limit)
+
+
+def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) -> None:
+    for device, dtype, group in groups:
+        if _has_amp_kernel(device, dtype):
+            _amp_(group, inv_scale, found_inf)
+        else:
+            wide = [grad.float() for grad in group]
+            torch._foreach_mul_(wide, inv_scale.to(device))
+            torch._foreach_copy_(group, wide)
+        if not chunks.only_shrinks(inv_scale):
+            # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
+            _check_group_(group, device, dtype, found_inf)
+
+
+def _norm(
+    groups: Sequence[_Group], rest: Sequence[Tensor], norm_type: float, home: torch.device | None
+) -> Tensor:
+    norms: list[Tensor] = []
+    for _, dtype, group in groups:
+        wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
+        each = torch._foreach_norm(wide, norm_type)
+        norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
+    norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
+    if not norms:
+        return torch.zeros((), device=home)
+    home = norms[0].device
+    together = norms if _are_alike(norms) else [norm.to(home) for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(together), norm_type)
+    # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+def _scale_(groups: Sequence[_Group], rest: Sequence[Tensor], factor: Tensor) -> None:
+    for device, dtype, group in groups:
+        if dtype in (torch.float16, torch.bfloat16):
+            wide = [grad.float() for grad in group]
+            torch._foreach_mul_(wide, factor.to(device))
+            torch._foreach_copy_(group, wide)
+        else:
+            torch._foreach_mul_(group, factor.to(device))
+    if rest:
+        reference.scale_(rest, factor)
 
 
 def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -178,7 +206,7 @@ def _has_amp_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``grad`` can be copied to ``dtype`` and multiplied there, which is the dtype it is multiplied in."""
     wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
-    return grad.layout is torch.strided and dtype is wide
+    return grad.layout is torch.strided and dtype is wide and not grad.is_complex()
 
 
 def _but_large(
@@ -223,15 +251,19 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
     return len(set(map(_DTYPE, tensors))) == len(set(map(_DEVICE, tensors))) == 1
 
 
-def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.device, torch.dtype, list[Tensor]]]:
+def _sorted(tensors: Sequence[Tensor]) -> tuple[list[_Group], list[Tensor]]:
+    """Dense real tensors by device and dtype, and all others."""
+    dense, rest = _split(tensors)
+    return _groups(dense), rest
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[_Group]:
     if _are_alike(tensors):
-        yield tensors[0].device, tensors[0].dtype, list(tensors)
-        return
+        return [(tensors[0].device, tensors[0].dtype, list(tensors))]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, dtype), group in groups.items():
-        yield device, dtype, group
+    return [(device, dtype, group) for (device, dtype), group in groups.items()]
 
 
 _DTYPE: Final = attrgetter("dtype")

@@ -73,6 +73,13 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
         grad.copy_(_times(grad, factor))
 
 
+def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """``grad = grad * min(1, max_norm / (norm + 1e-6))`` in place; returns the norm before that."""  # f32[]
+    norm = global_norm(grads, norm_type)
+    scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp every element to ``[-limit, limit]`` in place, of a complex one both parts."""
     for grad in grads:

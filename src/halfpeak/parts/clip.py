@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -47,9 +46,7 @@ class ClipNorm:
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
         """Clip in place; return the norm before that.  # f32[]"""
-        norm = foreach.global_norm(grads, self.norm_type)
-        foreach.scale_(grads, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        return foreach.clip_norm_(grads, self.max_norm, self.norm_type)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
