@@ -304,3 +304,17 @@ def test_lists_of_different_length_are_refused(backend: ModuleType) -> None:
         backend.unscaled(two, [torch.float32], torch.ones(()), torch.zeros(()))
     with pytest.raises((ValueError, RuntimeError)):
         backend.copy_cast_(one, two)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+@pytest.mark.parametrize("backend", [reference, foreach])
+def test_clipping_by_norm_is_a_norm_and_a_factor(
+    backend: ModuleType, norm_type: float, max_norm: float
+) -> None:
+    grads = [build("odd", dtype) for dtype in DTYPES] + [sparse(torch.float32)]
+    expected = [grad.clone() for grad in grads]
+    norm = backend.clip_norm_(grads, max_norm, norm_type)
+    assert torch.equal(norm, backend.global_norm(expected, norm_type))
+    backend.scale_(expected, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    assert all(torch.equal(dense(grad), dense(other)) for grad, other in zip(grads, expected, strict=True))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,17 +55,18 @@ class GradientMemory:
         self._rooms = list({gradient.room for gradient in self._asked})
 
     def _held(self) -> list[int]:
-        """The positions of those whose memory is not free, or does not lie where it was laid out."""
+        """The positions of those whose memory is not free, or that do not lie where they were laid out."""
         tensors = list(map(_TENSOR, (*self._asked, self._free)))
         *counts, free = map(getrefcount, tensors)
         shut = {room for room in self._rooms if not room.is_free()}
         if not shut and counts.count(free) == len(counts) and not any(map(_HAS_GRAPH, tensors)):
             return []
-        return [
-            index
-            for index, (gradient, count) in enumerate(zip(self._asked, counts, strict=True))
-            if count != free or gradient.room in shut or gradient.tensor.requires_grad
-        ]
+        shut.update(
+            gradient.room
+            for gradient, count in zip(self._asked, counts, strict=True)
+            if count != free or gradient.tensor.requires_grad
+        )
+        return [index for index, gradient in enumerate(self._asked) if gradient.room in shut]
 
     def _lay_out(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
         """New memory for the gradients of some masters, by ``id``."""
@@ -84,25 +85,29 @@ class GradientMemory:
 
 
 class _Room:
-    """One piece of memory, and how many tensors lie in it if nobody holds one."""
+    """One piece of memory, and how many hold it if nobody else does."""
 
     def __init__(self, vector: Tensor) -> None:
+        self._storage = vector.untyped_storage()
         self._vector = vector
-        self._address: int = vector.untyped_storage()._cdata
         self.close()
 
     def cut(self, like: Tensor, start: int) -> Tensor:
         """A tensor of the shape of another one, with its strides where it is dense, and a version of its own."""
         strides = torch.empty_like(like, device="meta").stride()
-        return self._vector.new_empty(0).set_(self._vector.untyped_storage(), start, like.shape, strides)
+        return self._vector.new_empty(0).set_(self._storage, start, like.shape, strides)
 
     def close(self) -> None:
         """Everything has been cut."""
-        self._count = _use_count(self._address)
+        self._count = self._holders()
 
     def is_free(self) -> bool:
         """Whether nothing else lies in this memory, and nothing has left it."""
-        return _use_count(self._address) == self._count
+        return self._holders() == self._count
+
+    def _holders(self) -> tuple[int, int]:
+        """Tensors, and Python's references."""
+        return torch._C._storage_Use_Count(self._storage._cdata), getrefcount(self._storage)
 
 
 class _Gradient(NamedTuple):
@@ -122,7 +127,3 @@ ALIGN: Final = 16
 _TENSOR: Final = attrgetter("tensor")
 _ROOM: Final = attrgetter("room")
 _HAS_GRAPH: Final = attrgetter("requires_grad")
-
-
-def _use_count(address: int) -> Any:
-    return torch._C._storage_Use_Count(address)
