@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from halfpeak.engine.buckets import Buckets
 from halfpeak.engine.intake import Intake
 from halfpeak.engine.slots import Slot
 from halfpeak.engine.sync import synchronising
-from halfpeak.fused.blocks import cut
 from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.ops import chunks
 from halfpeak.parts.verdict import is_multi_rank
 
 
@@ -31,7 +32,7 @@ class Release:
         absorb    what is left: parameters without a gradient leave their bucket incomplete
         step      verdict, clip, update: as without
 
-    So no backward pass holds a whole set of fresh gradients beside the sums. Large parameters are buckets by themselves.
+    So no backward pass holds a whole set of fresh gradients beside the sums.
     """
 
     def __init__(self, *, on: bool) -> None:
@@ -104,10 +105,16 @@ class Release:
         self._buckets.remove()
         # What was frozen inside the window still belongs to it, but backward brings it nothing.
         live = [slot for slot in slots if slot.source.requires_grad]
-        runs = cut([slot.source.numel() for slot in live])
-        self._groups = [[live[index] for index in run] for run in runs]
+        self._groups = list(_grouped(live))
         self._buckets = Buckets([[slot.source for slot in group] for group in self._groups], self._take)
         self._slots = slots
+
+
+SMALLEST: Final = 2**18
+"""Elements of a bucket from which taking it in costs more than telling that it is complete."""
+
+LARGEST: Final = 2**22
+"""Elements from which a bucket is complete, however large the model."""
 
 
 def check_release(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -125,6 +132,28 @@ def check_release(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
     _refuse_ranks()
     for model in models:
         _refuse_wrapped(model)
+
+
+def _grouped(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Neighbours, in the order in which backward is likely to come by: an eighth of all elements at a time, or about that.
+
+    Small ones are left for the end, where they are taken in all at once, unless they are what the model is made of.
+    """
+    whole = sum(slot.source.numel() for slot in slots)
+    limit = min(max(whole // 8, SMALLEST), LARGEST)
+    large = [slot for slot in slots if slot.source.numel() >= chunks.WORTH_IT]
+    small = [slot for slot in slots if slot.source.numel() < chunks.WORTH_IT]
+    for kind in (large, small):
+        group: list[Slot] = []
+        size = 0
+        for slot in reversed(kind):
+            group.append(slot)
+            size += slot.source.numel()
+            if size >= limit:
+                yield group
+                group, size = [], 0
+        if group and kind is large:
+            yield group
 
 
 def _refuse_ranks() -> None:
