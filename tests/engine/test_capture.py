@@ -15,7 +15,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
 from halfpeak.engine.capture import WARM_UPS, Captured
 from halfpeak.engine.engine import Engine
 from halfpeak.fused import FusedAdamW, FusedLAMB
-from halfpeak.ops.triton import is_installed
+from halfpeak.ops.triton import is_installed, kernels
 from support.graph import emulate_graphs
 from support.triton import DEVICES, round_as_devices_do
 
@@ -80,6 +80,23 @@ def assert_same(one: Any, two: Any) -> None:
             assert_same(a, b)
     else:
         assert one == two
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose first launch is captured would be compiled and loaded then."""
+    module = kernels()
+    control, keeps_books = module.control, list[bool]()
+
+    def noted(*args: Any, schedule: Any = None, **kwargs: Any) -> None:
+        keeps_books.append(schedule is not None)
+        control(*args, schedule=schedule, **kwargs)
+
+    monkeypatch.setattr(module, "control", noted)
+    Run(device, level).capture()
+    # The first warm-up measures and decides apart, because it chooses the road.
+    assert keeps_books[-WARM_UPS:] == [True] * WARM_UPS
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -163,11 +163,16 @@ def test_shadow_weights_are_counted() -> None:
 def test_the_report_is_what_the_allocator_has_given_out(case: str) -> None:
     make, options = CASES[case]
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested("current")
     engine = trained("O5", make, device="cuda", **options)
-    held = torch.cuda.memory_allocated() - before
-    # The allocator rounds each piece up.
-    assert engine.memory().total == pytest.approx(held, rel=0.01, abs=2**18)
+    held = requested("current") - before
+    # Scalars of the step come and go.
+    assert engine.memory().total == pytest.approx(held, abs=4096)
     torch.cuda.reset_peak_memory_stats()
     engine.step()
-    assert torch.cuda.max_memory_allocated() - before - held < 64 * 2**20
+    assert requested("peak") - before - held < 64 * 2**20
+
+
+def requested(when: str) -> int:
+    """What was asked of the allocator, which gives pieces of a megabyte and more rounded up by half of that."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]

@@ -17,6 +17,8 @@ def test_on_the_cpu_numbers_are_there_at_once() -> None:
 @pytest.mark.gpu
 def test_on_an_accelerator_nothing_waits_but_reading() -> None:
     vector = torch.arange(4.0, device="cuda")
+    # Memory that has been pinned once is there without asking the driver, who may wait.
+    assert Transfer(vector).numbers() == [0.0, 1.0, 2.0, 3.0]
     torch.cuda.synchronize()
     # Long enough that the copy behind it cannot have arrived when it is asked for.
     torch.cuda._sleep(50_000_000)

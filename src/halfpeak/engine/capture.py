@@ -109,9 +109,13 @@ def capture(engine: Engine, loss_function: LossFunction, inputs: Sequence[Tensor
             )
     engine.lanes[0].drop()
     places = [given.detach().to(engine.device, copy=True) for given in inputs]
+    cells = _cells(engine)
     with _as_before(engine), _aside(engine.device):
         for _ in range(WARM_UPS):
             _iterate(engine, loss_function, places, withhold=True)
+            # To a static scale a withheld step is trouble, and the next would not launch what the graph will hold.
+            _hold(engine, cells, copy=False)
+            engine.phases.settle_trouble()
     optimizer = _optimizer_of(engine)
     if optimizer.road != "triton":
         raise ConfigError(
@@ -124,7 +128,6 @@ def capture(engine: Engine, loss_function: LossFunction, inputs: Sequence[Tensor
 
 def _record(engine: Engine, loss_function: LossFunction, places: list[Tensor]) -> Captured:
     optimizer, index = _optimizer_of(engine), engine.journal.index
-    engine.phases.settle_trouble()
     cells = _cells(engine)
     try:
         with _recording(engine.device) as graph:
@@ -157,7 +160,8 @@ def _aside(device: torch.device) -> Generator[None]:
 def _recording(device: torch.device) -> Generator[torch.cuda.CUDAGraph]:
     """What is launched inside is not run but becomes the graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    # The stream that torch would take is of the device on which the first graph of the process was captured.
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         yield graph
 
 

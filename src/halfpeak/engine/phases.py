@@ -64,6 +64,7 @@ class Phases:
         self.strays = strays
         self.release = Release(on=plan.release_gradients)
         self._trouble = Lagged(device)
+        self._device = device
 
     @contextmanager
     def block(
@@ -294,9 +295,9 @@ class Phases:
         """
         for _ in range(2):
             # The first may find an earlier reading on its way.
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self._device)
             self.look_for_trouble()
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(self._device)
         if self._trouble.value > 0 or self._is_near_collapse():
             raise OrderError(
                 "the loss scale cannot fall and the last gradients were not finite; take ordinary steps until one is clean"

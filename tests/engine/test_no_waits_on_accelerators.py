@@ -1,0 +1,211 @@
+"""On an accelerator the host never waits for a step: whatever the optimizer, but for the verdict of those that cannot skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import halfpeak
+from halfpeak import fused
+from support.accelerator import Device, accelerator, on_device
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+NEVER: dict[str, Callable[[Any], Optimizer]] = {
+    "torch, fused AdamW": lambda p: torch.optim.AdamW(p, fused=True),
+    "torch, fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "torch, capturable Adam": lambda p: torch.optim.Adam(p, fused=True, capturable=True),
+    "FusedAdamW": lambda p: fused.FusedAdamW(p),
+    "FusedAdam, rate on the device": lambda p: with_rate(fused.FusedAdam(p)),
+    "FusedAdamW, eager": lambda p: fused.FusedAdamW(p, road="eager"),
+    "FusedSGD": lambda p: fused.FusedSGD(p, lr=0.1, momentum=0.9),
+    "FusedAdagrad": lambda p: fused.FusedAdagrad(p),
+    "FusedLAMB": lambda p: fused.FusedLAMB(p),
+    "FusedNovoGrad": lambda p: fused.FusedNovoGrad(p),
+}
+ONCE: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+}
+REMAINDERS: dict[str, Callable[[Any], Optimizer]] = {
+    "exact": lambda p: fused.FusedAdamW(p, master="remainder"),
+    "8 bits": lambda p: fused.FusedAdamW(p, master="remainder8", moments="int8"),
+    "bfloat16 moments": lambda p: fused.FusedAdamW(p, master="remainder", moments=torch.bfloat16),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip by value": {"clip": halfpeak.ClipValue(value=0.5)},
+    "accumulation": {"accumulate": 2, "clip": 1.0},
+}
+START = 2
+"""Steps in which optimizers make their states and tables."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with accelerator(monkeypatch) as found:
+        yield found
+
+
+class Net(nn.Module):
+    """Layers that are cast and layers that are not, and one parameter that is a block by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 600)
+        self.norms = nn.Sequential(nn.BatchNorm1d(600), nn.LayerNorm(600))
+        self.wide, self.last = nn.Linear(600, 600), nn.Linear(600, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.wide(self.norms(self.first(x)).relu()).softmax(-1))
+
+
+def waits_of(
+    device: Device, build: Callable[[Any], Optimizer], level: str, *, start: int = START, **settings: Any
+) -> list[list[str]]:
+    """What makes the host wait in each step but the first ones."""
+    engine = prepared(device, build, level, **settings)
+    waits: list[list[str]] = []
+    for _ in range(start + 2):
+        device.waits.clear()
+        step(engine)
+        waits.append(list(device.waits))
+    return waits[start:]
+
+
+def prepared(
+    device: Device, build: Callable[[Any], Optimizer], level: str, **settings: Any
+) -> halfpeak.Engine:
+    with torch.device("meta"):
+        net = Net()
+    model = on_device(net)
+    device.parameters = list(model.parameters())
+    return halfpeak.prepare(model, build(list(model.parameters())), level, **settings)
+
+
+def with_rate(optimizer: Optimizer) -> Optimizer:
+    """A learning rate that the host does not know."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full((), 0.1, device="cuda")
+    return optimizer
+
+
+def step(engine: halfpeak.Engine) -> halfpeak.StepResult:
+    with engine.forward():
+        loss = loss_of(engine, torch.empty(3, 4, device="cuda"))
+    engine.backward(loss)
+    return engine.step()
+
+
+def loss_of(engine: halfpeak.Engine, x: Tensor) -> Tensor:
+    return engine.model(x).float().square().mean()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NEVER)
+def test_nobody_waits(device: Device, name: str, level: str) -> None:
+    assert waits_of(device, NEVER[name], level, clip=1.0) == [[], []]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW", "FusedAdamW, eager"])
+def test_nobody_waits_whatever_was_asked_for(device: Device, name: str, settings: str) -> None:
+    assert waits_of(device, NEVER[name], "O2", **SETTINGS[settings]) == [[], []]
+
+
+@pytest.mark.parametrize("name", REMAINDERS)
+def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
+    assert waits_of(device, REMAINDERS[name], "O5", clip=1.0) == [[], []]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ONCE)
+def test_a_verdict_is_waited_for_once(device: Device, name: str, level: str) -> None:
+    first, second = waits_of(device, ONCE[name], level, start=0, clip=1.0)
+    assert len(first) == len(second) == 1
+    assert first[0].startswith("a value was read: phases.py")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_the_end_of_a_window_waits(device: Device, level: str) -> None:
+    inside, end = waits_of(device, ONCE["AdamW"], level, accumulate=2)
+    assert (len(inside), len(end)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["FusedAdamW", "FusedSGD", "FusedAdagrad"])
+def test_the_kernels_of_a_step(device: Device, name: str) -> None:
+    engine = prepared(device, NEVER[name], "O5", clip=1.0)
+    for _ in range(START):
+        step(engine)
+    device.launches.clear()
+    device.transfers.clear()
+    step(engine)
+    # Norms stay in float32, so there are two kinds of gradients.
+    assert device.launches == ["measure", "measure", "control", "update", "update"]
+    assert "cuda to cpu" in device.transfers
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["FusedAdamW", "FusedSGD"])
+def test_a_capture_neither_waits_nor_compiles(
+    device: Device, name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = prepared(device, NEVER[name], level, clip=1.0)
+    warm: set[tuple[object, ...]] = set()
+    capture = device.capture
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        warm.update(device.variants)
+        device.variants.clear()
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr("torch.cuda.graph", begin)
+    replay = engine.capture(lambda x: loss_of(engine, x), torch.empty(3, 4, device="cuda"))
+    assert device.variants
+    assert device.variants <= warm
+    for _ in range(2):
+        device.waits.clear()
+        device.launches.clear()
+        replay(torch.empty(3, 4, device="cuda"))
+        assert not device.waits + device.launches
+
+
+def test_a_look_at_the_results_is_a_wait(device: Device) -> None:
+    engine = prepared(device, NEVER["FusedAdamW"], "O2")
+    result = step(engine)
+    for look in (result.stepped, engine.read_scale, engine.state_dict):
+        device.waits.clear()
+        look()
+        assert device.waits
+
+
+def test_the_device_notices(device: Device) -> None:
+    there = torch.empty(4, device="cuda")
+    here = torch.zeros(4)
+    for waits in (
+        lambda: bool(there.sum() > 0),
+        lambda: there.sum().item(),
+        lambda: there.index_put_((there > 0,), there[0]),
+        lambda: there.cpu(),
+        lambda: here.to("cuda:0"),
+        lambda: there.copy_(here, non_blocking=True),
+        lambda: here.copy_(there, non_blocking=True),
+        lambda: torch.tensor(1.0, device="cuda"),
+        lambda: torch.tensor([1.0], pin_memory=True).to("cuda:0"),
+    ):
+        device.waits.clear()
+        waits()
+        assert len(device.waits) == 1
+    device.waits.clear()
+    torch.tensor([1.0], pin_memory=True).to("cuda:0", non_blocking=True)
+    here.add_(1)
+    assert not device.waits
+    assert device.transfers == ["cpu to cuda"]
+    with pytest.raises(RuntimeError, match="on the same device"):
+        there + here

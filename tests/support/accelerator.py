@@ -1,0 +1,285 @@
+"""A CUDA device of which only the bookkeeping exists: host memory is real, device memory is torch's fake tensors.
+
+Whatever would make the host wait for a real one is noted, or an error where its result has a shape that only the device
+knows; operands on two devices are an error, as there. Autograd would ask the device for its streams, so a backward pass only
+puts gradients in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfpeak.ops.triton import is_installed, kernels
+
+aten = torch.ops.aten
+
+
+class Device(TorchDispatchMode):
+    """Runs what is on the host, and only tells shapes of what is on the device.
+
+    Attributes:
+        waits: what made the host wait, each with the lines of halfpeak that led there.
+        transfers: copies between host and device that did not.
+        launches: of Triton kernels.
+        variants: of these, by what they are compiled for.
+        parameters: what a backward pass gives gradients.
+        is_capturing: whether what is launched goes into a graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.transfers: list[str] = []
+        self.launches: list[str] = []
+        self.variants: set[tuple[object, ...]] = set()
+        self.parameters: list[Tensor] = []
+        self.is_capturing = False
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned: list[Any] = []
+        # Held, so that no other gets its address.
+        self._places: dict[int, tuple[int, Any]] = {}
+        self._free = itertools.count(2**40, 2**32)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, tensors = func.overloadpacket, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        target = kwargs.get("device")
+        is_there = any(t.device.type == "cuda" for t in tensors)
+        if not is_there and (target is None or torch.device(target).type != "cuda"):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name is aten._local_scalar_dense:
+            self._waits("a value was read")
+            return 0.0 if args[0].is_floating_point() else 0
+        if name is aten.index_put_ and any(i is not None and i.dtype is torch.bool for i in args[1]):
+            self._waits("a mask was counted")
+        if name is aten._fused_sgd_:
+            return None  # fake tensors do not know it
+        result = func(*args, **kwargs)
+        if name is aten._to_copy:
+            self.note_copy(result, args[0], non_blocking=kwargs.get("non_blocking", False))
+        elif name is aten._foreach_copy_:
+            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            for to, source in zip(args[0], args[1], strict=True):
+                self.note_copy(to, source, non_blocking=not blocks)
+        return tree_map(_made_real, result)
+
+    def note_copy(self, to: Tensor, source: Tensor, *, non_blocking: bool) -> None:
+        """A copy between host and device waits, but for one in the background from or to pinned memory."""
+        way = f"{source.device.type} to {to.device.type}"
+        if to.device.type == source.device.type:
+            return
+        host = to if to.device.type == "cpu" else source
+        if non_blocking and self.is_pinned(host):
+            self.transfers.append(way)
+        else:
+            self._waits(f"a copy from {way}")
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Say that memory is pinned.
+
+        Raises:
+            AssertionError: a graph is being captured, which pinning would break.
+        """
+        assert not self.is_capturing, "memory is pinned while a graph is being captured"
+        self._pinned.append(tensor.untyped_storage())
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it was."""
+        place = tensor.untyped_storage()._cdata
+        return any(storage._cdata == place for storage in self._pinned)
+
+    def place_of(self, tensor: Tensor) -> int:
+        """An address on the device."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._places:
+            self._places[storage._cdata] = (next(self._free), storage)
+        return self._places[storage._cdata][0] + tensor.storage_offset() * tensor.itemsize
+
+    def launch(self, name: str) -> Callable[..., None]:
+        """What stands in for a kernel."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            assert all(tensor.device.type == "cuda" for tensor in tensors), f"{name} reads host memory"
+            self.launches.append(name)
+            self.variants.add((name, *map(_kind, tree_leaves((args, kwargs), is_leaf=_is_none))))
+
+        return run
+
+    def backward(self) -> None:
+        """What autograd would do."""
+        for parameter in self.parameters:
+            fresh = torch.empty_like(parameter)
+            parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
+
+    @contextmanager
+    def capture(self, *_: Any, **__: Any) -> Generator[None]:
+        """What is launched inside goes into a graph."""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def _waits(self, what: str) -> None:
+        lines = [
+            f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            for frame in reversed(traceback.extract_stack())
+            if f"{os.sep}halfpeak{os.sep}" in frame.filename
+        ]
+        assert not self.is_capturing, f"{what} while a graph is being captured: {' < '.join(lines[:4])}"
+        self.waits.append(f"{what}: {' < '.join(lines[:4])}")
+
+
+def _kind(leaf: object) -> object:
+    """What a kernel is compiled for: not the value of a number."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype
+    return leaf if isinstance(leaf, (bool, str, torch.dtype, type(None))) else type(leaf).__name__
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None
+
+
+def _made_real(value: Any) -> Any:
+    """What has been read from the device: zeros."""
+    if not isinstance(value, FakeTensor) or value.device.type != "cpu":
+        return value
+    with unset_fake_temporarily():
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+
+class Event:
+    """An event that has always happened."""
+
+    device: Device
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        assert not self.device.is_capturing, "an event is queried while a graph is being captured"
+        return True
+
+    def synchronize(self) -> None:
+        self.device._waits("an event was waited for")
+
+
+@contextmanager
+def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
+    """Let ``device="cuda"`` mean such a device."""
+    device = Device()
+    for name, stand_in in _stand_ins(device).items():
+        patch.setattr(name, stand_in)
+    if is_installed():
+        for name in ("measure", "control", "update"):
+            patch.setattr(kernels(), name, device.launch(name))
+        patch.setattr(kernels(), "programs_for", lambda count, _: min(count, 132 * 8))
+    with torch.no_grad(), device.fake, device:
+        yield device
+
+
+def on_device(module: nn.Module) -> nn.Module:
+    """A module made on the meta device, moved there."""
+    return module.to_empty(device="cuda")
+
+
+def _stand_ins(device: Device) -> dict[str, Any]:
+    """What torch built without CUDA, or fake tensors, cannot do."""
+
+    def pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            return device.pin(made) if pin_memory else made
+
+        return run
+
+    address, get, copy = Tensor.data_ptr, Tensor.__getitem__, Tensor.copy_
+
+    def data_ptr(self: Tensor) -> int:
+        return device.place_of(self) if self.device.type == "cuda" else address(self)
+
+    def getitem(self: Tensor, key: Any) -> Tensor:
+        return _item(self, key) if self.device.type == "cuda" else get(self, key)
+
+    def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if self.device.type == "cuda":
+            torch._foreach_copy_([self], [source.expand_as(self)], non_blocking)
+            return self
+        if source.device.type == "cuda":
+            device.note_copy(self, source, non_blocking=non_blocking)
+            return self.zero_()
+        return copy(self, source, non_blocking)
+
+    def value(name: str, kind: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
+        on_host = getattr(Tensor, name)
+        return lambda self: (
+            kind(aten._local_scalar_dense(self)) if self.device.type == "cuda" else on_host(self)
+        )
+
+    event = type("Event", (Event,), {"device": device})
+    return {
+        "torch.Tensor.data_ptr": data_ptr,
+        "torch.Tensor.__getitem__": getitem,
+        "torch.Tensor.copy_": copy_,
+        "torch.Tensor.item": value("item", lambda number: number),
+        **{
+            f"torch.Tensor.__{kind.__name__}__": value(f"__{kind.__name__}__", kind)
+            for kind in (bool, int, float)
+        },
+        "torch.Tensor.__invert__": lambda self: torch.bitwise_not(self),
+        "torch.Tensor.pin_memory": lambda self: device.pin(self.clone()),
+        **{f"torch.{name}": pinning(getattr(torch, name)) for name in ("tensor", "zeros", "empty")},
+        "torch.Event": event,
+        "torch.accelerator.current_stream": lambda *_: None,
+        "torch.accelerator.synchronize": lambda *_: device._waits("the device was synchronised"),
+        "torch.cuda.is_current_stream_capturing": lambda: device.is_capturing,
+        "torch.Tensor.backward": lambda *_, **__: device.backward(),
+        "torch.random.fork_rng": lambda *_, **__: nullcontext(),
+        "torch.cuda.device": lambda *_: nullcontext(),
+        "torch.cuda.stream": lambda *_: nullcontext(),
+        **dict.fromkeys(("torch.cuda.Stream", "torch.cuda.current_stream"), lambda *_: MagicMock()),
+        "torch.cuda.CUDAGraph": MagicMock,
+        "torch.cuda.graph": device.capture,
+        # What is on the device is a fake tensor, which is no plain one.
+        "halfpeak.fused.optimizer.check_parameter": lambda _: None,
+        "halfpeak.fused.layout.check_parameter": lambda _: None,
+    }
+
+
+def _item(tensor: Tensor, key: Any) -> Tensor:
+    keys = key if isinstance(key, tuple) else (key,)
+    if Ellipsis in keys:
+        at = keys.index(Ellipsis)
+        rest = (slice(None),) * (tensor.dim() - len(keys) + 1)
+        keys = (*keys[:at], *rest, *keys[at + 1 :])
+    dim = 0
+    for one in keys:
+        if isinstance(one, int):
+            tensor = tensor.select(dim, one)
+            continue
+        if one is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(one, slice):
+            tensor = aten.slice(tensor, dim, one.start, one.stop, one.step or 1)
+        else:
+            tensor = aten.index(tensor, [*[None] * dim, one])
+        dim += 1
+    return tensor
