@@ -12,7 +12,7 @@ from fused.reference import CASES, give
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.fused.roads.device import EagerDeviceRoad
-from support.triton import gradients_on, parameters_on
+from support.triton import everything, gradients_on, parameters_on
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMS: dict[str, dict[str, Any]] = {
@@ -36,14 +36,6 @@ def train(optimizer: FusedOptimizer, parameters: list[torch.nn.Parameter], steps
         device, dtype = str(parameters[0].device), parameters[0].dtype
         give(parameters, gradients_on(device, parameters, dtype))
         optimizer.step()
-
-
-def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
-    found = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-    rows = optimizer.state.values()
-    return found + [
-        value.clone() for row in rows for value in row.values() if isinstance(value, torch.Tensor)
-    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,55 +14,103 @@ from halfpeak.ops.triton import is_installed
 PROGRAM = textwrap.dedent(
     """
     import re
+    import subprocess
     import sys
+    import tempfile
+    from pathlib import Path
+
+    import triton
     import triton.language as tl
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from halfpeak.ops.triton import step
     from halfpeak.ops.triton.control import control_kernel
+    from halfpeak.ops.triton.layerwise import follow_kernel, norm_kernel, trust_kernel, turn_kernel
     from halfpeak.ops.triton.measure import measure_kernel
     from halfpeak.ops.triton.update import update_kernel
 
     TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
-    LISTS = {"members": "*i64", "grads": "*i64", "chunks": "*i32", "full": "i32", "count": "i32", "numbers": "*fp32"}
-    STATE = {name: "*i32" for name in ("flags", "clean", "grace", "stuck", "taken", "skipped", "ints")}
-    STATE |= {name: "*fp32" for name in ("squares", "factor", "found_inf", "scale", "floats")}
-    STATE |= {name: "fp32" for name in ("limit", "growth", "backoff", "floor", "ceiling")}
-    STATE |= {"partials": "i32", "interval": "i32", "hysteresis": "i32", "counters": "i32"}
-    TYPES = {**LISTS, **STATE, "rows": "*i64", "hyper": "*fp64"}
+    TYPES = {name: "*i64" for name in ("members", "grads", "rows")}
+    TYPES |= {name: "*i32" for name in ("chunks", "flags", "clean", "grace", "stuck", "taken", "skipped", "ints")}
+    TYPES |= {name: "*fp32" for name in ("numbers", "squares", "factor", "found_inf", "scale", "floats")}
+    TYPES |= {name: "*fp32" for name in ("each", "sums", "rates")}
+    TYPES |= {name: "i32" for name in ("full", "count", "first", "partials", "interval", "hysteresis", "counters")}
+    TYPES |= {name: "fp32" for name in ("limit", "own_limit", "growth", "backoff", "floor", "ceiling")}
+    TYPES |= {"hyper": "*fp64"}
     FORM = {"COLUMNS": step.COLUMNS, "CHUNK": step.CHUNK}
+    REGISTERS = 65536
+    DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-    def compiled(kernel, **constants):
+    def compiled(kernel, programs=step._MOVING, **constants):
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        wide = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t[0] == "*"}
+        # Aligned to 16 bytes is what a launch finds of what is not told to be of no account.
+        wide = {
+            (parameter.num,): [["tt.divisibility", 16]]
+            for parameter in kernel.params
+            if signature[parameter.name][0] == "*" and not parameter.do_not_specialize_on_alignment
+        }
         source = ASTSource(kernel, signature, places, wide)
-        code = compile(source, target=TARGET, options={"num_warps": 4, "enable_fp_fusion": False}).asm["ptx"]
+        built = compile(source, target=TARGET, options={"num_warps": 4, "enable_fp_fusion": kernel is measure_kernel})
+        code = built.asm["ptx"]
         assert ".local" not in code, "something was spilled into local memory"
+        # What is told to be rounded to the nearest is, and no number is taken for a zero because it is small.
+        assert not re.search(r"div\\.(full|approx)|sqrt\\.approx|(add|sub|mul|fma|div|sqrt)[.a-z]*\\.ftz", code)
+        assert kernel is measure_kernel or "fma.rn.f32" not in code, "multiply and add are rounded together"
+        if DUMP.exists():
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(built.asm["cubin"])
+                file.flush()
+                used = subprocess.run([DUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", used).groups())
+            assert programs * 128 * -(-registers // 8) * 8 <= REGISTERS, (kernel.__name__, constants, registers)
         return code
 
 
     for grad, align in ((tl.bfloat16, 8), (tl.float16, 8), (tl.float32, 4)):
-        code = compiled(measure_kernel, GRAD=grad, ALIGN=align, **FORM)
-        assert re.search(r"ld\\.global\\.v4\\.b32", code), "loads of gradients are not 16 bytes wide"
-        compiled(measure_kernel, GRAD=grad, ALIGN=1, **FORM)
+        for each in ("", "squares", "largest"):
+            code = compiled(measure_kernel, step._READING, GRAD=grad, ALIGN=align, EACH=each, **FORM)
+            assert re.search(r"ld\\.global\\.v4\\.b32", code), "loads of gradients are not 16 bytes wide"
+        compiled(measure_kernel, step._READING, GRAD=grad, ALIGN=1, EACH="", **FORM)
+    WHOLE = {"MASTER": 0, "A": "whole", "B": "whole", "C": "whole"}
     for rule, option, other in (
         ("adam", True, False), ("adam", False, True), ("sgd", "", False), ("sgd", "momentum", True),
-        ("sgd", "nesterov", False), ("adagrad", False, False), ("adagrad", True, False),
+        ("sgd", "nesterov", False), ("adagrad", False, False), ("adagrad", True, False), ("lamb", True, False),
+        ("lamb", False, False), ("novograd", True, False), ("novograd", False, False),
     ):
         for weight, low, grad in ((tl.float32, tl.bfloat16, tl.bfloat16), (tl.float32, None, tl.float32),
                                   (tl.float16, None, tl.float16)):
-            code = compiled(update_kernel, WEIGHT=weight, LOW=low, GRAD=grad, RULE=rule, OPTION=option, OTHER=other,
-                            ALIGN=4, **FORM)
+            code = compiled(update_kernel, DTYPE=weight, LOWER=low,
+                            GRAD=grad, RULE=rule, OPTION=option, OTHER=other, ALIGN=4, **WHOLE, **FORM)
             if weight == tl.float32:
                 assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of weights are not 16 bytes wide"
-            assert "fma.rn.f32" not in code or rule != "sgd", "multiply and add are rounded together"
-    for rule in ("adam", "sgd", "adagrad"):
-        for keeps, dynamic, clean in ((False, False, False), (True, False, True), (True, True, True), (True, True, False)):
-            compiled(control_kernel, CLIPS=keeps, KEEPS_BOOKS=keeps, IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RULE=rule,
-                     HYPER=step.HYPER, BLOCK=2048)
+    for master, a, b in (
+        (16, "whole", "whole"), (8, "whole", "whole"), (16, "nearest16", "chance16"), (8, "signed8", "squares8"),
+        (0, "signed8", "squares8"),
+    ):
+        coded = a == "signed8"
+        weight, low = (tl.bfloat16, None) if master else (tl.float32, tl.bfloat16)
+        wide, narrow = (
+            compiled(update_kernel, DTYPE=weight, LOWER=low, GRAD=tl.bfloat16,
+                     RULE="adam", OPTION=True, OTHER=coded, ALIGN=align, MASTER=master, A=a, B=b, C=b, **FORM)
+            for align in (4, 1)
+        )
+        # But for the last chunk of a parameter, which is read with a mask.
+        assert 2 * wide.count("ld.global.b8") == narrow.count("ld.global.b8"), "8 bits are read one by one"
+    for low in (tl.bfloat16, None):
+        for option in (True, False):
+            compiled(turn_kernel, DTYPE=tl.float32, GRAD=tl.bfloat16, OPTION=option, ALIGN=4, **FORM)
+            compiled(follow_kernel, DTYPE=tl.float32, LOWER=low, OPTION=option, ALIGN=4, **FORM)
+    compiled(trust_kernel, COLUMNS=step.COLUMNS, BLOCK=step._PARTS)
+    for largest in (True, False):
+        compiled(norm_kernel, LARGEST=largest, COLUMNS=step.COLUMNS, BLOCK=step._PARTS)
+    for rule in ("adam", "sgd", "adagrad", "lamb", "novograd"):
+        for judges, keeps, dynamic, clean in ((False, False, False, False), (True, True, False, True), (True, True, True, True),
+                                              (True, True, True, False)):
+            compiled(control_kernel, 1, JUDGES=judges, CLIPS=keeps, CLIPS_AGAIN=rule == "lamb", KEEPS_BOOKS=keeps,
+                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RULE=rule, HYPER=step.HYPER, BLOCK=2048)
     print("compiled")
     """
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfpeak.core.schedule import ScaleConfig, ScaleState
+from halfpeak.fused.books import Books
+from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.ops.triton import is_installed
 
 DEVICES = [
@@ -45,6 +49,28 @@ def gradients_on(device: str, parameters: list[torch.nn.Parameter], dtype: torch
         wide = torch.randn((*shape, 2)).to(device, dtype)
         gradients.append(wide[..., 0] if index % 3 == 0 else wide[..., 0].clone())
     return gradients
+
+
+def books(device: str, config: ScaleConfig, state: ScaleState, **others: Any) -> Books:
+    """What a step knows before its gradients are read."""
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    known: dict[str, Any] = {"taken": zero, "skipped": zero, "limit": None}
+    known["found_inf"] = torch.zeros((), device=device)
+    return Books(config, state, **{**known, **others})
+
+
+def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
+    """Copies of the weights and of the state."""
+    found = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    rows = optimizer.state.values()
+    return found + [
+        value.clone() for row in rows for value in row.values() if isinstance(value, torch.Tensor)
+    ]
+
+
+def bits_of(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
+    """What can be put into a set."""
+    return tuple(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
 class ExactRoots(TorchDispatchMode):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfpeak.fused.layout import Piece
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from halfpeak.fused.roads.base import DeviceRoad, Moves
 from halfpeak.fused.roads.choose import RoadName
 from halfpeak.fused.rules.lamb import LAMBRule
 
@@ -84,11 +86,20 @@ class FusedLAMB(FusedOptimizer):
             trusts=self.use_nvlamb or group["weight_decay"] != 0,
         )
 
-    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
+    def _moves(self, pieces: Sequence[Piece], feed: Feed, found_inf: Tensor | None) -> Moves:
         limit = self.defaults["max_grad_norm"]
+        return super()._moves(pieces, feed, found_inf)._replace(limit=limit or None)
+
+    def _move(self, feed: Feed, found_inf: Tensor | None = None) -> None:
+        limit, known = self.defaults["max_grad_norm"], self._measured
         if limit:
-            norm = self.measure(feed).squares.sqrt()
-            feed = feed._replace(factor=feed.factor * torch.where(norm > limit, limit / norm, 1.0))
+            pieces = self._pieces(feed) if known is None or known[0] is not feed.grads else known[1]
+            self._measured = (feed.grads, pieces)
+            road = self._road_for(pieces) if pieces else None
+            # A device road clips by itself.
+            if road is not None and not isinstance(road, DeviceRoad):
+                norm = road.measure(pieces, feed.grads, feed.factor).squares.sqrt()
+                feed = feed._replace(factor=feed.factor * torch.where(norm > limit, limit / norm, 1.0))
         super()._move(feed, found_inf)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Moves(NamedTuple):
         grads: of all parameters.
         factor: what gradients are multiplied by.                       # f32[]
         found_inf: anything but zero keeps all as it is; None is zero.  # f32[]
+        limit: the largest norm of all gradients times ``factor``; they are clipped to it. None does not clip.
     """
 
     pieces: Sequence[Piece]
@@ -79,6 +80,7 @@ class Moves(NamedTuple):
     grads: Sequence[Tensor | None]
     factor: Tensor
     found_inf: Tensor | None
+    limit: float | None = None
 
 
 class DeviceRoad(ABC):

@@ -40,6 +40,10 @@ class EagerDeviceRoad(DeviceRoad):
 
     def move(self, moves: Moves) -> None:
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
+        if moves.limit is not None:
+            norm = self.measure(moves.pieces, moves.grads, moves.factor).squares.sqrt()
+            clip = torch.where(norm > moves.limit, moves.limit / norm, 1.0)
+            moves = moves._replace(factor=moves.factor * clip)
         numbers: dict[tuple[Rule, int, torch.dtype], Tensor] = {}
         for piece in moves.pieces:
             if piece.rule.layerwise and not len(piece.block):

@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from halfpeak.fused.forms.loading import REMAINDER
 from halfpeak.fused.layout import Piece
-from halfpeak.fused.roads.settings import hyper, lr_there
+from halfpeak.fused.roads.settings import Settings, hyper, lr_there, settings_of
 from halfpeak.fused.rules.base import Rule
 
 
@@ -79,12 +80,22 @@ class Kind(NamedTuple):
     grad: torch.dtype
     rule: Rule
 
+    @property
+    def settings(self) -> Settings:
+        """The rule, as the kernels are told of it."""
+        settings = settings_of(self.rule)
+        assert settings is not None
+        return settings
+
 
 class _Member(NamedTuple):
+    """A parameter: its number, its form, and its row of the table but for its chunks."""
+
     number: int
     stride: tuple[int, ...]
     shape: tuple[int, ...]
     row: list[int]
+    is_aligned: bool
 
 
 class _Fleet(NamedTuple):
@@ -118,7 +129,7 @@ class Tables:
         rows = {id(piece.counter): row for row, piece in enumerate(self._counters)}
         kinds: dict[Kind, list[_Member]] = {}
         for piece in pieces:
-            for member in _members(kernels, piece, rows[id(piece.counter)]):
+            for member in _members(piece, rows[id(piece.counter)]):
                 low = None if piece.block.low is None else piece.block.low.dtype
                 grad = cast(Tensor, grads[member.number]).dtype
                 kinds.setdefault(Kind(piece.block.weight.dtype, low, grad, piece.rule), []).append(member)
@@ -127,12 +138,13 @@ class Tables:
         self._dtypes = [kind.grad for kind, known in kinds.items() for _ in known]
         self._forms = [(member.stride, member.shape) for member in members]
         self._strides = [member.stride for member in members]
+        self._fleets = self._gathered(kinds)
         own = Table(device, torch.int64, kernels.COLUMNS)
         self._members = own.put([number for member in members for number in member.row])
-        self._fleets = self._gathered(kinds)
         self._grads = Table(device, torch.int64, 1)
         self._rows = Table(device, torch.int64, 3)
         self._hyper = Table(device, torch.float64, kernels.HYPER)
+        self._processors: int = kernels.processors_of(device)
         self._lrs: list[Tensor | None] = []
         self._last: Sequence[Tensor | None] | None = None
         self._held: list[Tensor] = []
@@ -165,11 +177,13 @@ class Tables:
             (
                 fleet.kind,
                 self._kernels.Chunks(
+                    fleet.first,
+                    fleet.last - fleet.first,
                     self._members,
                     table,
                     fleet.chunks,
                     fleet.full,
-                    self._kernels.programs_for(len(fleet.chunks), self._device),
+                    self._processors,
                     fleet.is_aligned and not any(map(_FIFTEEN, addresses[fleet.first : fleet.last])),
                     fleet.kind.grad,
                 ),
@@ -225,28 +239,42 @@ class Tables:
             index = torch.arange(first, first + len(members))
             whole, rest = numels // size, numels % size != 0
             full = int(whole.sum())
-            start = (whole.cumsum(0) - whole).repeat_interleave(whole)
-            chunks = torch.stack([index.repeat_interleave(whole), torch.arange(full) - start], 1)
+            start = whole.cumsum(0) - whole
+            within = torch.arange(full) - start.repeat_interleave(whole)
+            chunks = torch.stack([index.repeat_interleave(whole), within], 1)
             chunks = torch.cat([chunks, torch.stack([index[rest], whole[rest]], 1)]).to(torch.int32)
+            last = torch.where(rest, full + rest.cumsum(0) - 1, -1)
+            for member, places in zip(members, torch.stack([start, whole, last], 1).tolist(), strict=True):
+                member.row.extend(places)
             if self._device.type == "cuda":
                 chunks = chunks.pin_memory().to(self._device, non_blocking=True)
-            is_aligned = not any(place & 15 for member in members for place in member.row[1:6])
+            is_aligned = all(member.is_aligned for member in members)
             fleets.append(_Fleet(kind, first, first + len(members), chunks, full, is_aligned))
             first += len(members)
         return fleets
 
 
-def _members(kernels: Any, piece: Piece, number: int) -> list[_Member]:
-    """The rows of a piece's parameters: numel, weight, low weight, three slots, row of numbers."""
+def _members(piece: Piece, number: int) -> list[_Member]:
+    """The rows of a piece's parameters: numel, row of numbers, weight, low weight, remainder, slots beside their scales."""
     block = piece.block
-    vectors = [block.weight, block.low, *block.slots]
+    vectors: list[tuple[Tensor | None, int]] = [(None, 1)] * 9
+    vectors[:2] = (block.weight, 1), (block.low, 1)
+    at = 1
+    full = len(block.slots) - block.scalars
+    for slot, part in zip(block.slots[:full], piece.rule.parts, strict=False):
+        at += 2 if part.grain == 1 and part.name != REMAINDER else 0
+        vectors[2 if part.name == REMAINDER else at + (part.grain > 1)] = (slot, part.grain)
     found: list[_Member] = []
-    for index, (start, stop), (shape, stride) in zip(block.members, block.spans, block.shapes, strict=True):
-        row = [stop - start]
-        row += [0 if v is None else v.data_ptr() + start * v.itemsize for v in vectors]
-        row += [0] * (6 - len(row))
-        row.append(number)
-        found.append(_Member(index, stride, shape, row + [0] * (kernels.COLUMNS - len(row))))
+    for i, (index, (start, stop)) in enumerate(zip(block.members, block.spans, strict=True)):
+        row = [stop - start, number]
+        row += [0 if v is None else v.data_ptr() + start // grain * v.itemsize for v, grain in vectors]
+        is_aligned = not any(
+            place & 15 for place, (_, grain) in zip(row[2:], vectors, strict=True) if grain == 1
+        )
+        for place, slot in enumerate(block.slots[full:], full):
+            row[5 + 2 * place] = slot.data_ptr() + i * slot.itemsize
+        shape, stride = block.shapes[i]
+        found.append(_Member(index, stride, shape, row, is_aligned))
     return found
 
 

@@ -14,25 +14,43 @@ from halfpeak.fused.books import Account, Books
 from halfpeak.fused.layout import Piece
 from halfpeak.fused.roads.base import DeviceRoad, Moves, Reading
 from halfpeak.fused.roads.settings import settings_of
-from halfpeak.fused.roads.tables import Tables
+from halfpeak.fused.roads.tables import Kind, Tables
 from halfpeak.ops.triton import kernels
+
+
+class _Measured(NamedTuple):
+    """What was read of the gradients.
+
+    Attributes:
+        factor: what they were multiplied by.                          # f32[]
+        squares: of each program.                                      # f32[programs]
+        flags: of each program.                                        # i32[programs]
+        each: of each chunk, for kinds whose rule takes norms of it.   # f32[chunks]
+    """
+
+    factor: Tensor
+    squares: Tensor
+    flags: Tensor
+    each: dict[Kind, Tensor]
 
 
 class _Ready(NamedTuple):
     """The numbers of a step that has been accounted for, and what they were worked out from."""
 
-    factor: Tensor
+    moves: Moves
     found_inf: Tensor
     hyper: Tensor
     rows: Tensor
     numbers: Tensor
+    measured: _Measured | None
 
 
 class TritonRoad(DeviceRoad):
     """Kernels of our own over tables of addresses: gradients are read where autograd has left them.
 
     A step that an engine accounts for is measure, control, update; one that it does not is control, update. Each kind of
-    parameter (dtypes, rule) has a measure and an update of its own.
+    parameter (dtypes, rule) has a measure and an update of its own. NovoGrad measures in any case and has a launch more,
+    for its norms. LAMB measures where it clips, and takes three launches for an update with trust.
 
     Args:
         device: where all parameters are.
@@ -52,23 +70,22 @@ class TritonRoad(DeviceRoad):
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
         with self._there():
-            tables = self._tables_for(pieces, grads)
-            partials = self._partials(tables, grads, factor)
-            floats, _, _ = self._control(pieces, partials, factor, None, self._no_rows, self._no_hyper)
+            moves = Moves(pieces, (), grads, factor, None)
+            measured = self._read(self._tables_for(pieces, grads), moves)
+            floats, _, _ = self._control(moves, measured, self._no_rows, self._no_hyper)
             return Reading(floats[3], floats[0])
 
     def account(self, moves: Moves, books: Books) -> Account | None:
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
         with self._there():
             tables = self._tables_for(moves.pieces, moves.grads)
-            partials = self._partials(tables, moves.grads, moves.factor)
+            measured = self._read(tables, moves)
             rows, hyper = tables.rows(moves.groups), tables.hyper(moves.groups)
-            floats, ints, numbers = self._control(
-                moves.pieces, partials, moves.factor, books.found_inf, rows, hyper, books
-            )
+            moves = moves._replace(found_inf=books.found_inf)
+            floats, ints, numbers = self._control(moves, measured, rows, hyper, books)
         found_inf, norm, factor, _, scale, stuck = floats.unbind()
         clean, grace, patience, taken, skipped = ints.unbind()
-        self._ready = _Ready(factor, found_inf, hyper, rows, numbers)
+        self._ready = _Ready(moves._replace(factor=factor), found_inf, hyper, rows, numbers, measured)
         state = ScaleState(scale, clean, grace, patience)
         return Account(found_inf, norm, factor, state, stuck, taken, skipped)
 
@@ -76,40 +93,45 @@ class TritonRoad(DeviceRoad):
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
         with self._there():
             tables = self._tables_for(moves.pieces, moves.grads)
-            rows, hyper = tables.rows(moves.groups), tables.hyper(moves.groups)
-            ready, self._ready = self._ready, None
-            if (
-                ready is not None
-                and ready.factor is moves.factor
-                and ready.found_inf is moves.found_inf
-                # A hook may have changed them since.
-                and ready.hyper is hyper
-                and ready.rows is rows
-            ):
-                found_inf, numbers = ready.found_inf, ready.numbers
-            else:
-                floats, _, numbers = self._control(
-                    moves.pieces, None, moves.factor, moves.found_inf, rows, hyper
-                )
-                found_inf = floats[0]
-            counters = len(rows)
+            ready, self._ready = self._made_ready(tables, moves), None
+            counters = len(ready.rows)
             for kind, chunks in tables.chunks(moves.grads):
-                rule = settings_of(kind.rule)
-                assert rule is not None
-                self._kernels.update(
-                    chunks,
-                    numbers,
-                    found_inf,
-                    rows,
-                    counters=counters,
-                    weight=kind.weight,
-                    low=kind.low,
-                    rule=rule.rule,
-                    option=rule.option,
-                    other=rule.other,
-                )
+                self._update(kind, chunks, ready, counters)
                 # The first launch has counted the step.
                 counters = 0
+
+    def _made_ready(self, tables: Tables, moves: Moves) -> _Ready:
+        """The numbers of a step: those of its account, if it comes to what was accounted for."""
+        ready = self._ready
+        rows, hyper = tables.rows(moves.groups), tables.hyper(moves.groups)
+        if (
+            ready is not None
+            and ready.moves.factor is moves.factor
+            and ready.found_inf is moves.found_inf
+            # A hook may have changed them since.
+            and ready.moves.limit == moves.limit
+            and ready.hyper is hyper
+            and ready.rows is rows
+        ):
+            return ready
+        measured = None
+        if moves.limit is not None or any(kind.settings.norm for kind, _ in tables.chunks(moves.grads)):
+            measured = self._read(tables, moves)
+        floats, _, numbers = self._control(moves, measured, rows, hyper, judges=False)
+        return _Ready(moves, floats[0], hyper, rows, numbers, measured)
+
+    def _update(self, kind: Kind, chunks: Any, ready: _Ready, counters: int) -> None:
+        rule = kind.settings
+        form = self._kernels.Form(
+            kind.weight, kind.low, rule.rule, rule.option, rule.other, rule.master, rule.moments
+        )
+        if rule.norm:
+            assert ready.measured is not None
+            each, factor = ready.measured.each[kind], ready.measured.factor
+            largest = rule.norm == "largest"
+            self._kernels.norm(chunks, ready.numbers, factor, ready.found_inf, each, largest=largest)
+        update = self._kernels.trusting_update if rule.trusts else self._kernels.update
+        update(chunks, ready.numbers, ready.found_inf, ready.rows, counters=counters, form=form)
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.DeviceRoad`."""
@@ -133,45 +155,51 @@ class TritonRoad(DeviceRoad):
             self._tables = Tables(self._kernels, pieces, grads)
         return self._tables
 
-    def _partials(
-        self, tables: Tables, grads: Sequence[Tensor | None], factor: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        launches = [chunks for _, chunks in tables.chunks(grads)]
-        many = sum(chunks.programs for chunks in launches)
+    def _read(self, tables: Tables, moves: Moves) -> _Measured:
+        """Read all gradients once. Whatever takes norms of them gets what it needs on the way."""
+        launches = tables.chunks(moves.grads)
+        many = sum(chunks.programs() for _, chunks in launches)
         squares = torch.empty(many, dtype=torch.float32, device=self.device)
         flags = torch.empty(many, dtype=torch.int32, device=self.device)
-        first = 0
-        for chunks in launches:
-            self._kernels.measure(chunks, factor, squares[first:], flags[first:])
-            first += chunks.programs
-        return squares, flags
+        found: dict[Kind, Tensor] = {}
+        factor, first = moves.factor.to(self.device), 0
+        for kind, chunks in launches:
+            each, norm = None, kind.settings.norm
+            if norm:
+                each = found[kind] = torch.empty(len(chunks.chunks), dtype=torch.float32, device=self.device)
+            self._kernels.measure(chunks, factor, squares[first:], flags[first:], each, norm)
+            first += chunks.programs()
+        return _Measured(factor, squares, flags, found)
 
     def _control(
         self,
-        pieces: Sequence[Piece],
-        partials: tuple[Tensor, Tensor] | None,
-        factor: Tensor,
-        found_inf: Tensor | None,
+        moves: Moves,
+        measured: _Measured | None,
         rows: Tensor,
         hyper: Tensor,
         books: Books | None = None,
+        *,
+        judges: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         floats = torch.empty(6, dtype=torch.float32, device=self.device)
         ints = torch.empty(5, dtype=torch.int32, device=self.device)
-        numbers = torch.empty((len(rows), 8), dtype=torch.float32, device=self.device)
-        rule = settings_of(pieces[0].rule)
+        width = self._kernels.NUMBERS
+        numbers = torch.empty((len(rows), width), dtype=torch.float32, device=self.device)
+        rule = settings_of(moves.pieces[0].rule)
         assert rule is not None
         self._kernels.control(
-            partials,
-            factor.to(self.device),
-            self._zero if found_inf is None else found_inf.to(self.device),
+            None if measured is None else (measured.squares, measured.flags),
+            moves.factor.to(self.device),
+            self._zero if moves.found_inf is None else moves.found_inf.to(self.device),
             rows,
             hyper,
             numbers,
             floats,
             ints,
             rule=rule.rule,
+            judges=judges,
             limit=None if books is None else books.limit,
+            own_limit=moves.limit,
             schedule=None if books is None else self._schedule(books),
         )
         return floats, ints, numbers

@@ -9,51 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _power(base, exponent):
-    """``base**exponent`` in float64 for an exponent below 2**31: a float32 would lose most of ``1 - 0.999**t``."""
-    result = base * 0.0 + 1.0
-    for _ in range(31):
-        result = tl.where(exponent % 2 == 1, result * base, result)
-        base = base * base
-        exponent = exponent // 2
-    return result
-
-
-@triton.jit
-def _number(numbers, row, column: tl.constexpr, value):
-    tl.store(numbers + row * 8 + column, value.to(tl.float32))
-
-
-@triton.jit
-def _constants(numbers, row, hyper, lr, step, RULE: tl.constexpr):
-    """The numbers of the rule for one row; see ``constants`` of the rules, which say the same to the host."""
-    decay = tl.load(hyper + 2)
-    first = tl.load(hyper + 3)
-    second = tl.load(hyper + 4)
-    eps = tl.load(hyper + 5)
-    if RULE == "adam":
-        corrects = tl.load(hyper + 6) != 0
-        decouples = tl.load(hyper + 7) != 0
-        start1 = tl.where(corrects, 1.0 - _power(first, step), 1.0)
-        start2 = tl.where(corrects, 1.0 - _power(second, step), 1.0)
-        _number(numbers, row, 1, 1.0 - first)
-        _number(numbers, row, 2, second)
-        _number(numbers, row, 3, 1.0 - second)
-        _number(numbers, row, 4, lr / start1)
-        _number(numbers, row, 5, 1.0 / tl.sqrt(start2))
-        _number(numbers, row, 6, eps)
-        _number(numbers, row, 7, tl.where(decouples, 1.0 - lr * decay, decay))
-    elif RULE == "sgd":
-        _number(numbers, row, 1, lr)
-        _number(numbers, row, 2, first)
-        _number(numbers, row, 3, tl.where(step > 1, 1.0 - second, 1.0))
-        _number(numbers, row, 4, decay)
-    else:
-        _number(numbers, row, 1, lr / (1.0 + (step - 1).to(tl.float64) * first))
-        _number(numbers, row, 2, eps)
-        _number(numbers, row, 3, decay)
+from halfpeak.ops.triton.numbers import NUMBERS, write_numbers
 
 
 @triton.jit(
@@ -95,13 +51,16 @@ def control_kernel(
     floats,
     ints,
     limit,
+    own_limit,
     growth,
     backoff,
     floor,
     ceiling,
     interval,
     hysteresis,
+    JUDGES: tl.constexpr,
     CLIPS: tl.constexpr,
+    CLIPS_AGAIN: tl.constexpr,
     KEEPS_BOOKS: tl.constexpr,
     IS_DYNAMIC: tl.constexpr,
     REFILLS_CLEAN: tl.constexpr,
@@ -122,28 +81,33 @@ def control_kernel(
         taken, skipped: steps so far.                                          # i32[]
         rows: hyper-parameters, address of the step count, of the learning rate or 0.  # i64[count, 3]
         hyper: sign, lr, weight decay and what the rule has.                   # f64[groups, HYPER]
-        numbers: result: what a gradient is multiplied by, the constants.      # f32[count, 8]
+        numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
         floats: result: found_inf, norm, factor, squares, scale, stuck.        # f32[6]
         ints: result: clean, grace, stuck, taken, skipped.                     # i32[5]
         limit: of the norm, with ``CLIPS``.
+        own_limit: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
         growth, backoff, floor, ceiling, interval, hysteresis: of the scale's configuration.
+        JUDGES: what was measured decides, too.
     """
     at = tl.arange(0, BLOCK)
     known = at < partials
     total = tl.sum(tl.load(squares + at, mask=known, other=0.0))
-    overflow = tl.max(tl.load(flags + at, mask=known, other=0)) != 0
-    overflow = overflow | (tl.load(found_inf) != 0.0)
+    overflow = tl.load(found_inf) != 0.0
+    if JUDGES:
+        overflow = overflow | (tl.max(tl.load(flags + at, mask=known, other=0)) != 0)
     norm = tl.sqrt_rn(total)
     multiplier = tl.load(factor)
     if CLIPS:
         overflow = overflow | ((norm < float("inf")) == 0)
-        multiplier = multiplier * tl.minimum(
-            tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * limit, 1.0
-        )
+        clip = tl.minimum(tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * limit, 1.0)
+        multiplier = multiplier * clip
     tl.store(floats, overflow.to(tl.float32))
     tl.store(floats + 1, norm)
     tl.store(floats + 2, multiplier)
     tl.store(floats + 3, total)
+    if CLIPS_AGAIN:
+        rest = norm * clip if CLIPS else norm
+        multiplier = tl.where(rest > own_limit, multiplier * tl.div_rn(own_limit, rest), multiplier)
     if KEEPS_BOOKS:
         was = tl.load(scale)
         patience = tl.load(stuck)
@@ -177,5 +141,4 @@ def control_kernel(
         lr = tl.load(group + 1)
         if place != 0:
             lr = tl.load(place.to(tl.pointer_type(tl.float32))).to(tl.float64)
-        _number(numbers, row, 0, tl.load(group) * multiplier)
-        _constants(numbers, row, group, lr, step, RULE)
+        write_numbers(numbers + row * NUMBERS, group, multiplier, lr, step, RULE)

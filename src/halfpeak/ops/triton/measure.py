@@ -18,6 +18,13 @@ def pointer(table, at, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def largest(value):
+    """The largest absolute value, nan if there is one: the bits of floats without their sign are in their order."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _read(
     total,
     bad,
@@ -26,10 +33,12 @@ def _read(
     chunks,
     chunk,
     factor,
+    each,
     GRAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
+    EACH: tl.constexpr,
     FULL: tl.constexpr,
 ):
     member = tl.load(chunks + 2 * chunk).to(tl.int64)
@@ -40,12 +49,16 @@ def _read(
     else:
         size = tl.load(members + member * COLUMNS)
         true = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    if EACH == "squares":
+        tl.store(each + chunk, tl.sum(true * true))
+    elif EACH == "largest":
+        tl.store(each + chunk, largest(true))
     return total + true * true, bad | ((tl.abs(true) < float("inf")).to(tl.int32) ^ 1)
 
 
 @triton.jit(
     do_not_specialize=["full", "count"],
-    do_not_specialize_on_alignment=["factor", "squares", "flags", "chunks"],
+    do_not_specialize_on_alignment=["factor", "squares", "flags", "each", "chunks"],
 )
 def measure_kernel(
     members,
@@ -56,10 +69,12 @@ def measure_kernel(
     factor,
     squares,
     flags,
+    each,
     GRAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     """``squares[program] = sum((grad * factor)**2)`` over its chunks, and ``flags[program] = 1`` if one is not finite.
 
@@ -75,6 +90,7 @@ def measure_kernel(
         factor: what makes gradients true-sized.  # f32[]
         squares: the result.   # f32[programs]
         flags: the result.     # i32[programs]
+        each: result for rules that take norms: ``EACH``, ``squares`` or ``largest``, of every chunk.  # f32[count]
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -84,11 +100,11 @@ def measure_kernel(
     # Four at a time: their loads need not wait for one another.
     for chunk in tl.range(program, full, programs, loop_unroll_factor=4):
         total, bad = _read(
-            total, bad, members, grads, chunks, chunk, scale, GRAD, COLUMNS, CHUNK, ALIGN, True
+            total, bad, members, grads, chunks, chunk, scale, each, GRAD, COLUMNS, CHUNK, ALIGN, EACH, True
         )
     for chunk in range(full + program, count, programs):
         total, bad = _read(
-            total, bad, members, grads, chunks, chunk, scale, GRAD, COLUMNS, CHUNK, ALIGN, False
+            total, bad, members, grads, chunks, chunk, scale, each, GRAD, COLUMNS, CHUNK, ALIGN, EACH, False
         )
     tl.store(squares + program, tl.sum(total))
     tl.store(flags + program, tl.max(bad))

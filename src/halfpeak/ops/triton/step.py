@@ -11,22 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfpeak.ops.triton import numbers as _numbers
 from halfpeak.ops.triton.control import control_kernel
+from halfpeak.ops.triton.layerwise import follow_kernel, norm_kernel, trust_kernel, turn_kernel
 from halfpeak.ops.triton.measure import measure_kernel
 from halfpeak.ops.triton.update import update_kernel
 
 CHUNK = 1024
 """Elements that a program works on at a time."""
 
-COLUMNS = 8
-"""Of a member's row: numel, addresses of weight, low weight and three slots, and its row of numbers."""
+COLUMNS = 14
+"""Of a member's row: numel; its row of numbers; addresses of weight, low weight, remainder, and of three slots, each beside
+its scales; its first chunk of those that it fills, how many they are, and the other one or -1."""
 
-HYPER = 8
-"""Of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and two switches of the rule."""
+HYPER = 9
+"""Of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
+
+NUMBERS: int = _numbers.NUMBERS.value
+"""Of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
 
 _WARPS = 4
-_PER_PROCESSOR = 8
-"""Programs that a multiprocessor holds at once, with the 64 registers per thread that the update takes."""
+_PARTS = 1024
+"""Chunks whose sums a program adds up at a time."""
+
+_READING, _MOVING = 8, 4
+"""Programs that a multiprocessor holds at once: with up to 64 registers per thread, and with up to 128."""
 
 _DTYPES: Final = MappingProxyType(
     {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -37,22 +46,30 @@ class Chunks(NamedTuple):
     """Parameters of one kind, in chunks.
 
     Attributes:
+        first: which member is the first of them.
+        many: how many members they are.
         members: see :func:`~halfpeak.ops.triton.update.update_kernel`.   # i64[members, COLUMNS]
         grads: where gradients lie.                                        # i64[members]
         chunks: member, and which of its chunks.                           # i32[count, 2]
         full: how many chunks their parameter fills; they come first.
-        programs: how many programs walk over them.
+        processors: of the device; 0 in the interpreter.
         is_aligned: whether every address is a multiple of 16 bytes.
         grad: dtype of the gradients.
     """
 
+    first: int
+    many: int
     members: Tensor
     grads: Tensor
     chunks: Tensor
     full: int
-    programs: int
+    processors: int
     is_aligned: bool
     grad: torch.dtype
+
+    def programs(self, per_processor: int = _READING) -> int:
+        """How many programs share them: as many as the device holds at once; the same in every run there."""
+        return min(len(self.chunks), self.processors * per_processor or 3)
 
 
 class Schedule(NamedTuple):
@@ -74,16 +91,20 @@ def is_interpreted() -> bool:
     return not isinstance(measure_kernel, triton.JITFunction)
 
 
-def programs_for(count: int, device: torch.device) -> int:
-    """How many programs share ``count`` chunks: as many as the device holds at once; the same in every run there."""
-    if device.type != "cuda":
-        return min(count, 3)
-    return min(count, torch.cuda.get_device_properties(device).multi_processor_count * _PER_PROCESSOR)
+def processors_of(device: torch.device) -> int:
+    """How many multiprocessors a device has; 0 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-def measure(chunks: Chunks, factor: Tensor, squares: Tensor, flags: Tensor) -> None:
-    """See :func:`~halfpeak.ops.triton.measure.measure_kernel`."""
-    measure_kernel[(chunks.programs,)](
+def measure(
+    chunks: Chunks, factor: Tensor, squares: Tensor, flags: Tensor, each: Tensor | None = None, take: str = ""
+) -> None:
+    """See :func:`~halfpeak.ops.triton.measure.measure_kernel`.
+
+    Args:
+        each: where to put what ``take`` names of each chunk: ``squares`` or ``largest``.
+    """
+    measure_kernel[(chunks.programs(),)](
         chunks.members,
         chunks.grads,
         chunks.chunks,
@@ -92,10 +113,12 @@ def measure(chunks: Chunks, factor: Tensor, squares: Tensor, flags: Tensor) -> N
         factor,
         squares,
         flags,
+        squares if each is None else each,
         GRAD=_DTYPES[chunks.grad],
         COLUMNS=COLUMNS,
         CHUNK=CHUNK,
         ALIGN=16 // chunks.grad.itemsize if chunks.is_aligned else 1,
+        EACH=take,
         num_warps=_WARPS,
     )
 
@@ -111,7 +134,9 @@ def control(
     ints: Tensor,
     *,
     rule: str,
+    judges: bool = True,
     limit: float | None = None,
+    own_limit: float | None = None,
     schedule: Schedule | None = None,
     count: int | None = None,
 ) -> None:
@@ -119,6 +144,7 @@ def control(
 
     Args:
         partials: what was measured; None where ``found_inf`` says all that is known.
+        judges: whether what was measured may skip the step.
         count: how many rows of numbers are worked out; None for all.
     """
     squares, flags = partials or (floats, ints)
@@ -140,13 +166,16 @@ def control(
         floats,
         ints,
         float(limit or 0.0),
+        float(own_limit or 0.0),
         known.growth,
         known.backoff,
         known.floor,
         known.ceiling,
         known.interval,
         known.hysteresis,
+        JUDGES=judges and partials is not None,
         CLIPS=limit is not None,
+        CLIPS_AGAIN=own_limit is not None,
         KEEPS_BOOKS=schedule is not None,
         IS_DYNAMIC=known.is_dynamic,
         REFILLS_CLEAN=known.refills_clean,
@@ -159,21 +188,46 @@ def control(
     )
 
 
+class Form(NamedTuple):
+    """What an update is compiled for; see :func:`~halfpeak.ops.triton.update.update_kernel`.
+
+    Attributes:
+        weight: dtype of what the rule moves.
+        low: dtype of the model's weight, if it is another.
+        rule: the formula.
+        option: of it.
+        other: of it.
+        master: bits of remainders.
+        moments: the form of each slot.
+    """
+
+    weight: torch.dtype
+    low: torch.dtype | None
+    rule: str
+    option: Any
+    other: bool
+    master: int
+    moments: tuple[str, str, str]
+
+    def constants(self, chunks: Chunks) -> dict[str, Any]:
+        """What every pass over the weights is compiled for."""
+        return {
+            "DTYPE": _DTYPES[self.weight],
+            "OPTION": self.option,
+            "COLUMNS": COLUMNS,
+            "CHUNK": CHUNK,
+            # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
+            "ALIGN": 4 if chunks.is_aligned else 1,
+            "num_warps": _WARPS,
+            "enable_fp_fusion": False,
+        }
+
+
 def update(
-    chunks: Chunks,
-    numbers: Tensor,
-    found_inf: Tensor,
-    rows: Tensor,
-    *,
-    counters: int,
-    weight: torch.dtype,
-    low: torch.dtype | None,
-    rule: str,
-    option: Any,
-    other: bool,
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, form: Form
 ) -> None:
     """See :func:`~halfpeak.ops.triton.update.update_kernel`."""
-    update_kernel[(chunks.programs,)](
+    update_kernel[(chunks.programs(_MOVING),)](
         chunks.members,
         chunks.grads,
         chunks.chunks,
@@ -183,16 +237,74 @@ def update(
         found_inf,
         rows,
         counters,
-        WEIGHT=_DTYPES[weight],
-        LOW=None if low is None else _DTYPES[low],
+        LOWER=None if form.low is None else _DTYPES[form.low],
         GRAD=_DTYPES[chunks.grad],
-        RULE=rule,
-        OPTION=option,
-        OTHER=other,
+        RULE=form.rule,
+        OTHER=form.other,
+        MASTER=form.master,
+        A=form.moments[0],
+        B=form.moments[1],
+        C=form.moments[2],
+        **form.constants(chunks),
+    )
+
+
+def norm(
+    chunks: Chunks, numbers: Tensor, factor: Tensor, found_inf: Tensor, each: Tensor, *, largest: bool
+) -> None:
+    """See :func:`~halfpeak.ops.triton.layerwise.norm_kernel`."""
+    norm_kernel[(chunks.many,)](
+        chunks.members,
+        chunks.first,
+        numbers,
+        factor,
+        found_inf,
+        each,
+        LARGEST=largest,
         COLUMNS=COLUMNS,
-        CHUNK=CHUNK,
-        # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
-        ALIGN=4 if chunks.is_aligned else 1,
+        BLOCK=_PARTS,
         num_warps=_WARPS,
         enable_fp_fusion=False,
+    )
+
+
+def trusting_update(
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, form: Form
+) -> None:
+    """LAMB in three launches; see :mod:`halfpeak.ops.triton.layerwise`."""
+    lists, count = (chunks.chunks, chunks.full, len(chunks.chunks)), len(chunks.chunks)
+    sums = torch.empty((2, count), dtype=torch.float32, device=chunks.members.device)
+    rates = torch.empty(chunks.first + chunks.many, dtype=torch.float32, device=chunks.members.device)
+    turn_kernel[(chunks.programs(_MOVING),)](
+        chunks.members,
+        chunks.grads,
+        *lists,
+        numbers,
+        found_inf,
+        sums,
+        GRAD=_DTYPES[chunks.grad],
+        **form.constants(chunks),
+    )
+    trust_kernel[(chunks.many,)](
+        chunks.members,
+        chunks.first,
+        count,
+        numbers,
+        sums,
+        rates,
+        COLUMNS=COLUMNS,
+        BLOCK=_PARTS,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+    follow_kernel[(chunks.programs(_MOVING),)](
+        chunks.members,
+        *lists,
+        numbers,
+        found_inf,
+        rates,
+        rows,
+        counters,
+        LOWER=None if form.low is None else _DTYPES[form.low],
+        **form.constants(chunks),
     )

@@ -9,33 +9,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfpeak.ops.triton.forms import (
+    FIRST,
+    LOW,
+    SECOND,
+    THIRD,
+    load,
+    load_moment,
+    load_weight,
+    store,
+    store_moment,
+    store_weight,
+    where_of,
+)
 from halfpeak.ops.triton.measure import pointer
+from halfpeak.ops.triton.numbers import NUMBERS, SEED
 
 
 @triton.jit
-def _load(table, at, DTYPE: tl.constexpr, ALIGN: tl.constexpr, index, size, FULL: tl.constexpr):
-    place = pointer(table, at, DTYPE, ALIGN) + index
-    if FULL:
-        return tl.load(place).to(tl.float32)
-    return tl.load(place, mask=index < size, other=0.0).to(tl.float32)
+def place_of(members, chunks, chunk, numbers, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """The member of a chunk, its row, its row of numbers, and where its elements are."""
+    member = tl.load(chunks + 2 * chunk).to(tl.int64)
+    own = members + member * COLUMNS
+    number = numbers + tl.load(own + 1) * NUMBERS
+    return member, own, number, where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK)
 
 
 @triton.jit
-def _store(
-    table,
-    at,
-    DTYPE: tl.constexpr,
+def count_step(rows, counters, skips):
+    """Count the step in each of ``counters`` counts, in one program."""
+    counters = tl.where(skips | (tl.program_id(0) != 0), 0, counters)
+    for row in range(counters):
+        step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
+        tl.store(step, tl.load(step) + 1.0)
+
+
+@triton.jit
+def lamb(
+    own,
+    number,
+    grad,
+    weight,
+    OPTION: tl.constexpr,
     ALIGN: tl.constexpr,
-    index,
-    size,
-    value,
+    where,
     FULL: tl.constexpr,
 ):
-    place = pointer(table, at, DTYPE, ALIGN) + index
-    if FULL:
-        tl.store(place, value.to(DTYPE))
-    else:
-        tl.store(place, value.to(DTYPE), mask=index < size)
+    """The moments of LAMB after a step, and where they point."""
+    if not OPTION:
+        grad = grad + weight * tl.load(number + 8)
+    first = load_moment(own, FIRST, "whole", ALIGN, where, FULL)
+    second = load_moment(own, SECOND, "whole", ALIGN, where, FULL)
+    first = first * tl.load(number + 1) + grad * tl.load(number + 2)
+    second = second * tl.load(number + 3) + grad * grad * tl.load(number + 4)
+    return first, second, lamb_move(number, first, second, weight, OPTION)
+
+
+@triton.jit
+def lamb_move(number, first, second, weight, OPTION: tl.constexpr):
+    """Where the moments of LAMB point."""
+    denominator = tl.sqrt_rn(second) * tl.load(number + 6) + tl.load(number + 7)
+    move = tl.div_rn(first * tl.load(number + 5), denominator)
+    if OPTION:
+        move = move + weight * tl.load(number + 8)
+    return move
 
 
 @triton.jit
@@ -45,73 +82,94 @@ def _move(
     chunks,
     chunk,
     numbers,
-    WEIGHT: tl.constexpr,
-    LOW: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LOWER: tl.constexpr,
     GRAD: tl.constexpr,
     RULE: tl.constexpr,
     OPTION: tl.constexpr,
     OTHER: tl.constexpr,
+    MASTER: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """One chunk, in the arithmetic of the rules in :mod:`halfpeak.fused.rules`, operation by operation."""
-    member = tl.load(chunks + 2 * chunk).to(tl.int64)
-    at = tl.load(chunks + 2 * chunk + 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    own = members + member * COLUMNS
-    size = tl.load(own)
-    row = numbers + tl.load(own + 6) * 8
-    grad = _load(grads, member, GRAD, ALIGN, at, size, FULL) * tl.load(row)
-    weight = _load(own, 1, WEIGHT, ALIGN, at, size, FULL)
+    member, own, number, where = place_of(members, chunks, chunk, numbers, COLUMNS, CHUNK)
+    seed = tl.load(number + SEED).to(tl.int32)
+    grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number)
+    weight = load_weight(own, DTYPE, MASTER, ALIGN, where, FULL)
     if RULE == "adam":
         # OPTION: decoupled; OTHER: amsgrad.
-        shrink = tl.load(row + 7)
+        shrink = tl.load(number + 7)
         if OPTION:
             weight = weight * shrink
         else:
             grad = grad + weight * shrink
-        first = _load(own, 3, tl.float32, ALIGN, at, size, FULL)
-        second = _load(own, 4, tl.float32, ALIGN, at, size, FULL)
-        first = first + (grad - first) * tl.load(row + 1)
-        second = second * tl.load(row + 2) + grad * grad * tl.load(row + 3)
+        first = load_moment(own, FIRST, A, ALIGN, where, FULL)
+        second = load_moment(own, SECOND, B, ALIGN, where, FULL)
+        first = first + (grad - first) * tl.load(number + 1)
+        second = second * tl.load(number + 2) + grad * grad * tl.load(number + 3)
         largest = second
         if OTHER:
-            largest = tl.maximum(_load(own, 5, tl.float32, ALIGN, at, size, FULL), second)
-            _store(own, 5, tl.float32, ALIGN, at, size, largest, FULL)
-        denominator = tl.sqrt_rn(largest) * tl.load(row + 5) + tl.load(row + 6)
-        weight = weight - tl.load(row + 4) * tl.div_rn(first, denominator)
-        _store(own, 3, tl.float32, ALIGN, at, size, first, FULL)
-        _store(own, 4, tl.float32, ALIGN, at, size, second, FULL)
+            largest = tl.maximum(load_moment(own, THIRD, C, ALIGN, where, FULL), second)
+            store_moment(own, THIRD, C, ALIGN, where, largest, seed, FULL)
+        denominator = tl.sqrt_rn(largest) * tl.load(number + 5) + tl.load(number + 6)
+        weight = weight - tl.load(number + 4) * tl.div_rn(first, denominator)
+        store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
+        store_moment(own, SECOND, B, ALIGN, where, second, seed, FULL)
     elif RULE == "sgd":
         # OPTION: "", "momentum" or "nesterov"; OTHER: late.
-        decay = tl.load(row + 4)
+        decay = tl.load(number + 4)
         if not OTHER:
             grad = grad + weight * decay
         if OPTION != "":
-            momentum = tl.load(row + 2)
-            buffer = _load(own, 3, tl.float32, ALIGN, at, size, FULL)
-            buffer = buffer * momentum + grad * tl.load(row + 3)
-            _store(own, 3, tl.float32, ALIGN, at, size, buffer, FULL)
+            momentum = tl.load(number + 2)
+            buffer = load_moment(own, FIRST, A, ALIGN, where, FULL)
+            buffer = buffer * momentum + grad * tl.load(number + 3)
+            store_moment(own, FIRST, A, ALIGN, where, buffer, seed, FULL)
             grad = grad + buffer * momentum if OPTION == "nesterov" else buffer
         if OTHER:
             grad = grad + weight * decay
-        weight = weight - tl.load(row + 1) * grad
-    else:
+        weight = weight - tl.load(number + 1) * grad
+    elif RULE == "adagrad":
         # OPTION: decoupled.
-        decay = tl.load(row + 3)
+        decay = tl.load(number + 3)
         if not OPTION:
             grad = grad + weight * decay
-        total = _load(own, 3, tl.float32, ALIGN, at, size, FULL)
+        total = load_moment(own, FIRST, A, ALIGN, where, FULL)
         total = total + grad * grad
-        move = tl.div_rn(grad, tl.sqrt_rn(total) + tl.load(row + 2))
+        move = tl.div_rn(grad, tl.sqrt_rn(total) + tl.load(number + 2))
         if OPTION:
             move = move + weight * decay
-        weight = weight - tl.load(row + 1) * move
-        _store(own, 3, tl.float32, ALIGN, at, size, total, FULL)
-    _store(own, 1, WEIGHT, ALIGN, at, size, weight, FULL)
-    if LOW is not None:
-        _store(own, 2, LOW, ALIGN, at, size, weight, FULL)
+        weight = weight - tl.load(number + 1) * move
+        store_moment(own, FIRST, A, ALIGN, where, total, seed, FULL)
+    elif RULE == "lamb":
+        # OPTION: decoupled. With trust it takes three kernels; see halfpeak.ops.triton.layerwise.
+        first, second, move = lamb(own, number, grad, weight, OPTION, ALIGN, where, FULL)
+        weight = weight - tl.load(number + 9) * move
+        store_moment(own, FIRST, "whole", ALIGN, where, first, seed, FULL)
+        store_moment(own, SECOND, "whole", ALIGN, where, second, seed, FULL)
+    else:
+        # NovoGrad, whose norm is up to date. OPTION: inside.
+        norm = tl.load(pointer(own, SECOND, tl.float32, 1))
+        divisor = tl.full(grad.shape, 0.0, tl.float32) + (norm * tl.load(number + 6) + tl.load(number + 7))
+        decay = tl.load(number + 8)
+        first = load_moment(own, FIRST, A, ALIGN, where, FULL)
+        if OPTION:
+            grad = tl.div_rn(grad, divisor) + weight * decay
+        first = first * tl.load(number + 1) + grad * tl.load(number + 2)
+        move = first * tl.load(number + 5)
+        if not OPTION:
+            move = tl.div_rn(move, divisor) + weight * decay
+        weight = weight - tl.load(number + 9) * move
+        store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
+    store_weight(own, DTYPE, MASTER, ALIGN, where, weight, seed, FULL)
+    if LOWER is not None:
+        store(own, LOW, LOWER, ALIGN, where, weight, FULL)
 
 
 @triton.jit(
@@ -128,12 +186,16 @@ def update_kernel(
     found_inf,
     rows,
     counters,
-    WEIGHT: tl.constexpr,
-    LOW: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LOWER: tl.constexpr,
     GRAD: tl.constexpr,
     RULE: tl.constexpr,
     OPTION: tl.constexpr,
     OTHER: tl.constexpr,
+    MASTER: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -141,14 +203,17 @@ def update_kernel(
     """Move every weight once, unless ``found_inf`` is anything but zero; then count the step.
 
     Args:
-        members: numel, addresses of weight, low weight and slots, row.  # i64[members, COLUMNS]
+        members: numel, row of numbers, addresses; see :mod:`halfpeak.ops.triton.forms`.  # i64[members, COLUMNS]
         grads: addresses.                                                # i64[members]
         chunks: member, and which of its chunks.                         # i32[count, 2]
         full: how many chunks their parameter fills; they come first.
         count: how many chunks there are.
-        numbers: what a gradient is multiplied by, the constants.        # f32[rows, 8]
+        numbers: what a gradient is multiplied by, the constants, the step.  # f32[rows, NUMBERS]
         found_inf: skip?                                                 # f32[]
         rows: with the addresses of the step counts; ``counters`` of them are counted here.  # i64[rows, 3]
+        DTYPE, LOWER, GRAD: of weights, of the model's low weights if they are others, of gradients.
+        RULE, OPTION, OTHER: the formula.
+        MASTER, A, B, C: the forms of the weight and of its slots.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -162,12 +227,16 @@ def update_kernel(
             chunks,
             chunk,
             numbers,
-            WEIGHT,
-            LOW,
+            DTYPE,
+            LOWER,
             GRAD,
             RULE,
             OPTION,
             OTHER,
+            MASTER,
+            A,
+            B,
+            C,
             COLUMNS,
             CHUNK,
             ALIGN,
@@ -180,18 +249,19 @@ def update_kernel(
             chunks,
             chunk,
             numbers,
-            WEIGHT,
-            LOW,
+            DTYPE,
+            LOWER,
             GRAD,
             RULE,
             OPTION,
             OTHER,
+            MASTER,
+            A,
+            B,
+            C,
             COLUMNS,
             CHUNK,
             ALIGN,
             False,
         )
-    counters = tl.where(skips | (program != 0), 0, counters)
-    for row in range(counters):
-        step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
-        tl.store(step, tl.load(step) + 1.0)
+    count_step(rows, counters, skips)

@@ -1,0 +1,264 @@
+"""Layer-wise rules: norms of whole parameters, from sums over their chunks in a fixed order.
+
+Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+"""
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfpeak.ops.triton.forms import (
+    FIRST,
+    LOW,
+    SECOND,
+    load,
+    load_moment,
+    load_weight,
+    store,
+    store_moment,
+    store_weight,
+)
+from halfpeak.ops.triton.measure import pointer
+from halfpeak.ops.triton.numbers import NUMBERS
+from halfpeak.ops.triton.update import count_step, lamb, lamb_move, place_of
+
+CHUNKS = tl.constexpr(11)
+"""Columns of a member's row: its first chunk of those that it fills, how many they are, and the other one or -1."""
+
+
+@triton.jit
+def _whole(each, own, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of what was found in the chunks of a member, or the largest of it."""
+    first, count, rest = tl.load(own + CHUNKS), tl.load(own + CHUNKS + 1), tl.load(own + CHUNKS + 2)
+    at = tl.arange(0, BLOCK)
+    last = tl.load(each + rest, mask=rest >= 0, other=0.0)
+    # As bits a nan is the largest.
+    total = tl.zeros((BLOCK,), tl.int32 if LARGEST else tl.float32)
+    for start in range(0, count, BLOCK):
+        part = tl.load(each + first + start + at, mask=start + at < count, other=0.0)
+        total = tl.maximum(total, part.to(tl.int32, bitcast=True)) if LARGEST else total + part
+    if LARGEST:
+        return tl.maximum(tl.max(total), last.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        return tl.sum(total) + last
+
+
+@triton.jit(
+    do_not_specialize=["first"], do_not_specialize_on_alignment=["numbers", "factor", "found_inf", "each"]
+)
+def norm_kernel(
+    members,
+    first,
+    numbers,
+    factor,
+    found_inf,
+    each,
+    LARGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """NovoGrad's running norm, in its place: one program for one member.
+
+    Args:
+        members: see :func:`~halfpeak.ops.triton.update.update_kernel`.            # i64[members, COLUMNS]
+        first: which of them is that of the first program.
+        numbers: what a gradient is multiplied by, the constants, the step.        # f32[rows, NUMBERS]
+        factor: what gradients were multiplied by when they were measured.         # f32[]
+        found_inf: keep the norms as they are?                                     # f32[]
+        each: see :func:`~halfpeak.ops.triton.measure.measure_kernel`.             # f32[count]
+    """
+    own = members + (first + tl.program_id(0)) * COLUMNS
+    number = numbers + tl.load(own + 1) * NUMBERS
+    place = pointer(own, SECOND, tl.float32, 1)
+    norm = tl.load(place)
+    now = _whole(each, own, LARGEST, BLOCK)
+    # They may have been clipped since.
+    clip = tl.abs(tl.div_rn(tl.load(number), tl.load(factor)))
+    keep, gain = tl.load(number + 3), tl.load(number + 4)
+    if LARGEST:
+        norm = norm * keep + now * clip * gain
+    else:
+        squares = norm * norm * keep + now * clip * clip * gain
+        norm = tl.sqrt_rn(squares)
+    # Nothing has no norm.
+    moves = (tl.load(found_inf) == 0.0) & (tl.load(own) > 0)
+    tl.store(place, norm, mask=moves)
+
+
+@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["numbers", "sums", "rates"])
+def trust_kernel(members, first, count, numbers, sums, rates, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """LAMB's learning rate for each member, times the size of its weight over that of its move: one program for one.
+
+    Args:
+        members, first, numbers: see :func:`norm_kernel`.
+        count: how many chunks there are.
+        sums: of the squares in each chunk: of weights, then of moves.  # f32[2, count]
+        rates: result.                                                  # f32[members]
+    """
+    member = first + tl.program_id(0)
+    own = members + member * COLUMNS
+    number = numbers + tl.load(own + 1) * NUMBERS
+    size = tl.sqrt_rn(_whole(sums, own, False, BLOCK))
+    move = tl.sqrt_rn(_whole(sums + count, own, False, BLOCK))
+    ratio = tl.where((size != 0.0) & (move != 0.0), tl.div_rn(size, move), 1.0)
+    tl.store(rates + member, tl.load(number + 9) * ratio)
+
+
+@triton.jit
+def _turn(
+    members,
+    grads,
+    chunks,
+    chunk,
+    count,
+    numbers,
+    sums,
+    DTYPE: tl.constexpr,
+    GRAD: tl.constexpr,
+    OPTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    member, own, number, where = place_of(members, chunks, chunk, numbers, COLUMNS, CHUNK)
+    grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number)
+    weight = load_weight(own, DTYPE, 0, ALIGN, where, FULL)
+    first, second, move = lamb(own, number, grad, weight, OPTION, ALIGN, where, FULL)
+    if not FULL:
+        # Beside it there may be 0 / 0.
+        _, at, left = where
+        move = tl.where(at < left, move, 0.0)
+    store_moment(own, FIRST, "whole", ALIGN, where, first, 0, FULL)
+    store_moment(own, SECOND, "whole", ALIGN, where, second, 0, FULL)
+    tl.store(sums + chunk, tl.sum(weight * weight))
+    tl.store(sums + count + chunk, tl.sum(move * move))
+
+
+@triton.jit(
+    do_not_specialize=["full", "count"],
+    do_not_specialize_on_alignment=["numbers", "found_inf", "chunks", "sums"],
+)
+def turn_kernel(
+    members,
+    grads,
+    chunks,
+    full,
+    count,
+    numbers,
+    found_inf,
+    sums,
+    DTYPE: tl.constexpr,
+    GRAD: tl.constexpr,
+    OPTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The first of LAMB's passes: its moments, and ``sums`` for :func:`trust_kernel`, unless ``found_inf`` is not zero.
+
+    Args:
+        others: see :func:`~halfpeak.ops.triton.update.update_kernel`.
+        sums: result.  # f32[2, count]
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    skips = tl.load(found_inf) != 0.0
+    for chunk in range(program, tl.where(skips, 0, full), programs):
+        _turn(
+            members,
+            grads,
+            chunks,
+            chunk,
+            count,
+            numbers,
+            sums,
+            DTYPE,
+            GRAD,
+            OPTION,
+            COLUMNS,
+            CHUNK,
+            ALIGN,
+            True,
+        )
+    for chunk in range(full + program, tl.where(skips, 0, count), programs):
+        _turn(
+            members,
+            grads,
+            chunks,
+            chunk,
+            count,
+            numbers,
+            sums,
+            DTYPE,
+            GRAD,
+            OPTION,
+            COLUMNS,
+            CHUNK,
+            ALIGN,
+            False,
+        )
+
+
+@triton.jit
+def _follow(
+    members,
+    chunks,
+    chunk,
+    numbers,
+    rates,
+    DTYPE: tl.constexpr,
+    LOWER: tl.constexpr,
+    OPTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    member, own, number, where = place_of(members, chunks, chunk, numbers, COLUMNS, CHUNK)
+    weight = load_weight(own, DTYPE, 0, ALIGN, where, FULL)
+    first = load_moment(own, FIRST, "whole", ALIGN, where, FULL)
+    second = load_moment(own, SECOND, "whole", ALIGN, where, FULL)
+    weight = weight - tl.load(rates + member) * lamb_move(number, first, second, weight, OPTION)
+    store_weight(own, DTYPE, 0, ALIGN, where, weight, 0, FULL)
+    if LOWER is not None:
+        store(own, LOW, LOWER, ALIGN, where, weight, FULL)
+
+
+@triton.jit(
+    do_not_specialize=["full", "count", "counters"],
+    do_not_specialize_on_alignment=["numbers", "found_inf", "rows", "chunks", "rates"],
+)
+def follow_kernel(
+    members,
+    chunks,
+    full,
+    count,
+    numbers,
+    found_inf,
+    rates,
+    rows,
+    counters,
+    DTYPE: tl.constexpr,
+    LOWER: tl.constexpr,
+    OPTION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The second of LAMB's passes: where the moments point, at the learning rate of each member; then count the step.
+
+    Args:
+        others: see :func:`~halfpeak.ops.triton.update.update_kernel`.
+        rates: of :func:`trust_kernel`.  # f32[members]
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    skips = tl.load(found_inf) != 0.0
+    for chunk in range(program, tl.where(skips, 0, full), programs):
+        _follow(members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, True)
+    for chunk in range(full + program, tl.where(skips, 0, count), programs):
+        _follow(members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, False)
+    count_step(rows, counters, skips)

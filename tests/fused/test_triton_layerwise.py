@@ -1,0 +1,198 @@
+"""LAMB and NovoGrad in Triton: norms in a fixed order, clipping and skipping by data, and the rules within a few roundings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fused.reference import CASES, Reference, agree, give
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.fused import FusedLAMB, FusedNovoGrad
+from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from support.triton import (
+    DEVICES,
+    ExactRoots,
+    bits_of,
+    books,
+    everything,
+    gradients_on,
+    parameters_on,
+    round_as_devices_do,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+
+BOUND = 4.0
+"""Roundings of the largest number: the sums go in another order, and enter weights by one factor."""
+
+LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
+AGAIN = {"cpu": 20, "cuda": 100}
+"""Runs of which each gives the same bits. In the interpreter programs take turns, and it takes its time."""
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_devices_do(monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_the_update_is_the_rule_but_for_the_order_of_sums(name: str, dtype: torch.dtype, device: str) -> None:
+    kind, options = CASES[name]
+    parameters = parameters_on(device, dtype)
+    optimizer = kind(parameters, road="triton", **options)
+    reference = Reference(optimizer)
+    for _ in range(2):
+        give(parameters, gradients_on(device, parameters, dtype))
+        with ExactRoots():
+            wanted = reference.step()
+        optimizer.step()
+        agree(optimizer, wanted, ulps=BOUND)
+    assert optimizer.road == "triton"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_parameter_of_many_parts(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sums over chunks come in several parts, as they do from a million elements on.
+    monkeypatch.setattr("halfpeak.ops.triton.step._PARTS", 2)
+    kind, options = CASES[name]
+    parameters = [torch.nn.Parameter(torch.randn(n).to(device)) for n in (7 * 1024 + 5, 4 * 1024, 9)]
+    optimizer = kind(parameters, road="triton", **options)
+    reference = Reference(optimizer)
+    give(parameters, gradients_on(device, parameters, torch.float32))
+    with ExactRoots():
+        wanted = reference.step()
+    optimizer.step()
+    agree(optimizer, wanted, ulps=BOUND)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_groups_with_decay_trust(device: str) -> None:
+    parameters = parameters_on(device)
+    groups = [{"params": parameters[:5], "weight_decay": 0.0}, {"params": parameters[5:]}]
+    optimizer = FusedLAMB(groups, lr=0.01, road="triton")
+    reference = Reference(optimizer)
+    for step in range(2):
+        give(parameters, gradients_on(device, parameters, torch.float32))
+        with ExactRoots():
+            wanted = reference.step()
+        optimizer.step()
+        agree(optimizer, wanted, ulps=BOUND)
+        assert float(optimizer.state[parameters[0]]["step"]) == step + 1
+        assert float(optimizer.state[parameters[-1]]["step"]) == step + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_or_a_move_of_zero_is_left_its_own_step(device: str) -> None:
+    zero, still = (torch.nn.Parameter(torch.full((4,), value, device=device)) for value in (0.0, 2.0))
+    optimizer = FusedLAMB(
+        [zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0, road="triton"
+    )
+    give([zero, still], [torch.ones(4, device=device), torch.zeros(4, device=device)])
+    optimizer.step()
+    torch.testing.assert_close(zero.detach().cpu(), torch.full((4,), -0.1))
+    assert torch.equal(still.detach().cpu(), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["LAMB", "NovoGrad"])
+def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, device: str) -> None:
+    kind, options = CASES[name]
+    parameters = parameters_on(device)
+    optimizer = kind(parameters, road="triton", **options)
+    give(parameters, gradients_on(device, parameters, torch.float32))
+    optimizer.step()
+    before = bits_of(everything(optimizer))
+    give(parameters, [torch.full_like(p, math.inf) for p in parameters])
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.step()
+    assert bits_of(everything(optimizer)) == before
+    optimizer.found_inf = torch.zeros((), device=device)
+    give(parameters, gradients_on(device, parameters, torch.float32))
+    optimizer.step()
+    assert float(optimizer.state[parameters[0]]["step"]) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["LAMB", "NovoGrad", "NovoGrad inf"])
+def test_without_an_engine_a_gradient_that_is_no_number_goes_through(name: str, device: str) -> None:
+    kind, options = CASES[name]
+    parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (1030, 3)]
+    optimizer = kind(
+        parameters, road="triton", **{**options, "max_grad_norm": 0.0} if name == "LAMB" else options
+    )
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    gradients[0][7] = math.nan
+    give(parameters, gradients)
+    optimizer.step()
+    assert bool(parameters[0].isnan().all())
+    assert not bool(parameters[1].isnan().any())
+
+
+def accounted(optimizer: FusedOptimizer, feed: Feed, device: str, limit: float | None) -> torch.Tensor:
+    """A step as an engine takes it; its ``found_inf``."""
+    config = ScaleConfig()
+    account = optimizer.account(feed, books(device, config, config.start(device), limit=limit))
+    assert account is not None
+    optimizer.feed(feed._replace(factor=account.factor))
+    optimizer.found_inf = account.found_inf
+    optimizer.step()
+    optimizer.feed(None)
+    return account.found_inf
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_an_engines_step_is_the_rule_on_true_sized_clipped_gradients(
+    name: str, limit: float | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = CASES[name]
+    masters = parameters_on(device)
+    lows = [master.detach().to(torch.bfloat16) for master in masters]
+    optimizer = kind(masters, road="triton", **options)
+    give(masters, [torch.zeros_like(master) for master in masters])
+    optimizer.step()
+    reference = Reference(optimizer, dict.fromkeys(masters, 1))
+    gradients = gradients_on(device, masters, torch.bfloat16)
+    norm = math.sqrt(sum(float(gradient.double().mul(0.25).square().sum()) for gradient in gradients))
+    clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+    give(masters, [gradient.float() for gradient in gradients])
+    with ExactRoots():
+        wanted = reference.step(0.25 * clip)
+    give(masters, [None] * len(masters))
+    read = optimizer._road._kernels.measure
+    reads: list[Any] = []
+    monkeypatch.setattr(optimizer._road._kernels, "measure", lambda *args: reads.append(read(*args)))
+    skips = accounted(optimizer, Feed(gradients, lows, torch.tensor(0.25, device=device)), device, limit)
+    assert not bool(skips)
+    agree(optimizer, wanted, ulps=2 * BOUND)
+    assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
+    # Whatever clips, and however often: gradients are measured once.
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_the_same_bits_again_and_again(kind: Any, device: str) -> None:
+    start = parameters_on(device, shapes=((5,), (1030,)))
+    gradients = gradients_on(device, start, torch.bfloat16)
+    found: set[tuple[bytes, ...]] = set()
+    for _ in range(AGAIN[device]):
+        masters = [torch.nn.Parameter(value.detach().clone()) for value in start]
+        lows = [master.detach().to(torch.bfloat16) for master in masters]
+        optimizer = kind(masters, lr=0.01, road="triton")
+        optimizer.feed(Feed(gradients, lows, torch.ones((), device=device)))
+        optimizer.step()
+        found.add(bits_of([*everything(optimizer), *lows]))
+    assert len(found) == 1
