@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +25,6 @@ OPTIONS = [
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}",
@@ -36,7 +32,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "COLUMNS": "160",
     }
-    start = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    start = ["--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *start, "-m", "halfpeak", "train", *arguments],
         cwd=folder,
