@@ -136,7 +136,7 @@ def test_measure_scales_before_it_squares(road: RoadName) -> None:
 
 
 def test_more_parameters_than_an_arena_holds() -> None:
-    parameters = [torch.nn.Parameter(torch.randn(ARENA // 3)) for _ in range(4)]
+    parameters = [torch.nn.Parameter(torch.randn(ARENA // 10)) for _ in range(12)]
     optimizer = FusedAdamW(parameters, lr=0.01, road="eager")
     reference = Reference(optimizer)
     give(parameters, gradients_for(parameters))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-ALONE = 2**18
+ALONE = 2**16
 """A parameter of this many elements or more is a block by itself, in its own memory."""
 
 ARENA = 2**19
@@ -107,9 +107,8 @@ def flat(tensor: Tensor) -> Tensor:
 def cut(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
     """Indices of ``sizes`` in runs that share an arena, the large ones alone.
 
-    >>> half = ARENA // 2 - ALIGN
-    >>> list(cut([half, ALONE, half, half, 4]))
-    [[1], [0, 2], [3, 4]]
+    >>> list(cut([ALONE - 1, ALONE, *[ALONE - 1] * 8, 4]))
+    [[1], [0, 2, 3, 4, 5, 6, 7, 8], [9, 10]]
     """
     run: list[int] = []
     room = ARENA

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, NamedTuple
@@ -63,22 +64,27 @@ class Kernel:
 
 
 class Bound:
-    """Native code with the memory that it works on: a call takes 1 us where :class:`Kernel` takes 4 to check arguments."""
+    """Native code with the memory that it works on: a call takes 1 us where :class:`Kernel` takes 4 to check arguments.
+
+    Attributes:
+        outputs: what a call returns; it holds until the next.
+    """
 
     def __init__(self, calls: Sequence[_Native], fixed: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self._calls = [(call.function, itemgetter(*call.places), call.rest) for call in calls]
         self._fixed = fixed
-        self._outputs = outputs
+        self.outputs = outputs
 
     def __call__(self, *last: Tensor) -> Sequence[Tensor]:
-        """Run on other last vectors, whose dtypes and numbers of elements are those of the ones it was bound with.
+        """Run on other last vectors, whose dtypes and numbers of elements are those of the ones it was bound with."""
+        for run in self.ready(*last):
+            run()
+        return self.outputs
 
-        Returns:
-            What holds until the next call.
-        """
+    def ready(self, *last: Tensor) -> Iterator[Callable[[], None]]:
+        """What a call runs, one after the other, with all that it needs."""
         for function, pick, rest in self._calls:
-            function(*pick((*self._fixed, *last, *rest)))
-        return self._outputs
+            yield partial(function, *pick((*self._fixed, *last, *rest)))
 
 
 class _Native(NamedTuple):

@@ -55,6 +55,13 @@ class Gather:
         self._last = (block, grads, vector)
         return vector
 
+    def where_it_lies(self, block: Block, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of a parameter that is alone, if nothing need be moved for it to lie as the parameter does."""
+        if not block.is_alone:
+            return None
+        grad = cast(Tensor, grads[block.members[0]])
+        return grad if _is_in_order(grad, block) else None
+
     def forget(self) -> None:
         """The gradients change from here on."""
         self._last = None
@@ -85,9 +92,13 @@ class Gather:
 _DTYPE: Final = attrgetter("dtype")
 
 
+def _is_in_order(grad: Tensor, block: Block) -> bool:
+    return (grad.shape, grad.stride()) == block.shapes[0]
+
+
 def _in_order(grad: Tensor, block: Block) -> Tensor:
     """A gradient in the order of its parameter's memory."""
-    shape, stride = block.shapes[0]
-    if grad.stride() == stride and grad.shape == shape:
+    if _is_in_order(grad, block):
         return grad
+    shape, stride = block.shapes[0]
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)

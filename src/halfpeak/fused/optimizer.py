@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError
 from halfpeak.fused.arguments import check_group
-from halfpeak.fused.books import Account, Books
+from halfpeak.fused.books import Account, Books, settle_on_host
 from halfpeak.fused.checks import check_gradients, check_parameter
 from halfpeak.fused.counters import Counter
 from halfpeak.fused.feed import Feed, Followers
@@ -21,7 +21,8 @@ from halfpeak.fused.forms.loading import REMAINDER, adapt_row, check_row, keep_d
 from halfpeak.fused.forms.remainders import Remainders
 from halfpeak.fused.forms.storage import Storage
 from halfpeak.fused.layout import Layout, Piece, gradients_of, targets_of
-from halfpeak.fused.roads.base import DeviceRoad, Moves, Order, Reading, Road
+from halfpeak.fused.orders import Orders
+from halfpeak.fused.roads.base import DeviceRoad, Moves, Reading, Road
 from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
 from halfpeak.fused.roads.tables import Tables
 from halfpeak.fused.roads.triton import TritonRoad
@@ -125,8 +126,11 @@ class FusedOptimizer(Optimizer, ABC):
         Returns:
             None, with nothing done, where this optimizer runs no kernel that can.
         """
-        if not isinstance(self._road, DeviceRoad):
+        if self._road is None:
             return None
+        if not isinstance(self._road, DeviceRoad):
+            squares, found_inf = self.measure(feed)
+            return settle_on_host(books, squares, found_inf, feed.factor)
         with torch.no_grad():
             pieces = self._pieces(feed)
             self._measured = (feed.grads, pieces)
@@ -231,6 +235,7 @@ class FusedOptimizer(Optimizer, ABC):
     def _begin(self) -> None:
         self._layout: Layout | None = None
         self._road: Road | DeviceRoad | None = None
+        self._orders: Orders | None = None
         self._feed: Feed | None = None
         self._measured: tuple[Sequence[Tensor | None], list[Piece]] | None = None
         self.moves = 0
@@ -261,7 +266,7 @@ class FusedOptimizer(Optimizer, ABC):
             self._write(layout, (), lambda: road.move(moves))
         elif found_inf is None or not bool(found_inf):
             # What may raise comes first: a bad learning rate must not have counted a step.
-            orders = self._orders(pieces, feed.factor)
+            orders = self._orders_of(pieces).of_step(feed.factor)
             self._write(layout, layout.counters(pieces), lambda: road.update(orders, feed.grads))
 
     def _write(self, layout: Layout, counters: Iterable[Counter], run: Callable[[], object]) -> None:
@@ -285,20 +290,10 @@ class FusedOptimizer(Optimizer, ABC):
     def _moves(self, pieces: Sequence[Piece], feed: Feed, found_inf: Tensor | None) -> Moves:
         return Moves(pieces, self.param_groups, feed.grads, feed.factor, found_inf)
 
-    def _orders(self, pieces: Sequence[Piece], factor: Tensor) -> list[Order]:
-        orders: list[Order] = []
-        numbers: dict[tuple[Rule, int, int, torch.dtype], Tensor] = {}
-        for piece in pieces:
-            rule, group = piece.rule, self.param_groups[piece.group]
-            wide = torch.promote_types(piece.block.weight.dtype, torch.float32)
-            key = (rule, piece.group, id(piece.counter), wide)
-            if key not in numbers:
-                constants = rule.constants(group, float(piece.counter.step) + 1)
-                sign = -1.0 if group.get("maximize") else 1.0
-                values = [sign * float(factor), *map(float, constants)]
-                numbers[key] = torch.tensor(values, dtype=wide, device=piece.block.weight.device)
-            orders.append(Order(piece, rule, group, numbers[key]))
-        return orders
+    def _orders_of(self, pieces: Sequence[Piece]) -> Orders:
+        if self._orders is None or not self._orders.are_for(pieces, self.param_groups):
+            self._orders = Orders(pieces, self.param_groups)
+        return self._orders
 
     def _pieces(self, feed: Feed) -> list[Piece]:
         """Where everything lies now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -43,8 +43,21 @@ class CompiledRoad:
 
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
-        sums = [one for piece in pieces for one in self._squares(piece.block, grads, factor)]
-        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        sums: list[Tensor] = []
+        runs: list[Callable[[], None]] = []
+        for piece in pieces:
+            grad = self._gather.where_it_lies(piece.block, grads)
+            is_whole = piece.block.length >= SHORT and not piece.block.length % 4
+            bound = self._sum(piece.block, grad, factor).bound if grad is not None and is_whole else None
+            if grad is None or bound is None:
+                sums += self._squares(piece.block, grads, factor)
+            else:
+                runs += bound.ready(grad, factor)
+                sums += bound.outputs
+        # Kernels leave nothing of Python in the cache: what they are given has been laid out before the first.
+        for run in runs:
+            run()
+        total = torch.stack(sums).sum()
         found_inf = torch.zeros_like(total)
         # A sum is not finite if anything in it is not, but also where finite numbers are too many or too large.
         if not math.isfinite(read_host(total)):
@@ -54,10 +67,9 @@ class CompiledRoad:
 
     def update(self, orders: Sequence[Order], grads: Sequence[Tensor | None]) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
-        for order in orders:
-            grad = self._gather.memory(order.piece.block, grads)
-            for run in self._call(order, grad).runs:
-                run(grad, order.numbers)
+        runs = [run for order in orders for run in self._moves(order, grads)]
+        for run in runs:
+            run()
 
     def forget(self) -> None:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -72,17 +84,37 @@ class CompiledRoad:
     def _squares(self, block: Block, grads: Sequence[Tensor | None], factor: Tensor) -> Iterator[Tensor]:
         """Sums of squares that make up that of a block."""
         grad = self._gather.memory(block, grads)
-        if block.length < SHORT:
-            yield measure(flat(grad), factor)[0]
-            return
+        if block.length >= SHORT:
+            yield self._sum(block, grad, factor)(grad, factor)[0]
+        rest = block.length % 4 if block.length >= SHORT else block.length
+        if rest:
+            yield measure(flat(grad)[-rest:], factor)[0]
+
+    def _sum(self, block: Block, grad: Tensor, factor: Tensor) -> _Run:
         known = self._sums.get(id(block))
         if known is None or known.block is not block or known.grad != grad.dtype:
             kernel = _measuring(grad.dtype, grad.device)
             run = _Run(None, kernel, kernel.bind(flat(grad), factor), ())
             known = self._sums[id(block)] = _Call(block, grad.dtype, [run])
-        yield known.runs[0](grad, factor)[0]
-        if block.length % 4:
-            yield measure(flat(grad)[-(block.length % 4) :], factor)[0]
+        return known.runs[0]
+
+    def _moves(self, order: Order, grads: Sequence[Tensor | None]) -> Iterator[Callable[[], object]]:
+        """What moves one block."""
+        grad = self._gather.where_it_lies(order.piece.block, grads)
+        if grad is None:
+            yield partial(self._move, order, grads)
+            return
+        for run in self._call(order, grad).runs:
+            if run.bound is None:
+                yield partial(run, grad, order.numbers)
+            else:
+                yield from run.bound.ready(grad, order.numbers)
+
+    def _move(self, order: Order, grads: Sequence[Tensor | None]) -> None:
+        """Move a block whose gradients must be gathered, into memory that the next block's will take."""
+        grad = self._gather.memory(order.piece.block, grads)
+        for run in self._call(order, grad).runs:
+            run(grad, order.numbers)
 
     def _call(self, order: Order, grad: Tensor) -> _Call:
         block = order.piece.block
