@@ -19,6 +19,7 @@ STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
     "casting/registry.py": "a name replaced in a module is replaced for the process, so its users are counted there",
     "casting/tables.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
+    "engine/operators.py": "an operator takes tensors and numbers, so a number names an engine and finds it while it lives",
     "casting/opcasts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
 }
 """Files with state of the process, each with its reason."""
@@ -124,6 +125,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/state.py", "grad"): _GRAD,
     ("engine/strays.py", "grad"): _GRAD,
     ("engine/trace.py", "grad"): _GRAD,
+    ("engine/whole.py", "grad"): _GRAD,
     ("engine/fused.py", "__dict__"): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
 """File and attribute, with the reason why this room must write it on an object that it does not own."""

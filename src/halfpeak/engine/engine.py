@@ -16,10 +16,10 @@ from halfpeak.casting.entry import casts_on
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.errors import OrderError
 from halfpeak.core.outcome import StepResult
-from halfpeak.core.tracing import untraced
+from halfpeak.core.tracing import traced_inline, untraced
 from halfpeak.engine.block import spared
-from halfpeak.engine.capture import Captured, capture
 from halfpeak.engine.copying import copy_engine
+from halfpeak.engine.graphs import Graphs
 from halfpeak.engine.hooks import hook_forward, hook_loads, hook_steps
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
@@ -28,7 +28,6 @@ from halfpeak.engine.memory import Memory, measure
 from halfpeak.engine.names import ParameterNames
 from halfpeak.engine.phases import Phases
 from halfpeak.engine.plan import Plan
-from halfpeak.engine.readings import Readings
 from halfpeak.engine.state import put_state, take_state
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.strays import Strays
@@ -38,7 +37,7 @@ from halfpeak.parts.masters import Masters
 from halfpeak.parts.verdict import Verdict
 
 
-class Engine(Readings):
+class Engine(Graphs):
     """Takes mixed-precision steps. Made by :func:`halfpeak.prepare`.
 
     ::
@@ -129,7 +128,7 @@ class Engine(Readings):
                 stack.enter_context(self.phases.release.synchronising(wrapped, self._synchronised))
             yield
 
-    @untraced
+    @traced_inline
     def backward(
         self,
         loss: Tensor,
@@ -147,6 +146,15 @@ class Engine(Readings):
                 have, whatever the loss depends on.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
         """
+        if is_dynamo_compiling() and self.whole is not None:
+            self.whole.backward(loss, loss_id, optimizers, kwargs)
+        else:
+            self._run_backward(loss, loss_id, optimizers, kwargs)
+
+    @untraced
+    def _run_backward(
+        self, loss: Tensor, loss_id: int, optimizers: Iterable[Optimizer] | Optimizer | None, kwargs: Any
+    ) -> None:
         divisor = self.plan.accumulation.divisor(self.index)
         if divisor != 1:
             loss = loss / divisor
@@ -155,11 +163,11 @@ class Engine(Readings):
         with (
             casts_on(self._recasting),
             spared([lane for lane in self.lanes if lane not in lanes], lanes),
-            self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=self._delays()) as scaled,
+            self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=self.delays_unscaling()) as scaled,
         ):
             scaled.backward(**kwargs)
 
-    def _delays(self) -> bool:
+    def delays_unscaling(self) -> bool:
         """Whether gradients of the coming backward pass stay scaled for a later one of the window to take in.
 
         They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
@@ -192,7 +200,7 @@ class Engine(Readings):
         """
         return self.phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
 
-    @untraced
+    @traced_inline
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -216,6 +224,18 @@ class Engine(Readings):
             OrderError: some of several optimizers under accumulation, whose windows are counted in steps of all.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
+        if is_dynamo_compiling() and self.whole is not None:
+            return self.whole.step(optimizers, closure=closure, keep_gradients=keep_gradients)
+        return self._run_step(closure, optimizers, keep_gradients=keep_gradients)
+
+    @untraced
+    def _run_step(
+        self,
+        closure: Callable[[], Any] | None,
+        optimizers: Iterable[Optimizer] | Optimizer | None,
+        *,
+        keep_gradients: bool,
+    ) -> StepResult:
         lanes = self.lanes_of(optimizers)
         every = self.plan.accumulation.every
         if every > 1 and len(lanes) < len(self.lanes):
@@ -240,27 +260,6 @@ class Engine(Readings):
         for lane in self.lanes:
             lane.take_in()
         return self.phases.unscale(self.lanes)[0]
-
-    def capture(self, loss_function: Callable[..., Tensor], *inputs: Tensor) -> Captured:
-        """Forward, backward and step as one CUDA graph: a whole training step for the price of one launch.
-
-        The engine must be on a CUDA device, with one optimizer of :mod:`halfpeak.fused`, one loss, no accumulation, and a
-        clip by the 2-norm or none. Three iterations are run first, in which nothing moves: model, optimizer, loss scale,
-        batch-norm statistics and random generators are as before when this returns. What the model and the loss function
-        do must be the same in every step; see ``torch.cuda.graph``.
-
-        Args:
-            loss_function: from inputs to the loss.
-            inputs: examples, of the shapes and dtypes that all others will have.
-
-        Returns:
-            A function of inputs that trains one step and returns the loss and its :class:`~halfpeak.StepResult`.
-
-        Raises:
-            ConfigError: something that a graph cannot hold. The message says what to write.
-            OrderError: a window is open.
-        """
-        return capture(self, loss_function, inputs)
 
     def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
         """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.

@@ -71,6 +71,10 @@ class BatchNormBuffers:
             else:
                 model.rescue(found_inf)
 
+    def live(self) -> list[Tensor]:
+        """The statistics themselves."""
+        return [buffer for model in self._models for buffer in model.live()]
+
     def saved(self) -> list[Tensor]:
         """What :meth:`save` remembered: one flat tensor per (model, device, dtype), in the order of the layers."""
         return [flat for model in self._models for flat in model.saved()]
@@ -135,6 +139,9 @@ class _OfModel:
                 lost = ~torch.isfinite(_flat(live)).all()
                 skipped = lost if found_inf is True else lost & (found_inf.to(lost.device) != 0)
                 _put_back(live, saved, skipped)
+
+    def live(self) -> list[Tensor]:
+        return [buffer for live in self._live().values() for buffer in live]
 
     def saved(self) -> list[Tensor]:
         return [self._saved[key] for key in self._live() if key in self._saved]

@@ -1,0 +1,281 @@
+"""Engine.compile: forward, loss, backward and step as one graph, with the bits of the same step run by Python."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import halfpeak
+from halfpeak.engine import whole
+from halfpeak.fused import FusedAdamW
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "torch's fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "fused": lambda p: FusedAdamW(p, lr=0.01),
+    "remainder": lambda p: FusedAdamW(p, lr=0.01, master="remainder"),
+}
+
+SCALE = halfpeak.ScaleConfig(init=2.0**10, interval=4)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this compiler traces no backward pass"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+class Run:
+    """A net with batch norms and its engine."""
+
+    def __init__(self, make: Make = OPTIMIZERS["fused"], **options: Any) -> None:
+        torch.manual_seed(0)
+        first = nn.Linear(8, 8)
+        self.weight = first.weight
+        self.net = nn.Sequential(
+            first, nn.LayerNorm(8), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2)
+        )
+        self.optimizer = make(self.net.parameters())
+        asked: dict[str, Any] = {"clip": 1.0, **options}
+        self.engine = halfpeak.prepare(self.net, self.optimizer, **asked)
+
+    def step(self, x: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, halfpeak.StepResult]:
+        with self.engine.forward():
+            loss = F.cross_entropy(self.net(x).float() * 2.0, y) * factor
+        self.engine.backward(loss)
+        return loss, self.engine.step()
+
+    def compiled(self, backend: str = "aot_eager") -> Callable[..., tuple[Tensor, halfpeak.StepResult]]:
+        return self.engine.compile(self.step, backend=backend)
+
+
+def batches(count: int = 8) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The fourth overflows."""
+    generator = torch.Generator().manual_seed(1)
+    xs, ys = (
+        torch.randn(count, 4, 8, generator=generator),
+        torch.randint(2, (count, 4), generator=generator),
+    )
+    factors = torch.ones(count)
+    factors[3:4] = float("inf")
+    return list(zip(xs, ys, factors, strict=True))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """In everything, down to the last bit."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other) or not one.isfinite().all()
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"level": "O0"}),
+    ("fused", {"level": "O1", "scale": SCALE}),
+    ("fused", {"level": "O2", "scale": SCALE}),
+    ("torch's fused", {"level": "O2", "scale": SCALE, "accumulate": 2}),
+    ("sgd", {"level": "O3", "clip": None}),
+    ("fused", {"level": "O4", "accumulate": 3, "shadow_weights": True}),
+    ("fused", {"level": "O4", "op_lists": "torch", "clip": halfpeak.ClipValue(value=0.1)}),
+    ("remainder", {"level": "O5"}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=str)
+def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_verdict(
+    optimizer: str, options: dict[str, Any]
+) -> None:
+    python, whole = (Run(OPTIMIZERS[optimizer], **options) for _ in range(2))
+    train = whole.compiled()
+    graphs: list[int] = []
+    for number, batch in enumerate(batches()):
+        for run in (python, whole):
+            run.optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
+        assert_same(python.step(*batch), train(*batch))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert_same(python.engine.state_dict(), whole.engine.state_dict())
+    assert int(whole.engine.skipped) >= 1
+    assert not counters["graph_break"]
+    # One for passes inside a window, one for those that end it.
+    assert graphs[-1] == min(2, options.get("accumulate", 1))
+    assert set(graphs[2:]) == {graphs[-1]}
+
+
+def test_steps_run_by_python_may_come_in_between_and_weights_may_be_written() -> None:
+    python, whole = Run(level="O2", scale=SCALE), Run(level="O2", scale=SCALE)
+    train = whole.compiled()
+    for number, batch in enumerate(batches()):
+        for run in (python, whole):
+            if number == 2:
+                with torch.no_grad():
+                    run.weight.mul_(0.5)
+        assert_same(python.step(*batch), (whole.step if number in (1, 5) else train)(*batch))
+    assert_same(python.engine.state_dict(), whole.engine.state_dict())
+
+
+def test_what_the_function_reads_of_weights_it_reads_in_order() -> None:
+    runs = Run(level="O2", scale=SCALE), Run(level="O2", scale=SCALE)
+    averages = [torch.zeros(8, 8), torch.zeros(8, 8)]
+
+    def watched(run: Run, average: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        def step(x: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+            before = run.weight.float() * 2
+            run.step(x, y, factor)
+            with torch.no_grad():
+                average.lerp_(run.weight.float(), 0.5)
+            return before, run.weight.float() * 2
+
+        return step
+
+    python = watched(runs[0], averages[0])
+    train = runs[1].engine.compile(watched(runs[1], averages[1]), backend="aot_eager")
+    for batch in batches(5):
+        assert_same([value.detach() for value in python(*batch)], train(*batch))
+    assert_same(*averages)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_function_that_writes_to_weights_is_refused_and_nothing_has_moved(when: str) -> None:
+    run = Run(level="O2", scale=SCALE)
+
+    def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
+        if when == "after":
+            run.step(x, y, factor)
+        with torch.no_grad():
+            run.weight.view(-1).clamp_(-0.01, 0.01)
+        if when == "before":
+            run.step(x, y, factor)
+
+    state = copy.deepcopy(run.engine.state_dict())
+    with pytest.raises(RuntimeError, match="writes to weights beside"):
+        run.engine.compile(step, backend="aot_eager")(*batches()[0])
+    assert_same(state, run.engine.state_dict())
+
+
+def test_two_optimizers_in_turn_with_a_loss_each() -> None:
+    def adversaries() -> tuple[list[nn.Module], halfpeak.Engine, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+        optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in (maker, judge)]
+        engine = halfpeak.prepare([maker, judge], optimizers, "O2", num_losses=2, scale=SCALE)
+        (of_maker, of_judge) = optimizers
+
+        def step(x: Tensor) -> tuple[Tensor, Tensor]:
+            with engine.forward():
+                fake = maker(x)
+                loss = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(x)).mean()
+            engine.backward(loss, loss_id=0, optimizers=of_judge)
+            engine.step(optimizers=of_judge)
+            with engine.forward():
+                other = F.softplus(-judge(fake)).mean()
+            engine.backward(other, loss_id=1, optimizers=of_maker)
+            engine.step(optimizers=of_maker)
+            return loss, other
+
+        return [maker, judge], engine, step
+
+    (_, engine, python), (_, other, function) = adversaries(), adversaries()
+    train = other.compile(function, backend="aot_eager")
+    for x, *_ in batches():
+        assert_same([loss.detach() for loss in python(x[:, :4])], train(x[:, :4]))
+    assert_same(engine.state_dict(), other.state_dict())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_two_backward_passes_to_a_step_and_one_without() -> None:
+    def twice(run: Run) -> Callable[..., None]:
+        def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
+            for part in (0, 1):
+                with run.engine.forward():
+                    loss = F.cross_entropy(run.net(x + part).float(), y) * factor
+                run.engine.backward(loss)
+            run.engine.step()
+
+        return step
+
+    def only_backward(run: Run) -> Callable[..., None]:
+        def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
+            with run.engine.forward():
+                loss = F.cross_entropy(run.net(x).float(), y) * factor
+            run.engine.backward(loss)
+
+        return step
+
+    python, compiled = Run(level="O5"), Run(level="O5")
+    train = compiled.engine.compile(twice(compiled), backend="aot_eager")
+    take_in = compiled.engine.compile(only_backward(compiled), backend="aot_eager")
+    for batch in batches(3):
+        twice(python)(*batch)
+        train(*batch)
+    only_backward(python)(*batches()[0])
+    take_in(*batches()[0])
+    python.engine.step()
+    compiled.engine.step()
+    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
+
+
+def test_weights_that_share_a_gradient_or_have_none() -> None:
+    results: list[dict[str, Any]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(4)])
+        net[2].requires_grad_(False)
+        engine = halfpeak.prepare(net, OPTIMIZERS["sgd"](net.parameters()), "O5", clip=0.5)
+
+        def step(x: Tensor, net: nn.ParameterList = net, engine: halfpeak.Engine = engine) -> None:
+            engine.backward(((net[0] + net[1]).float() * x).sum())
+            engine.step()
+
+        train = engine.compile(step, backend="aot_eager") if compiles else step
+        for number in range(3):
+            train(torch.full((3,), 1.0 + number))
+        net[2].requires_grad_(True)
+        train(torch.ones(3))
+        results.append(engine.state_dict())
+    assert_same(*results)
+
+
+def test_a_collapsing_scale_is_told_from_within_the_graph() -> None:
+    run = Run(level="O2", scale=halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=1))
+    train = run.compiled()
+    x, y, _ = batches()[0]
+    train(x, y, torch.tensor(1.0))
+    before = copy.deepcopy(run.net.state_dict())
+    with pytest.raises(halfpeak.LossScaleCollapse):
+        train(x, y, torch.tensor(float("inf")))
+    assert_same(before, run.net.state_dict())
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = halfpeak.Accumulation(every=2, total=5)
+    for run in (Run(level="O2", accumulate=windows), Run(level="O4", release_gradients=True)):
+        with pytest.raises(halfpeak.ConfigError, match="leave out"):
+            run.compiled()
+    run = Run(level="O2")
+    monkeypatch.setattr(whole, "is_multi_rank", lambda: True)
+    with pytest.raises(halfpeak.ConfigError, match="several ranks"):
+        run.compiled()
