@@ -15,7 +15,7 @@ from halfpeak.core.errors import OrderError
 from halfpeak.core.tracing import untraced
 from halfpeak.engine.intake import Intake
 from halfpeak.engine.lane import Lane
-from halfpeak.engine.slots import Phase, Slot
+from halfpeak.engine.slots import Phase, Slots
 from halfpeak.engine.sums import sums_of
 from halfpeak.fused.layout import gradients_of
 from halfpeak.parts.loss_scaler import LossScaler
@@ -37,7 +37,7 @@ class Block:
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
-        self.slots: list[Slot] = []
+        self.slots = Slots()
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds = False
         self._has_begun = False
@@ -53,11 +53,11 @@ class Block:
             lane.look_again()
             slots = lane.slots()
             if len(self._lanes) > 1:
-                slots = [slot for slot in slots if id(slot.source) not in seen]
+                slots = Slots(slot for slot in slots if id(slot.source) not in seen)
                 seen.update(id(slot.source) for slot in slots)
-            self.slots = [*self.slots, *slots] if self.slots else slots
+            self.slots = Slots([*self.slots, *slots]) if self.slots else slots
             if lane.phase is not Phase.SCALED:
-                self._set_aside([slot.source for slot in slots])
+                self._set_aside(slots.sources)
 
     def _set_aside(self, sources: list[Tensor]) -> None:
         grads = gradients_of(sources)
@@ -108,7 +108,7 @@ class Block:
     @property
     def is_first(self) -> bool:
         """Whether it begins a window, and leaves gradients that are nothing but numbers."""
-        grads = [grad for grad in gradients_of([slot.source for slot in self.slots]) if grad is not None]
+        grads = [grad for grad in gradients_of(self.slots.sources) if grad is not None]
         return (
             bool(grads)
             and self.begins_window
@@ -149,9 +149,8 @@ class Block:
         """Take the new gradients in, true-sized."""
         self._has_taken = True
         self.intake(scale).take(self.slots)
-        for slot in self.slots:
-            if slot.source is not slot.target:
-                slot.source.grad = None
+        for low in self.slots.lows:
+            low.grad = None
         for lane in self._lanes:
             # A block may name optimizers of two runs, which may live on two devices.
             lane.found_inf = torch.maximum(lane.found_inf, self.found_inf.to(lane.found_inf.device))
@@ -167,11 +166,12 @@ class Block:
             scale: what they were multiplied by.  # f32[]
         """
         if self._intake is None:
-            parked = {id(source): grad for source, grad in self._held if grad is not None}
+            held = self._held if self._holds else ()
+            parked = {id(source): grad for source, grad in held if grad is not None}
             for lane in self._lanes:
                 parked.update(lane.parked)
             optimizers = [lane.optimizer for lane in self._lanes]
-            sums = sums_of(optimizers, [slot.target for slot in self.slots])
+            sums = sums_of(optimizers, self.slots.targets)
             # One memory for all; lanes of two runs have two.
             memory = self._lanes[0].masters.memory
             shared = memory if all(lane.masters.memory is memory for lane in self._lanes) else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 def went_past(lane: Lane) -> bool:
     """Whether low parameters that have masters hold gradients which nobody has taken in."""
-    return any(slot.source is not slot.target and slot.source.grad is not None for slot in lane.slots())
+    return not all(map(is_, map(_GRAD, lane.slots().lows), repeat(None)))
+
+
+_GRAD: Final = attrgetter("grad")
 
 
 def require_taken_in(lane: Lane) -> None:

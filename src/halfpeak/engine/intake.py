@@ -10,7 +10,7 @@ from typing import Final, TypeGuard
 import torch
 from torch import Tensor
 
-from halfpeak.engine.slots import Slot
+from halfpeak.engine.slots import Slot, Slots
 from halfpeak.engine.sums import Sums
 from halfpeak.fused.layout import gradients_of
 from halfpeak.ops import foreach, reference
@@ -77,56 +77,53 @@ class Intake:
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Take in what lies at the sources of ``slots``."""
-        plain = [slot for slot in slots if slot.source is slot.target]
-        mastered = [slot for slot in slots if slot.source is not slot.target]
-        self._take(plain, list(map(self._before, plain)) if self._there else [None] * len(plain))
-        self._take(mastered, gradients_of([slot.target for slot in mastered]))
+        ends = slots if isinstance(slots, Slots) else Slots(slots)
+        there = [self._there.get(id(source)) for source in ends.plain] if self._there else None
+        self._take(ends.plain, ends.plain, there or [None] * len(ends.plain))
+        self._take(ends.lows, ends.highs, gradients_of(ends.highs))
 
-    def _take(self, slots: Sequence[Slot], before: Sequence[Tensor | None]) -> None:
+    def _take(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], before: Sequence[Tensor | None]
+    ) -> None:
         """:meth:`take`, of parameters that all have masters or all have none."""
-        fresh = gradients_of([slot.source for slot in slots])
+        fresh = gradients_of(sources)
         if are_numbers(fresh):
             if are_none(before):
-                self._begin(slots, fresh)
+                self._begin(targets, fresh, mastered=sources is not targets)
                 return
             if are_numbers(before):
-                self._assign(slots, before)
+                _assign(targets, before)
                 self._sums.accumulate_(before, fresh, self._inv_scale, self._found_inf)
                 return
-        first: list[tuple[Slot, Tensor]] = []
+        first: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
-        for slot, grad, there in zip(slots, fresh, before, strict=True):
+        for target, grad, there in zip(targets, fresh, before, strict=True):
             if grad is None:
-                slot.target.grad = there
+                target.grad = there
             elif grad.requires_grad:
-                slot.target.grad = self._with_graph(there, grad, slot.target.dtype)
+                target.grad = self._with_graph(there, grad, target.dtype)
             elif there is None:
-                first.append((slot, grad))
+                first.append((target, grad))
             else:
                 there = _summable(there, grad)
-                slot.target.grad = there
+                target.grad = there
                 more.append((there, grad))
-        self._begin([slot for slot, _ in first], [grad for _, grad in first])
+        new, grads = [target for target, _ in first], [grad for _, grad in first]
+        self._begin(new, grads, mastered=sources is not targets)
         into, grads = [there for there, _ in more], [grad for _, grad in more]
         self._sums.accumulate_(into, grads, self._inv_scale, self._found_inf)
 
-    def _begin(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+    def _begin(self, targets: Sequence[Tensor], grads: Sequence[Tensor], *, mastered: bool) -> None:
         """Gradients that nothing is added to: unscaled where they lie, or into a tensor like the master."""
-        if not slots or slots[0].source is slots[0].target:
+        if not mastered:
             foreach.unscale_(grads, self._inv_scale, self._found_inf)
-            return
-        targets = [slot.target for slot in slots]
-        if self._memory is not None and are_numbers(grads) and set(map(type, targets)) == {Tensor}:
+        elif self._memory is not None and are_numbers(grads) and set(map(type, targets)) == {Tensor}:
             high = self._memory.take(targets)
             self._sums.unscale_into(high, grads, self._inv_scale, self._found_inf)
+            _assign(targets, high)
         else:
             dtypes = [target.dtype for target in targets]
-            high = self._sums.unscaled(grads, dtypes, self._inv_scale, self._found_inf)
-        self._assign(slots, high)
-
-    def _assign(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.target.grad = grad
+            _assign(targets, self._sums.unscaled(grads, dtypes, self._inv_scale, self._found_inf))
 
     def _before(self, slot: Slot) -> Tensor | None:
         return self._there.get(id(slot.source)) if slot.source is slot.target else slot.target.grad
@@ -135,6 +132,11 @@ class Intake:
         """The true-sized sum as a function of the parameters: after ``create_graph=True``, a penalty may depend on it."""
         (true,) = reference.unscaled([fresh], [dtype], self._inv_scale, self._found_inf)
         return true if there is None else there + true
+
+
+def _assign(targets: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for target, grad in zip(targets, grads, strict=True):
+        target.grad = grad
 
 
 def are_none(grads: Sequence[Tensor | None]) -> bool:

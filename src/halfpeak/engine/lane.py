@@ -17,7 +17,7 @@ from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import hand_over, take_back
 from halfpeak.engine.movement import Movement
 from halfpeak.engine.roster import Roster
-from halfpeak.engine.slots import Owner, Phase, Slot, target_gradients
+from halfpeak.engine.slots import Owner, Phase, Slots
 from halfpeak.engine.trace import Trace
 from halfpeak.fused.books import Account, Books
 from halfpeak.ops import foreach
@@ -69,7 +69,7 @@ class Lane:
         self._keeps = False
         self._is_swept = False
         self._movement: Movement | None = None
-        self._slots: list[Slot] | None = None
+        self._slots: Slots | None = None
         self.trace = Trace()
         self._roster: Roster | None = None
         self._deferred: Deferred | None = None
@@ -97,7 +97,7 @@ class Lane:
             return None
         return (slot.source for lane in lanes for slot in lane.slots())
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> Slots:
         """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
         return self.roster().slots if self._slots is None else self._slots
 
@@ -108,13 +108,13 @@ class Lane:
             roster = self._roster = Roster(self.optimizer, self.masters)
         return roster
 
-    def _rescan(self, now: list[Slot]) -> list[Slot]:
+    def _rescan(self, now: Slots) -> Slots:
         """The trainable parameters now, and those frozen inside the window whose gradients belong to it."""
         earlier = self._slots
         if earlier is None or earlier is now:
             return now
         known = {id(slot.source) for slot in now}
-        return now + [s for s in earlier if id(s.source) not in known and s.has_gradient()]
+        return Slots([*now, *(s for s in earlier if id(s.source) not in known and s.has_gradient())])
 
     def look_again(self) -> None:
         """Before a backward pass: follow what happened to groups, parameters and gradients since the last one."""
@@ -132,13 +132,13 @@ class Lane:
 
     def keep_trace(self) -> None:
         """Remember the gradients just written."""
-        self.trace.keep(slot.target for slot in self.slots() if slot.target.grad is not None)
+        self.trace.keep(self.slots().with_gradient())
         if self.count > 1:
             self.masters.claim(self, self.trace.claimed())
 
     def keep_marker(self) -> None:
         """While low gradients wait scaled, notice when ``zero_grad()`` is called on the optimizer of their masters."""
-        free = [s.target for s in self.slots() if s.source is not s.target and s.target.grad is None]
+        free = [high for high in self.slots().highs if high.grad is None]
         self.trace.lay(min(free, key=Tensor.numel, default=None))
         self.keep_trace()
 
@@ -171,7 +171,7 @@ class Lane:
     def targets(self) -> list[Tensor]:
         """The gradients that the optimizer will read, true-sized."""
         self.take_in()
-        return target_gradients(self.slots())
+        return self.slots().gradients()
 
     def end(self, *, keep: bool) -> None:
         """After a step: drop what is left of the window, or with ``keep`` only what ``zero_grad()`` does not reach."""
@@ -183,7 +183,7 @@ class Lane:
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere and no verdict is pending."""
         roster = self.roster()
-        for end in (*roster.sources, *roster.targets, *(end for slot in self._slots or () for end in slot)):
+        for end in (*roster.sources, *roster.targets, *roster.ends_beyond(self._slots)):
             end.grad = None
         self.masters.unclaim(self)
         self.close()
@@ -194,9 +194,9 @@ class Lane:
         One that another optimizer still has to step stays for it.
         """
         self.masters.unclaim(self)
-        for slot in self.slots():
-            if slot.target is not slot.source and not self.masters.is_claimed(slot.target):
-                slot.target.grad = None
+        for high in self.slots().highs:
+            if not self.masters.is_claimed(high):
+                high.grad = None
 
     def close(self) -> None:
         """Begin a new window."""
@@ -275,7 +275,7 @@ class Lane:
             for target in self.roster().targets:
                 target.grad = None
         is_fed = self._deferred is not None
-        moving = [] if is_fed else [slot.target for slot in self.slots() if slot.target.grad is not None]
+        moving = [] if is_fed else self.slots().with_gradient()
         self._movement = Movement(optimizer, moving, is_fed=is_fed)
         self.masters.mark_stepped(optimizer)
         return None

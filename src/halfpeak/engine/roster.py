@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.engine.slots import Slot
+from halfpeak.engine.slots import Slot, Slots
 from halfpeak.parts.masters import Masters, targets_of
 
 _TRAINABLE: Final = attrgetter("requires_grad")
@@ -38,9 +38,12 @@ class Roster:
             for source, target in zip(self.sources, self.targets, strict=True)
             if source.requires_grad
         }
-        self.slots = list(pairs.values())
-        mastered = [slot.target for slot in self.slots if slot.source is not slot.target]
-        self.smallest_master = min(mastered, key=Tensor.numel, default=None)
+        self.slots = Slots(pairs.values())
+        self.smallest_master = min(self.slots.highs, key=Tensor.numel, default=None)
+
+    def ends_beyond(self, window: Slots | None) -> list[Tensor]:
+        """Sources and targets of a window that began with another roster."""
+        return [] if window is None or window is self.slots else [*window.sources, *window.targets]
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether the same parameters stand in the groups and the same of them are trainable."""

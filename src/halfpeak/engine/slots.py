@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from torch import Tensor
@@ -33,12 +34,36 @@ class Slot(NamedTuple):
         return self.source.grad is not None or self.target.grad is not None
 
 
-def target_gradients(slots: Iterable[Slot]) -> list[Tensor]:
-    """The gradients that lie where an optimizer reads them."""
-    return [grad for grad in map(_TARGET_GRAD, slots) if grad is not None]
+class Slots(list[Slot]):
+    """Some slots, never changed once made, and their ends as lists: a step goes through these in loops that run in C.
+
+    Attributes:
+        sources: of all.
+        targets: of all.
+        plain: parameters without a master.
+        lows: parameters with one.
+        highs: their masters, or what stands in for these.
+    """
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        super().__init__(slots)
+        self.sources = [slot.source for slot in self]
+        self.targets = [slot.target for slot in self]
+        self.plain = [slot.source for slot in self if slot.source is slot.target]
+        self.lows = [slot.source for slot in self if slot.source is not slot.target]
+        self.highs = [slot.target for slot in self if slot.source is not slot.target]
+
+    def gradients(self) -> list[Tensor]:
+        """Those that lie where the optimizer reads them."""
+        return [grad for grad in map(_GRAD, self.targets) if grad is not None]
+
+    def with_gradient(self) -> list[Tensor]:
+        """The targets that have a gradient."""
+        grads = map(_GRAD, self.targets)
+        return list(compress(self.targets, map(is_not, grads, repeat(None))))
 
 
-_TARGET_GRAD: Final = attrgetter("target.grad")
+_GRAD: Final = attrgetter("grad")
 
 
 class Owner(Protocol):

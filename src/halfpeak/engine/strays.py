@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfpeak.engine.block import kept
 from halfpeak.engine.lane import Lane
-from halfpeak.engine.slots import Slot
+from halfpeak.engine.slots import Slots
 from halfpeak.fused.layout import gradients_of
 from halfpeak.ops import foreach, reference
 
@@ -29,7 +29,7 @@ class Strays:
     def __init__(self, models: Sequence[nn.Module], lanes: Sequence[Lane]) -> None:
         self._models = list(models)
         self._lanes = lanes
-        self._known: list[list[Slot]] = []
+        self._known: list[Slots] = []
         self._found: list[Tensor] = []
         # True-sized gradients from before, for as long as scaled ones lie in their place.
         self._parked: list[Tensor | None] | None = None
