@@ -67,7 +67,7 @@ def tensors(state: Any, where: str = "") -> dict[str, torch.Tensor]:
     ],
 )
 def test_the_same_numbers_as_from_the_loop(level: str, more: list[str]) -> None:
-    options = ["--level", level, *SMALL, *more]
+    options = ["--level", level, *SMALL, "--batch", "32", *more]
     run("--steps", "8", "--output", "loop", *options)
     run("--steps", "8", "--output", "iter", *ITER, *options)
     assert len(read_rows(Path("iter/metrics.jsonl"))) == 11
@@ -90,10 +90,14 @@ def test_epochs_write_every_result(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "level"), [(["--runner", "epoch", "--epochs", "2"], "O2"), ([*ITER, "--steps", "10"], "O1")]
+    ("length", "level"),
+    [
+        (["--runner", "epoch", "--epochs", "2"], "O1"),
+        ([*ITER, "--steps", "10", "--batch", "32"], "O2"),
+    ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(length: list[str], level: str) -> None:
-    options = [*length, "--level", level, "--accumulate", "2", "--clip-value", "0.1", *SMALL]
+    options = [*SMALL, *length, "--level", level, "--accumulate", "2", "--clip-value", "0.1"]
     run("--output", "straight", *options)
     assert "stopped after step 3 of" in run("--output", "stopped", *options, stop_after=3)
     assert "continuing stopped after step 3" in run("--resume", "stopped")
