@@ -3,6 +3,8 @@
     time      against a loop by hand with masters, and as a share of the bandwidth of a copy: what moves 30 bytes a
               parameter, the least that unscale, check, clip, AdamW and write-back can move, is at 100 % if it takes as
               long as a copy of as many bytes
+    forms     compact forms of weights and moments, and the layer-wise rules, against FusedAdamW with float32 masters; as
+              a share of the bandwidth of a copy by what each must move
     host      400 tensors of 1024, where calls are what a step costs: time until the host is free again, kernels launched,
               and calls that wait for the device
     memory    bytes per parameter, held and at the peak within a step
@@ -32,7 +34,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import halfpeak
-from halfpeak.fused import FusedAdamW
+from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
+from halfpeak.fused.optimizer import FusedOptimizer
 
 MANY: list[Shape] = [(1024,)] * 400
 TIMED: dict[str, list[Shape]] = {
@@ -46,6 +49,20 @@ FORMS: dict[str, dict[str, Any]] = {
     "remainders, bfloat16 moments": {"master": "remainder", "moments": torch.bfloat16},
     "8-bit remainders and moments": {"master": "remainder8", "moments": "int8"},
 }
+LAYERWISE: dict[str, Callable[..., FusedOptimizer]] = {
+    "FusedLAMB": functools.partial(FusedLAMB, max_grad_norm=0.0),
+    "FusedNovoGrad": FusedNovoGrad,
+}
+BYTES = {
+    "halfpeak O2, FusedAdamW": 30.0,
+    "halfpeak O2, FusedAdamW, remainders": 28.0,
+    "halfpeak O2, FusedAdamW, remainders, bfloat16 moments": 20.0,
+    "halfpeak O2, FusedAdamW, 8-bit remainders and moments": 14.125,
+    # LAMB reads moments and weights once more, when it knows their norms.
+    "halfpeak O2, FusedLAMB": 42.0,
+    "halfpeak O2, FusedNovoGrad": 22.0,
+}
+"""What a step must move per parameter, gradients being read twice."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -66,9 +83,31 @@ def main() -> None:
         report("gpu_step", case, samples, baseline=BY_HAND, options=options, of_copy=shares(samples))
         del variants
         free(device)
-    for measure in (host, memory, first_steps):
+    for measure in (forms, host, memory, first_steps):
         if options.only in measure.__name__:
             measure(options)
+
+
+def forms(options: argparse.Namespace) -> None:
+    """Compact forms and layer-wise rules."""
+    for case in ("a transformer, 99 tensors, 23 M", "a transformer, 151 tensors, 1.0 B"):
+        shapes, device = TIMED[case], options.device
+        base = next(iter(BYTES))
+        variants = {base: joined(split_engine(device, shapes))}
+        for name, form in FORMS.items():
+            variants[f"{base}, {name}"] = joined(split_engine(device, shapes, **form))
+        for name, make in LAYERWISE.items():
+            variants[f"halfpeak O2, {name}"] = joined(split_engine(device, shapes, make))
+        variants[COPY] = copy(shapes, device)
+        samples = time_variants(variants, device=device, rounds=options.rounds)
+        copied = statistics.median(sample.wall for sample in samples[COPY])
+        speed = {
+            name: round(bytes / 30.0 * copied / statistics.median(sample.wall for sample in samples[name]), 3)
+            for name, bytes in BYTES.items()
+        }
+        report("gpu_forms", case, samples, baseline=base, options=options, of_copy=speed)
+        del variants
+        free(device)
 
 
 def shares(samples: Mapping[str, Sequence[Sample]]) -> dict[str, object]:
@@ -101,6 +140,10 @@ def host(options: argparse.Namespace) -> None:
             with_grad_scaler(MANY, device, functools.partial(torch.optim.AdamW, fused=True))
         ),
         "halfpeak O2, FusedAdamW": split_engine(device),
+        "halfpeak O2, FusedAdamW, 8-bit remainders and moments": split_engine(
+            device, **FORMS["8-bit remainders and moments"]
+        ),
+        **{f"halfpeak O2, {name}": split_engine(device, make=make) for name, make in LAYERWISE.items()},
     }
     times: dict[str, list[Sample]] = {name: [] for name in runs}
     for turn in range(options.rounds + 3):
@@ -126,10 +169,15 @@ def whole(run: Variant) -> Split:
     return Split(lambda: None, run)
 
 
-def split_engine(device: str, shapes: Sequence[Shape] = MANY, **forms: Any) -> Split:
-    low = torch.bfloat16 if forms else low_dtype(device)
+def split_engine(
+    device: str,
+    shapes: Sequence[Shape] = MANY,
+    make: Callable[..., FusedOptimizer] = FusedAdamW,
+    **form: Any,
+) -> Split:
+    low = torch.bfloat16 if form else low_dtype(device)
     model = nn.ParameterList([nn.Parameter(torch.randn(shape, device=device)) for shape in shapes])
-    optimizer = FusedAdamW(model.parameters(), **forms)
+    optimizer = make(model.parameters(), **form)
     scale = halfpeak.ScaleConfig(init=2.0**10)
     engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=low, clip=1.0, scale=scale)
     parameters = list(model)
@@ -194,10 +242,10 @@ def memory(options: argparse.Namespace) -> None:
         "halfpeak O2, AdamW(fused=True)": lambda: with_engine(shapes, options.device, fused),
         "halfpeak O2, FusedAdamW": lambda: with_engine(shapes, options.device, FusedAdamW),
         **{
-            f"halfpeak O2, FusedAdamW, {name}": lambda forms=forms: joined(
-                split_engine(options.device, shapes, **forms)
+            f"halfpeak O2, FusedAdamW, {name}": lambda form=form: joined(
+                split_engine(options.device, shapes, **form)
             )
-            for name, forms in FORMS.items()
+            for name, form in FORMS.items()
         },
     }
     rows: list[dict[str, object]] = []

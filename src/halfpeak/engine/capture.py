@@ -120,8 +120,7 @@ def capture(engine: Engine, loss_function: LossFunction, inputs: Sequence[Tensor
     if optimizer.road != "triton":
         raise ConfigError(
             f"a captured step needs an optimizer on road='triton', and {type(optimizer).__name__} is on "
-            f"{optimizer.road!r} here; install triton and write FusedAdamW, FusedAdam, FusedSGD or FusedAdagrad with "
-            "float32 states"
+            f"{optimizer.road!r} here; install triton, and keep all parameters on one device in float32 or lower"
         )
     return _record(engine, loss_function, places)
 

@@ -117,7 +117,8 @@ class Signed8:
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Codec`."""
         rows = _blocked(value)
-        scale = (rows.abs().amax(1) / 127).clamp_min(_SMALLEST)
+        # Not divided: a GPU takes the reciprocal of a number from the host, and others do not.
+        scale = (rows.abs().amax(1) * (1 / 127)).clamp_min(_SMALLEST)
         return _unblocked(torch.round(rows / scale.unsqueeze(1)), value).to(torch.int8), scale
 
 
@@ -146,7 +147,7 @@ class Squares8:
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Codec`."""
         rows = _blocked(value.sqrt())
-        scale = (rows.amax(1) / 255).clamp_min(_SMALLEST)
+        scale = (rows.amax(1) * (1 / 255)).clamp_min(_SMALLEST)
         steps = _unblocked(rows / scale.unsqueeze(1), value)
         up = chance(value.view(torch.int32), seed).float() * 2.0**-16
         whole = (steps + up).floor().clamp(max=255.0)

@@ -165,8 +165,7 @@ def store_moment(
         root = value if FORM == "signed8" else tl.sqrt_rn(value)
         # The bits of floats without their sign are in the order of the floats, and a nan is the largest.
         bits = tl.max(root.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
-        largest = bits.to(tl.float32, bitcast=True)
-        scale = tl.div_rn(largest, tl.full(largest.shape, 127.0 if FORM == "signed8" else 255.0, tl.float32))
+        scale = bits.to(tl.float32, bitcast=True) * (1 / 127 if FORM == "signed8" else 1 / 255)
         scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)
         scales, exists = _scales(own, COLUMN + 1, where)
         tl.store(scales, scale, mask=exists)
