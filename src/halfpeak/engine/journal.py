@@ -86,14 +86,18 @@ class Journal:
             verdict: its first element, read if the host knows it.
             parameters: what the step is of; None for all that the engine trains.
         """
-        skips = verdicts[0].to(torch.int32)
+        if isinstance(verdict, bool):
+            taken, skipped = self.taken + (not verdict), self.skipped + verdict
+        else:
+            skips = verdicts[0].to(torch.int32)
+            taken, skipped = self.taken + (1 - skips), self.skipped + skips
         self._entry = _Entry(
             scales=[
                 (scaler, advance(scaler.config, scaler.state, verdicts[1 + i].to(scaler.state.scale.device)))
                 for i, (scaler, _) in enumerate(self._noted)
             ],
-            taken=self.taken + (1 - skips),
-            skipped=self.skipped + skips,
+            taken=taken,
+            skipped=skipped,
             index=self.index + 1,
             verdict=verdict,
             models=None if parameters is None else self._buffers.touched_by(parameters),

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.fused.optimizer import FusedOptimizer
 
+
 class Movement:
     """What an optimizer's parameters looked like before a step.
 
@@ -24,15 +25,21 @@ class Movement:
         self._is_idle = not moving and not is_fed
         self._moves = _moves(optimizer)
         self._moving = list(moving) if self._moves is None else []
-        self._marks = _marks(optimizer, self._moving)
+        self._stepping = _first_of_each_group(optimizer) if self._moving else []
+        self._marks = self._look(optimizer)
 
     def has_happened(self, optimizer: Optimizer) -> bool:
         """Whether the step got as far as the optimizer's own code and through it; also where there was nothing to do."""
-        return (
-            self._is_idle
-            or _moves(optimizer) != self._moves
-            or _marks(optimizer, self._moving) != self._marks
-        )
+        return self._is_idle or _moves(optimizer) != self._moves or self._look(optimizer) != self._marks
+
+    def _look(self, optimizer: Optimizer) -> tuple[list[int], list[object]]:
+        """What changes when an optimizer moves parameters: their versions, or with torch's fused kernels those of steps.
+
+        Such a kernel is given a group as a whole, so one look into its state tells.
+        """
+        steps = [optimizer.state.get(parameter, {}).get("step") for parameter in self._stepping]
+        versions = list(map(_VERSION, self._moving))
+        return versions, [step._version if isinstance(step, Tensor) else step for step in steps]
 
 
 def _moves(optimizer: Optimizer) -> int | None:
@@ -40,14 +47,12 @@ def _moves(optimizer: Optimizer) -> int | None:
     return optimizer.moves if isinstance(optimizer, FusedOptimizer) else None
 
 
-def _marks(optimizer: Optimizer, moving: Sequence[Tensor]) -> tuple[list[int], list[object]]:
-    """What changes when an optimizer moves parameters: their versions, or with torch's fused kernels those of steps.
-
-    States are gone through, not looked up: a lookup by tensor costs more than all else here.
-    """
-    states = optimizer.state.values() if moving else ()
-    steps = [state.get("step") for state in states if isinstance(state, dict)]  # pyright: ignore
-    return list(map(_VERSION, moving)), [s._version if isinstance(s, Tensor) else s for s in steps]
+def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
+    """The first parameter with a gradient."""
+    firsts = (
+        next((p for p in group["params"] if p.grad is not None), None) for group in optimizer.param_groups
+    )
+    return [parameter for parameter in firsts if parameter is not None]
 
 
 _VERSION: Final = attrgetter("_version")

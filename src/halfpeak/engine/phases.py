@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -160,14 +161,14 @@ class Phases:
             grads = list({id(grad): grad for lane in lanes for grad in lane.targets()}.values())
         norm = self._plan.clip(grads)
         if norm is not None:
-            verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+            _find_infinite(norm, verdicts)
         return norm
 
     def serve(self, lane: Lane, squares: Tensor, verdicts: Tensor) -> Tensor | None:
         """:meth:`clip` for gradients that a fused optimizer multiplies itself: tell it by what."""
         norm, factor = coefficient(self._plan.clip, squares)
         if norm is not None:
-            verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+            _find_infinite(norm, verdicts)
         lane.serve(factor)
         return norm
 
@@ -319,3 +320,11 @@ class Phases:
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
+
+
+def _find_infinite(norm: Tensor, verdicts: Tensor) -> None:
+    """An infinite norm is a verdict for every loss."""
+    if not is_on_host(norm):
+        verdicts.copy_(torch.maximum(verdicts, (~torch.isfinite(norm)).to(verdicts)))
+    elif not math.isfinite(read_host(norm)):
+        verdicts.fill_(1.0)

@@ -53,8 +53,12 @@ def unscale_into(
 ) -> None:
     """``into = grad * inv_scale``, strided floats that ``into`` is at least as wide as; see :func:`unscaled`."""
     into, grads = _but_large(chunks.unscale_into, into, grads, inv_scale, found_inf)
-    copy_cast_(into, grads)
-    _unscale_(_groups(into), inv_scale, found_inf)
+    groups = _groups(into)
+    if len(groups) == len(set(map(_DTYPE, grads))) == 1:
+        torch._foreach_copy_(groups[0][2], list(grads))
+    else:
+        copy_cast_(into, grads)
+    _unscale_(groups, inv_scale, found_inf)
 
 
 def accumulate_(
@@ -74,8 +78,8 @@ def accumulate_(
 
 def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf`` to 1 if any element is not finite; see :func:`halfpeak.ops.reference.check_`."""
-    dense, rest = _split(tensors)
-    for device, dtype, group in _groups(dense):
+    groups, rest = _sorted(tensors)
+    for device, dtype, group in groups:
         _check_group_(group, device, dtype, found_inf)
     if rest:
         reference.check_(rest, found_inf)
@@ -126,8 +130,8 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp every element to ``[-limit, limit]``; see :func:`halfpeak.ops.reference.clamp_`."""
-    dense, rest = _split(grads)
-    for _, _, group in _groups(dense):
+    groups, rest = _sorted(grads)
+    for _, _, group in groups:
         torch._foreach_clamp_min_(group, -limit)
         torch._foreach_clamp_max_(group, limit)
     if rest:
@@ -159,7 +163,7 @@ def _norm(
     if not norms:
         return torch.zeros((), device=home)
     home = norms[0].device
-    together = norms if _are_alike(norms) else [norm.to(home) for norm in norms]
+    together = norms if len(groups) + len(rest) == 1 else [norm.to(home) for norm in norms]
     norm = torch.linalg.vector_norm(torch.stack(together), norm_type)
     # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
@@ -225,8 +229,6 @@ def _but_large(
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Dense real tensors (complex ones viewed as real) with elements, and all others."""
-    if _are_plain(tensors):
-        return list(tensors), []
     dense: list[Tensor] = []
     rest: list[Tensor] = []
     for tensor in tensors:
@@ -237,15 +239,6 @@ def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return dense, rest
 
 
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether :func:`_split` has nothing to do, asked in loops that run in C: it is asked of every list."""
-    return (
-        not any(dtype.is_complex for dtype in set(map(_DTYPE, tensors)))
-        and all(layout is torch.strided for layout in set(map(_LAYOUT, tensors)))
-        and all(map(Tensor.numel, tensors))
-    )
-
-
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether all are of one dtype, on one device."""
     return len(set(map(_DTYPE, tensors))) == len(set(map(_DEVICE, tensors))) == 1
@@ -253,6 +246,15 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
 
 def _sorted(tensors: Sequence[Tensor]) -> tuple[list[_Group], list[Tensor]]:
     """Dense real tensors by device and dtype, and all others."""
+    # Most lists are of one kind. Asked in loops that run in C: it is asked of every list.
+    if (
+        _are_alike(tensors)
+        and set(map(_LAYOUT, tensors)) == {torch.strided}
+        and all(map(Tensor.numel, tensors))
+    ):
+        device, dtype = tensors[0].device, tensors[0].dtype
+        if not dtype.is_complex:
+            return [(device, dtype, list(tensors))], []
     dense, rest = _split(tensors)
     return _groups(dense), rest
 
