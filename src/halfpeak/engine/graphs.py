@@ -49,13 +49,13 @@ class Graphs(Readings):
             >>> import torch, halfpeak
             >>> model = torch.nn.Linear(4, 2)
             >>> engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4")
-            >>> def train_step(x):
+            >>> def train_step(model, engine, x):
             ...     with engine.forward():
             ...         loss = model(x).float().square().mean()
             ...     engine.backward(loss)
             ...     return loss, engine.step()
             >>> train = engine.compile(train_step, backend="aot_eager")
-            >>> loss, result = train(torch.ones(3, 4))
+            >>> loss, result = train(model, engine, torch.ones(3, 4))
             >>> result.stepped()
             True
         """

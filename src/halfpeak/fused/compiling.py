@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
@@ -105,6 +106,13 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kerne
         function: of tensors, returning a tuple of tensors; it may write its arguments.
         arguments: what it is called with.
     """
+    # On a thread of its own, what the caller is in the middle of is not traced into a kernel that others use as well: a mode
+    # that casts, or an operator of a compiled graph.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_compile, function, arguments).result()
+
+
+def _compile(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kernel:
     # Not at the top: it takes longer to import than all of halfpeak.
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
@@ -118,8 +126,7 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kerne
     def pure(*vectors: Tensor) -> Any:
         return function(*vectors)
 
-    # A context of the caller's, such as a mode that casts, is not to be traced into a kernel that others use as well.
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad():
         graph = make_fx(pure, select_decomp_table(), tracing_mode="symbolic")(*example)
         given = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         with tracing(TracingContext(given[0].fake_mode)):
