@@ -120,6 +120,7 @@ def measure(
         ALIGN=16 // chunks.grad.itemsize if chunks.is_aligned else 1,
         EACH=take,
         num_warps=_WARPS,
+        enable_fp_fusion=False,
     )
 
 
