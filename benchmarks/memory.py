@@ -3,21 +3,31 @@
 Weights, gradients, masters, moments and whatever else is left between two steps, with clipping and a dynamic loss scale: all
 storages of living tensors, counted from outside. "More in the step" is what an accelerator's allocator gives out above
 that while a step is taken; the CPU's does not tell.
+
+Where several backward passes make a step, what counts is what lies there when the last of them is nearly over: the sum of
+gradients, and of this pass's own those that are not in it yet.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from _harness import Variant, arguments, chosen, describe, save
-from step import by_hand, gpt, with_engine, with_grad_scaler
+from _nets import GPT
+from step import Shape, by_hand, gpt, with_engine, with_grad_scaler
+from torch import Tensor, nn
 
+import halfpeak
 from halfpeak.fused import FusedAdamW
 
+PASSES = 4
+WINDOW = f"GPT, width 256, 4 layers, {PASSES} to a step"
 CASE = "a transformer, 99 tensors, 23 M"
 FORMS: dict[str, dict[str, Any]] = {
     "": {},
@@ -43,8 +53,15 @@ def main() -> None:
             for name, form in FORMS.items()
         },
     }
-    if not chosen([CASE], options):
-        return
+    if chosen([CASE], options):
+        between_steps(makers, shapes, options)
+    if chosen([WINDOW], options):
+        in_a_window(options)
+
+
+def between_steps(
+    makers: Mapping[str, Callable[..., Variant]], shapes: Sequence[Shape], options: argparse.Namespace
+) -> None:
     print(f"\nmemory: {CASE} on {describe(options)}")
     count = sum(map(math.prod, shapes))
     rows: list[dict[str, object]] = []
@@ -68,6 +85,50 @@ def main() -> None:
         )
         del run
     save("memory", rows, options)
+
+
+def in_a_window(options: argparse.Namespace) -> None:
+    print(f"\nmemory: {WINDOW} on {describe(options)}")
+    rows: list[dict[str, object]] = []
+    for form, stored in FORMS.items():
+        for released in (False, True):
+            name = f"{PASSES} passes, halfpeak O2, FusedAdamW{form}{', released' if released else ''}"
+            each = round(most_in_window(options.device, stored, released=released), 2)
+            rows.append({"case": WINDOW, "variant": name, "bytes": each, "more": ""})
+            print(f"  {name:72}{each:8.2f} bytes a parameter")
+    save("memory", rows, options)
+
+
+def most_in_window(device: str, stored: dict[str, Any], *, released: bool) -> float:
+    """Bytes per parameter when the last backward pass of a window gets to the first layer."""
+    before = held(device)
+    torch.manual_seed(0)
+    model = GPT().to(device)
+    engine = halfpeak.prepare(
+        model,
+        FusedAdamW(model.parameters(), **stored),
+        "O2",
+        cast_model_type=torch.bfloat16,
+        clip=1.0,
+        accumulate=PASSES,
+        release_gradients=released,
+    )
+    words = torch.randint(1024, (1, 16), device=device)
+    found: list[int] = []
+
+    def note(_: Tensor) -> None:
+        found.append(held(device))
+
+    def look(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(note)
+
+    model.words.register_forward_hook(look)
+    for _ in range(2 * PASSES):
+        with engine.forward():
+            loss = model(words).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    return (found[-1] - before) / sum(map(Tensor.numel, model.parameters()))
 
 
 def held(device: str) -> int:

@@ -28,6 +28,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "restore_buffers": {"restore_buffers": False},
     "op_lists": {"level": "O4", "op_lists": "torch"},
     "shadow_weights": {"shadow_weights": True},
+    "release_gradients": {"release_gradients": True},
     "group": {"group": "world"},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""

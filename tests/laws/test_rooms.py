@@ -121,6 +121,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("fused/forms/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
     ("engine/block.py", "grad"): _GRAD,
     ("engine/deferred.py", "grad"): _GRAD,
+    ("engine/intake.py", "grad"): _GRAD,
     ("engine/lane.py", "grad"): _GRAD,
     ("engine/state.py", "grad"): _GRAD,
     ("engine/strays.py", "grad"): _GRAD,
