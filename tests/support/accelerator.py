@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -189,9 +190,8 @@ def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
     for name, stand_in in _stand_ins(device).items():
         patch.setattr(name, stand_in)
     if is_installed():
-        for name in ("measure", "control", "update"):
+        for name in ("measure", "control", "norm", "update", "trusting_update"):
             patch.setattr(kernels(), name, device.launch(name))
-        patch.setattr(kernels(), "programs_for", lambda count, _: min(count, 132 * 8))
     with torch.no_grad(), device.fake, device:
         yield device
 
@@ -253,6 +253,7 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         "torch.cuda.is_current_stream_capturing": lambda: device.is_capturing,
         "torch.Tensor.backward": lambda *_, **__: device.backward(),
         "torch.random.fork_rng": lambda *_, **__: nullcontext(),
+        "torch.cuda.get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132),
         "torch.cuda.device": lambda *_: nullcontext(),
         "torch.cuda.stream": lambda *_: nullcontext(),
         **dict.fromkeys(("torch.cuda.Stream", "torch.cuda.current_stream"), lambda *_: MagicMock()),

@@ -23,7 +23,8 @@ class Late:
         self._host = torch.empty((), dtype=scalar.dtype, pin_memory=scalar.device.type == "cuda")
         self._host.copy_(scalar.detach(), non_blocking=True)
         self._event = torch.Event(scalar.device)
-        self._event.record()
+        # The stream of the scalar's own device, which need not be the current one.
+        self._event.record(torch.accelerator.current_stream(scalar.device))
 
     def read(self) -> float:
         """The value. Waits for the copy."""
