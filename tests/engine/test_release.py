@@ -23,6 +23,8 @@ from halfpeak import Engine, OrderError
 from halfpeak.core.errors import ConfigError
 from halfpeak.engine.slots import Phase
 from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.ops import chunks
+from laws.test_waits import Waits
 from reliability.support import LEVELS, state_hash
 
 INF, NAN = float("inf"), float("nan")
@@ -423,6 +425,20 @@ def test_zero_grad_and_abort_drop_the_window() -> None:
         assert engine.index == 3
         train(engine, range(3, 6))
     assert_same(released, plain)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_nothing_waits_for_a_device_in_backward(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a device, where a scalar cannot be read for nothing.
+    monkeypatch.setattr(chunks, "is_on_host", lambda *_: False)
+    engine = build(level, release=True)
+    train(engine, range(3))
+    for step in range(3, 6):
+        loss = loss_of(engine, step, INF if step == 4 else 1.0)
+        with Waits() as waits:
+            engine.backward(loss)
+        assert waits.count == 0
+        engine.step()
 
 
 def test_memory_is_that_of_the_sums() -> None:
