@@ -45,8 +45,8 @@ class OpCasts:
         cache: share the cast of a weight among the uses before backward (see
             :class:`~halfpeak.casting.cache.WeightCache`).
         shadow: share it among all scopes of this object, and hold it until :meth:`clear_cache` (see
-            :class:`~halfpeak.casting.cache.ShadowWeights`). Between scopes nobody watches the weights, so call that
-            after a write then that torch cannot see, such as a fused optimizer's.
+            :class:`~halfpeak.casting.shadows.ShadowWeights`). Between scopes nobody watches the weights, so call that
+            after a write then that torch cannot see, such as by torch's fused optimizers.
         allow_banned: compute :func:`torch.nn.functional.binary_cross_entropy` in float32 rather than refuse low input.
         on_cast: called with a text such as ``"Float->Half (linear)"`` for every cast.
 

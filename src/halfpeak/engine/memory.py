@@ -30,7 +30,7 @@ class Memory:
         remainders: what stands in the place of masters, in an optimizer that keeps remainders.
         moments: all other state of the optimizers.
         gradients: as they lie now: none after a step.
-        shadow: casts of weights that are held until the step.
+        shadow: casts of weights that are held.
         buffers: of the models, and those that a skipped step goes back to.
         scratch: whatever else engine and optimizers hold, such as room in which gradients are gathered.
 

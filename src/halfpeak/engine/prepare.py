@@ -83,8 +83,9 @@ def prepare(
         op_lists: by which lists operations are cast at O1 and O4: ``"apex"``'s, the same on every device, or ``"torch"``'s
             for the device of the model, which ``torch.autocast`` applies at less cost per operation.
         shadow_weights: at O1 and O4 cast each weight once per step and hold the copy for all backward passes of the step
-            and their recomputed checkpoints, for 2 bytes per parameter until the step. A weight that is written through
-            ``.data`` between two of these backward passes is not noticed.
+            and their recomputed checkpoints, for 2 bytes per parameter. An optimizer of :mod:`halfpeak.fused` writes the
+            copies in its step, so that none is cast any more. A weight that is written in place through ``.data`` outside of
+            a forward pass is not noticed: call ``engine.casting.clear_cache()`` after it.
         release_gradients: take gradients in while backward goes on, bucket by bucket, so that no backward pass of a window
             holds all of its gradients beside their sum. With one optimizer of :mod:`halfpeak.fused`, on one rank. Weights
             come out the same, bit for bit; a backward pass that raises in the middle of a window drops the window.
