@@ -17,6 +17,9 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton looks at it when a kernel is defined, so it must stand here before the first import of one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+else:
+    # Torch looks at it at the first matrix product of the process, and runs that ask for the same bits may come later.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.hookimpl(wrapper=True)
