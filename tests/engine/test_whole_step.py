@@ -279,3 +279,25 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(whole, "is_multi_rank", lambda: True)
     with pytest.raises(halfpeak.ConfigError, match="several ranks"):
         run.compiled()
+
+
+def test_engines_do_not_count_for_one_another() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for count in range(limit + 1):
+        net = nn.Linear(2 + count, 1)
+        engine = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "O0")
+
+        def step(x: Tensor, net: nn.Module = net, engine: halfpeak.Engine = engine) -> halfpeak.StepResult:
+            engine.backward(net(x).sum())
+            return engine.step()
+
+        assert engine.compile(step, backend="eager", dynamic=None)(torch.ones(3, 2 + count)).stepped()
+    assert counters["stats"]["unique_graphs"] == limit + 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_kernels_may_be_compiled_within_the_first_step() -> None:
+    python, whole = (Run(lambda p: FusedAdamW(p, lr=0.01, road="compiled")) for _ in range(2))
+    train = whole.compiled()
+    assert_same(train(*batches()[0]), python.step(*batches()[0]))
+    assert_same(python.engine.state_dict(), whole.engine.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -267,7 +268,7 @@ class Compiled(Generic[P, R]):
             return tree_map_only(Tensor, Tensor.detach, out)
 
         asked: dict[str, Any] = {"fullgraph": True, **options}
-        self._compiled = torch.compile(traced, **asked)
+        self._compiled = torch.compile(_of_its_own(traced, function, whole.number), **asked)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it."""
@@ -280,6 +281,18 @@ class Compiled(Generic[P, R]):
         finally:
             engine.whole = None
             whole.agree()
+
+
+def _of_its_own(traced: Callable[P, R], function: Callable[P, R], number: int) -> Callable[P, R]:
+    """``traced`` with code of its own: the compiler counts graphs, and remembers which shapes vary, by code and its place."""
+    assert isinstance(traced, FunctionType)
+    place = getattr(function, "__code__", traced.__code__)
+    code = traced.__code__.replace(
+        co_name=f"{place.co_name}_{number}",
+        co_filename=place.co_filename,
+        co_firstlineno=place.co_firstlineno,
+    )
+    return FunctionType(code, traced.__globals__, closure=traced.__closure__)
 
 
 def _is_one(mine: Tensor, given: Tensor) -> bool:
