@@ -187,7 +187,7 @@ def try_point(
     return f"{point}: {reached or 'half taken'}, changed {changed}, came out {came_out} at {raised_at}"
 
 
-@pytest.mark.timeout(3000 if THOROUGH else 120)
+@pytest.mark.timeout(3000 if THOROUGH else 300)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_an_iteration_is_taken_or_never_begun(setup: Setup) -> None:
     allowed = outcomes(setup)
