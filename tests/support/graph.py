@@ -87,7 +87,7 @@ def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("measure", "control", "update"):
+    for name in ("measure", "control", "update", "norm", "trusting_update"):
         patch.setattr(module, name, noted(name))
     original = engine_capture._record
 
