@@ -39,7 +39,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

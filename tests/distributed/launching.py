@@ -33,7 +33,7 @@ def launch(script: str, ranks: int, folder: Path) -> Seen:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]

@@ -10,8 +10,6 @@ from torch import Tensor
 from distributed.engine_ranks import LEVELS, WINDOWS, scenarios
 from distributed.launching import Seen, launch
 
-pytestmark = pytest.mark.timeout(160)
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:

@@ -12,8 +12,6 @@ import torch
 from distributed.fused_ranks import MODES, NAMES, POISONED, STEPS
 from distributed.launching import Seen, launch
 
-pytestmark = pytest.mark.timeout(160)
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:

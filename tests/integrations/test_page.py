@@ -40,6 +40,6 @@ def test_an_example_runs(package: str, first: int, code: str, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, f"{PAGE} (the traceback has the page's line numbers)\n{done.stderr}"

@@ -70,7 +70,7 @@ def test_the_run_is_the_engines_bit_for_bit(level: str) -> None:
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     if "PackageNotFoundError" in done.stderr:
         pytest.skip("timm is not installed")

@@ -63,7 +63,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
     )
     assert done.returncode == 0, f"{named(page)} (the traceback has the page's line numbers)\n{done.stderr}"
 

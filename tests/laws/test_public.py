@@ -93,7 +93,7 @@ def test_a_lean_import(name: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert not {what: found for what, found in json.loads(done.stdout).items() if found}
