@@ -39,7 +39,7 @@ class UniterForPretraining(nn.Module):
         if task == "mlm":
             return F.cross_entropy(self.mlm(x[:, 0]).float(), batch["masked"], reduction="none")
         if task == "mrfr":
-            return F.mse_loss(self.mrfr(x[:, -1]).float(), batch["target"], reduction="none")
+            return F.mse_loss(self.mrfr(x[:, -1]).float(), batch["target"].float(), reduction="none")
         return F.cross_entropy(self.itm(x.mean(1)).float(), batch["match"], reduction="none")
 
 
