@@ -29,6 +29,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "op_lists": {"level": "O4", "op_lists": "torch"},
     "shadow_weights": {"shadow_weights": True},
     "release_gradients": {"release_gradients": True},
+    "keep_gradient_memory": {"keep_gradient_memory": False},
     "group": {"group": "world"},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""
@@ -51,6 +52,7 @@ def seen(**options: Any) -> list[Any]:
         engine.backward(loss)
         result = engine.step()
         found += [output.dtype, result.stepped(), float(result.scale)]
+    found.append(engine.memory())
     return found + [(t.dtype, t.tolist()) for t in (*model.parameters(), *model.buffers())]
 
 
