@@ -54,11 +54,11 @@ class Deferred:
 
     def __init__(self, lane: Lane, block: Block, scaler: LossScaler, scale: Tensor) -> None:
         is_true = not scaler.config.dynamic and scaler.config.init == 1
-        self._masters = [slot.target for slot in block.slots if slot.source is not slot.target]
+        self._masters = block.slots.highs
         self._marker = lane.roster().smallest_master
         if self._marker is not None:
             self._marker.grad = torch.full_like(self._marker, _MARK)
-        waiting = [slot.source for slot in block.slots if not is_true or slot.source is not slot.target]
+        waiting = block.slots.lows if is_true else block.slots.sources
         self._trace = Trace()
         self._trace.keep(waiting if self._marker is None else [*waiting, self._marker])
         # The lane holds what waits for it: without a cycle, an open window goes with its engine.
@@ -68,6 +68,7 @@ class Deferred:
         self._inv_scale = scale.reciprocal()
         self._scale = scale
         self._feed = Feed((), (), self._inv_scale)
+        self._is_untouched = False
 
     def are_there(self) -> bool:
         """Whether the optimizer was not told to drop them.
@@ -77,11 +78,14 @@ class Deferred:
         """
         touched = self._trace.touched()
         refuse_edited(touched)
+        self._is_untouched = not touched
         marker, self._marker = self._marker, None
         if marker is None:
             return True
         left, marker.grad = marker.grad, None
-        refuse_edited(gradients_of(self._masters))
+        given = gradients_of(self._masters)
+        if given.count(None) < len(given):
+            refuse_edited(given)
         if any(grad is left for grad in touched if grad is not None):
             # zero_grad(set_to_none=False): zeros are what the optimizer is to read.
             torch._foreach_zero_([g for g in gradients_of(self._lane.roster().sources) if g is not None])
@@ -101,7 +105,10 @@ class Deferred:
             The sum of squares, true-sized; ``found_inf`` of block and lane are set. Or what has come of the books.  # f32[]
         """
         roster = self._lane.roster()
-        self._feed = Feed(gradients_of(roster.sources), roster.sources, self._inv_scale)
+        # They have just been looked at.
+        known = self._trace.known(roster.sources) if self._is_untouched else None
+        grads = gradients_of(roster.sources) if known is None else known
+        self._feed = Feed(grads, roster.sources, self._inv_scale)
         account = None if books is None else self._optimizer.account(self._feed, books)
         if account is not None:
             self._feed = self._feed._replace(factor=account.factor)

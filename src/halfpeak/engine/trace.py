@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Final
 
@@ -26,6 +26,7 @@ class Trace:
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
         self._grads: list[Tensor | None] = []
+        self._written: list[Tensor] = []
         self._versions: list[int] = []
         self.marker: Tensor | None = None
 
@@ -33,7 +34,8 @@ class Trace:
         """Remember the gradients of ``targets`` as they are now."""
         self._targets = list(targets)
         self._grads = list(map(_GRAD, self._targets))
-        self._versions = _versions(self._grads)
+        self._written = [grad for grad in self._grads if grad is not None]
+        self._versions = list(map(_VERSION, self._written))
 
     def claimed(self) -> list[Tensor]:
         """The parameters whose gradients are remembered."""
@@ -57,7 +59,13 @@ class Trace:
     def is_untouched(self) -> bool:
         """Whether every gradient is as it was."""
         now = list(map(_GRAD, self._targets))
-        return all(map(is_, now, self._grads)) and _versions(self._grads) == self._versions
+        return all(map(is_, now, self._grads)) and list(map(_VERSION, self._written)) == self._versions
+
+    def known(self, targets: Sequence[Tensor]) -> list[Tensor | None] | None:
+        """The gradients of ``targets`` as they were, if these are the first that it knows; else None."""
+        if len(targets) > len(self._targets) or not all(map(is_, targets, self._targets)):
+            return None
+        return self._grads[: len(targets)]
 
     def touched(self) -> list[Tensor | None]:
         """What has become of the gradients that are not as they were."""
@@ -75,7 +83,3 @@ class Trace:
         """Forget everything."""
         self.keep(())
         self.marker = None
-
-
-def _versions(grads: Iterable[Tensor | None]) -> list[int]:
-    return [grad._version for grad in grads if grad is not None]

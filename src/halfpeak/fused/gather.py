@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class Gather:
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._views: dict[int, tuple[Block, torch.dtype, list[Tensor], bool]] = {}
+        self._rooms: dict[int, _Room] = {}
         self._last: tuple[Block, Sequence[Tensor | None], Tensor] | None = None
 
     def __call__(self, block: Block, grads: Sequence[Tensor | None]) -> Tensor:
@@ -43,7 +43,10 @@ class Gather:
             return last[2]
         if block.is_alone:
             return _in_order(cast(Tensor, grads[block.members[0]]), block)
-        own = cast(list[Tensor], [grads[member] for member in block.members])
+        first, last = block.members[0], block.members[-1]
+        is_run = last - first + 1 == len(block.members)
+        found = list(grads[first : last + 1]) if is_run else [grads[member] for member in block.members]
+        own = cast("list[Tensor]", found)
         dtypes = set(map(_DTYPE, own))
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         vector, views = self._room(block, dtype, own[0].device)
@@ -68,25 +71,32 @@ class Gather:
 
     def clear(self) -> None:
         """The blocks change from here on."""
-        self._views.clear()
+        self._rooms.clear()
         self._scratch.clear()
         self._last = None
 
     def _room(self, block: Block, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         scratch = self._scratch.get(dtype)
-        if scratch is None or len(scratch) < len(block) or scratch.device != device:
-            scratch = torch.zeros(len(block), dtype=dtype, device=device)
-            self._scratch[dtype] = scratch
-            self._views.clear()
-        vector = scratch[: len(block)]
-        known = self._views.get(id(block))
-        if known is None or known[1] != dtype:
-            known = self._views[id(block)] = (block, dtype, block.views(vector), block.has_gaps)
-        _, _, views, has_gaps = known
-        if has_gaps:
+        if scratch is None or scratch.numel() < block.length or scratch.device != device:
+            scratch = self._scratch[dtype] = torch.zeros(block.length, dtype=dtype, device=device)
+            self._rooms.clear()
+        known = self._rooms.get(id(block))
+        if known is None or known.dtype != dtype:
+            vector = scratch[: block.length]
+            known = self._rooms[id(block)] = _Room(block, dtype, vector, block.views(vector))
+        if block.has_gaps:
             # Between the parameters lies what other blocks have left.
-            vector.zero_()
-        return vector, views
+            known.vector.zero_()
+        return known.vector, known.views
+
+
+class _Room(NamedTuple):
+    """Where the gradients of a block go, together and each of them; the block is held, so that its ``id`` stays its own."""
+
+    block: Block
+    dtype: torch.dtype
+    vector: Tensor
+    views: list[Tensor]
 
 
 _DTYPE: Final = attrgetter("dtype")

@@ -27,6 +27,7 @@ from halfpeak.fused.roads.choose import RoadName, check_wish, choose, leads_on
 from halfpeak.fused.roads.tables import Tables
 from halfpeak.fused.roads.triton import TritonRoad
 from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.stepping import hooked
 
 
 class FusedOptimizer(Optimizer, ABC):
@@ -46,6 +47,7 @@ class FusedOptimizer(Optimizer, ABC):
     """
 
     _step_supports_amp_scaling = True
+    profile_hook_step = staticmethod(hooked)
 
     def __init__(
         self,
