@@ -46,6 +46,9 @@ def main() -> None:
         "by hand, AdamW(foreach=True)": functools.partial(by_hand, make=foreach),
         "GradScaler, float32, AdamW(fused=True)": functools.partial(with_grad_scaler, make=fused),
         "halfpeak O2, AdamW(fused=True)": functools.partial(with_engine, make=fused),
+        "halfpeak O2, AdamW(fused=True), no memory kept": functools.partial(
+            with_engine, make=fused, keep_gradient_memory=False
+        ),
         **{
             f"halfpeak O2, FusedAdamW{name}": functools.partial(
                 with_engine, make=functools.partial(FusedAdamW, **form), low=torch.bfloat16

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from _harness import Variant, arguments, chosen, report, time_variants
@@ -104,7 +105,7 @@ def low_dtype(device: str) -> torch.dtype:
 
 
 def with_engine(
-    shapes: Sequence[Shape], device: str, make: Optimizers, low: torch.dtype | None = None
+    shapes: Sequence[Shape], device: str, make: Optimizers, low: torch.dtype | None = None, **settings: Any
 ) -> Variant:
     model = build(shapes, device)
     engine = halfpeak.prepare(
@@ -114,6 +115,7 @@ def with_engine(
         cast_model_type=low or low_dtype(device),
         clip=1.0,
         scale=halfpeak.ScaleConfig(init=SCALE),
+        **settings,
     )
     parameters = list(model)
     gradients = [torch.full_like(p, 0.01 * SCALE) for p in parameters]
@@ -128,7 +130,7 @@ def with_engine(
 
 
 def by_hand(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
-    """A good one: the masters' gradients keep their memory, which is 4 bytes a parameter more than halfpeak holds."""
+    """A good one: the masters' gradients keep their memory, which is 4 bytes a parameter more than FusedAdamW holds."""
     parameters = list(build(shapes, device))
     masters = [p.detach().clone().requires_grad_() for p in parameters]
     for master, parameter in zip(masters, parameters, strict=True):
