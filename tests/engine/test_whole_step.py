@@ -259,6 +259,27 @@ def test_weights_that_share_a_gradient_or_have_none() -> None:
     assert_same(*results)
 
 
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_weight_of_two_optimizers_gets_its_gradient_once(level: str) -> None:
+    results: list[dict[str, Any]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        net = nn.Sequential(first, second)
+        optimizers = [OPTIMIZERS["sgd"](part.parameters()) for part in (net, second)]
+        engine = halfpeak.prepare(net, optimizers, level, scale=SCALE)
+
+        def step(x: Tensor, net: nn.Module = net, engine: halfpeak.Engine = engine) -> None:
+            engine.backward(net(x).float().square().mean())
+            engine.step()
+
+        train = engine.compile(step, backend="aot_eager") if compiles else step
+        for _ in range(3):
+            train(torch.ones(2, 4))
+        results.append(engine.state_dict())
+    assert_same(*results)
+
+
 def test_a_collapsing_scale_is_told_from_within_the_graph() -> None:
     run = Run(level="O2", scale=halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=1))
     train = run.compiled()

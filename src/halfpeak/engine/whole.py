@@ -45,6 +45,7 @@ class Whole:
         ticket: what the operators write, to be kept in order.      # f32[]
         optimizers: as the engine's.
         weights: per optimizer, what gets gradients.
+        written: these, each once.
         buffers: the running statistics that a skipped step puts back.
         scales: the loss scales, as the graph knows them.           # f32[] each
         ends: whether the next steps end an accumulation window, a window's length of them.
@@ -60,6 +61,7 @@ class Whole:
         self.ticket = torch.zeros((), device=engine.device)
         self.optimizers: list[Optimizer] = []
         self.weights: list[list[Tensor]] = []
+        self.written: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.scales: list[Tensor] = []
         self.ends: list[bool] = []
@@ -106,10 +108,9 @@ class Whole:
         backward, which, grads = self.pending or ([], [], [])
         self.pending = None
         lanes = self._lanes_of(optimizers)
-        weights = [weight for lane in self.weights for weight in lane]
         with torch.no_grad():
             found_inf, scales, norm = self.operators.step(
-                self.number, self.ticket, backward, which, grads, lanes, weights, self.buffers
+                self.number, self.ticket, backward, which, grads, lanes, self.written, self.buffers
             )
         self.scales = list(scales.unbind())
         boundary = self.ends[self.position % self.every]
@@ -124,12 +125,12 @@ class Whole:
 
     def begin(self) -> None:
         """The graph begins."""
-        self.operators.watch(self.number, [weight for lane in self.weights for weight in lane], True)
+        self.operators.watch(self.number, self.written, True)
 
     def end(self) -> None:
         """The graph ends."""
         self.flush()
-        self.operators.watch(self.number, [weight for lane in self.weights for weight in lane], False)
+        self.operators.watch(self.number, self.written, False)
         self.scales = []
         self.position = 0
 
@@ -152,8 +153,8 @@ class Whole:
             engine.masters.adopt(optimizer)
             if keeper is not None and isinstance(optimizer, FusedOptimizer) and optimizer.keeper is not None:
                 optimizer.keeper.refresh()
-        weights = [[slot.source for slot in lane.roster().slots] for lane in engine.lanes]
-        self.weights = weights
+        self.weights = [list(lane.roster().slots.sources) for lane in engine.lanes]
+        self.written = list({id(weight): weight for lane in self.weights for weight in lane}.values())
         self.buffers = engine.buffers.live()
         self.scales = [scaler.state.scale for scaler in engine.scalers]
         self.ends = [
@@ -188,9 +189,13 @@ class Whole:
         weights = [weight for number in numbers for weight in self.weights[number]]
         delay = engine.delays_unscaling()
         taken: set[int] = set()
+        given: set[int] = set()
         with engine.scaled(torch.zeros_like(self.ticket), lanes=lanes, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
                 weight = weights[index]
+                if id(weight) in given:
+                    continue  # Its gradient is there once for each of its optimizers.
+                given.add(id(weight))
                 if weight.grad is not None:
                     weight.grad.add_(grad)
                     continue
@@ -218,7 +223,7 @@ class Whole:
             ``found_inf``, the loss scales and the norm.  # f32[], f32[losses], f32[]
         """
         engine = self._engine
-        own = [*(weight for lane in self.weights for weight in lane), *self.buffers]
+        own = [*self.written, *self.buffers]
         copies = [
             (mine, given)
             for mine, given in zip(own, (*weights, *buffers), strict=True)
