@@ -93,6 +93,16 @@ def test_large_ones_that_nobody_holds_keep_theirs() -> None:
     assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 5 + [False, True]
 
 
+@pytest.mark.parametrize("index", [0, 5])
+def test_what_was_sent_to_another_process_is_not_given_again(index: int) -> None:
+    memory, ours = GradientMemory(), masters()
+    # What a queue of torch.multiprocessing does to a tensor: nothing here refers to it afterwards.
+    sent = places([memory.take(ours)[index].share_memory_()])
+    again = memory.take(ours)
+    assert not again[index].is_shared()
+    assert places([again[index]]) != sent
+
+
 def test_some_of_the_masters() -> None:
     memory, ours = GradientMemory(), masters()
     some = places(memory.take(ours[::2]))

@@ -18,7 +18,8 @@ class GradientMemory:
     A CPU's allocator returns large tensors to the system, and touching memory that is mapped anew takes several times as
     long as what is then done with it. Small gradients lie in one tensor. What is in the memory given is undefined.
 
-    A gradient that somebody keeps (the tensor, a view, an array) stays as it is: the next one gets new memory.
+    A gradient that somebody keeps (the tensor, a view, an array, another process) stays as it is: the next one gets new
+    memory.
 
     Example:
         >>> import torch
@@ -90,6 +91,7 @@ class _Room:
     def __init__(self, vector: Tensor) -> None:
         self._storage = vector.untyped_storage()
         self._vector = vector
+        self._is_on_host = vector.is_cpu
         self.close()
 
     def cut(self, like: Tensor, start: int) -> Tensor:
@@ -103,7 +105,8 @@ class _Room:
 
     def is_free(self) -> bool:
         """Whether nothing else lies in this memory, and nothing has left it."""
-        return self._holders() == self._count
+        # What a queue has carried to another process is held there, which no count here tells.
+        return self._holders() == self._count and not (self._is_on_host and self._storage.is_shared())
 
     def _holders(self) -> tuple[int, int]:
         """Tensors, and Python's references."""
@@ -125,5 +128,4 @@ ALIGN: Final = 16
 """Gradients begin at a multiple of this many elements."""
 
 _TENSOR: Final = attrgetter("tensor")
-_ROOM: Final = attrgetter("room")
 _HAS_GRAPH: Final = attrgetter("requires_grad")
