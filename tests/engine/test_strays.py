@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
+from halfpeak.core.errors import OrderError
 from halfpeak.fused import FusedAdamW
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -121,6 +122,21 @@ def test_an_exception_in_backward_leaves_what_was_there(accumulate: int) -> None
     assert model.last.bias.grad is not None
     assert torch.equal(model.last.bias.grad, there_before)
     assert model.last.weight.grad is None
+
+
+def test_a_refused_backward_pass_leaves_what_waits_scaled() -> None:
+    model = _Net()
+    engine = halfpeak.prepare(
+        model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1", num_losses=2, loss_scale=64.0
+    )
+    with engine.scaled(_loss(model), lanes=engine.lanes, delay=True) as scaled:
+        scaled.backward()
+    waiting = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(OrderError, match="another loss scale"):
+        engine.backward(_loss(model), loss_id=1)
+    left = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(left) == len(waiting) == 4
+    assert all(torch.equal(one, other) for one, other in zip(left, waiting, strict=True))
 
 
 def test_zeroing_them_inside_a_window_drops_what_was_there_before() -> None:

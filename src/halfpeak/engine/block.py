@@ -33,6 +33,11 @@ class Block:
         put_back  source.grad as it was before open
 
     A parameter that several lanes share is taken in once.
+
+    Attributes:
+        slots: of all lanes, each once.
+        has_begun: whether the backward pass has, and gradients that wait scaled will be written over.
+        found_inf: 1 if one of the new gradients is not finite.  # f32[]
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
@@ -40,7 +45,7 @@ class Block:
         self.slots = Slots()
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds = False
-        self._has_begun = False
+        self.has_begun = False
         self._has_taken = False
         self._intake: Intake | None = None
         self.found_inf = torch.zeros_like(lanes[0].found_inf)
@@ -71,8 +76,8 @@ class Block:
                 source.grad = None
 
     def begin(self) -> None:
-        """The backward pass begins: gradients that wait scaled will be written over."""
-        self._has_begun = True
+        """The backward pass begins."""
+        self.has_begun = True
 
     def scale_of(self, scaler: LossScaler) -> Tensor:
         """The scale of this block: the scaler's, or the one that waiting gradients were scaled by.  # f32[]
@@ -93,7 +98,7 @@ class Block:
     def can_be_undone(self) -> bool:
         """Whether what was there before is intact: waiting gradients not written over, new ones not taken in."""
         has_added = self._intake is not None and self._intake.has_added
-        return not self._has_taken and not has_added and not (self._has_begun and self.adds_to_scaled)
+        return not self._has_taken and not has_added and not (self.has_begun and self.adds_to_scaled)
 
     @property
     def adds_to_scaled(self) -> bool:

@@ -83,8 +83,8 @@ class Phases:
         try:
             block.open()
             scale = block.scale_of(scaler)
-            self.strays.open()
             block.begin()
+            self.strays.open()
             defers = report is None and fits(self._plan.clip) and can_defer(lanes)
             ends = self._plan.accumulation.is_boundary(self._journal.index)
             # Gradients that stay scaled are for autograd to add to; those of a window of one pass, for the step to read.
@@ -102,11 +102,12 @@ class Phases:
                 block.absorb(scale)
                 (report or self._journal.note)(scaler, block.found_inf)
         except BaseException:
-            if block.can_be_undone:
-                block.put_back()
-                self.strays.put_back()
-            else:
+            if not block.can_be_undone:
                 self.drop_window(lanes)
+            else:
+                block.put_back()
+                if block.has_begun:
+                    self.strays.put_back()
             raise
 
     def step(
