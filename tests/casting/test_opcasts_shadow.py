@@ -195,6 +195,21 @@ def test_no_shadow_is_stale_after_a_change_between_scopes(mutate: Callable[[Twic
     assert torch.equal(after, reference(model, x, LOW))
 
 
+def test_memory_that_another_tensor_had_before_is_another_weight() -> None:
+    weight = nn.Parameter(torch.zeros(256, 256))
+    casts, own = OpCasts(torch.bfloat16, shadow=True), weight.data
+    x, seen, places = torch.eye(256), [], set[int]()
+    for number in range(1, 6):
+        # Freed when it is taken away again, so that the next gets its address; the version counts none of this.
+        weight.data = own + number
+        places.add(weight.data_ptr())
+        with casts, torch.no_grad():
+            seen.append(F.linear(x, weight)[0, 0].item())
+        weight.data = own
+    assert len(places) < 5, "the allocator gave no address twice, so nothing was tested"
+    assert seen == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_clearing_helps_after_any_change(mutate: Callable[[Twice], None]) -> None:
     model, x, casts = Twice(), torch.rand(2, 4), OpCasts(LOW, shadow=True)

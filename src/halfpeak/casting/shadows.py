@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfpeak.casting.cache import WeightCache, is_capturing
 from halfpeak.casting.walk import to
@@ -22,21 +23,26 @@ class Shadow:
         copy: what operations are given, or None.
         version: of the weight when ``copy`` was made.
         address: where the weight lay then.
+        memory: what lay there. Once that is gone, another tensor that is assigned to ``weight.data`` may get its address.
         home: the copy that an optimizer writes beside the weight in its steps, or None. What is cast anew meanwhile never
             writes over it, because graphs may have saved it.
     """
 
-    __slots__ = ("address", "copy", "home", "version", "weight")
+    __slots__ = ("address", "copy", "home", "memory", "version", "weight")
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
         self.copy: Tensor | None = None
         self.home: Tensor | None = None
         self.version = self.address = -1
+        self.memory = StorageWeakRef(weight.untyped_storage())
 
     def put(self, copy: Tensor) -> None:
         """Give operations ``copy``, as long as the weight stays as it is now."""
-        self.copy, self.version, self.address = copy, self.weight._version, self.weight.data_ptr()
+        address = self.weight.data_ptr()
+        if address != self.address or self.memory.expired():
+            self.memory = StorageWeakRef(self.weight.untyped_storage())
+        self.copy, self.version, self.address = copy, self.weight._version, address
 
     def forget(self) -> None:
         """Give operations nothing made so far."""
@@ -44,7 +50,11 @@ class Shadow:
 
     def is_current(self) -> bool:
         """Whether ``copy`` is of the weight as it is now."""
-        return self.version == self.weight._version and self.address == self.weight.data_ptr()
+        return (
+            self.version == self.weight._version
+            and self.address == self.weight.data_ptr()
+            and not self.memory.expired()
+        )
 
     def settle(self) -> Tensor | None:
         """The copy that an optimizer is to write, equal to the weight as it is now; None if no operation has asked for one."""
@@ -92,6 +102,7 @@ class ShadowWeights(WeightCache):
             shadow is not None
             and shadow.version == weight._version
             and shadow.address == weight.data_ptr()
+            and not _EXPIRED(shadow.memory.cdata)
             and shadow.copy is not None
             and shadow.copy.requires_grad is weight.requires_grad
             and not is_capturing(weight)
@@ -215,6 +226,7 @@ class Homes:
             and all(map(is_, map(_COPY, shadows), map(_HOME, shadows)))
             and list(map(_VERSION, shadows)) == list(map(_TENSOR_VERSION, own))
             and list(map(_ADDRESS, shadows)) == list(map(Tensor.data_ptr, own))
+            and not any(map(_EXPIRED, map(_MEMORY, shadows)))
         )
 
 
@@ -223,6 +235,8 @@ _COPY: Final = attrgetter("copy")
 _HOME: Final = attrgetter("home")
 _VERSION: Final = attrgetter("version")
 _ADDRESS: Final = attrgetter("address")
+_MEMORY: Final = attrgetter("memory.cdata")
+_EXPIRED: Final[Callable[[int], Any]] = torch.UntypedStorage._expired
 _TENSOR_VERSION: Final = attrgetter("_version")
 
 
