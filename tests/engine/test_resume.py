@@ -50,6 +50,24 @@ def test_from_every_step_and_every_micro_batch(level: str, optimizer: str, every
         assert state_hash(follower) == state_hash(straight)
 
 
+@pytest.mark.parametrize("how", ["load", "copy"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_froze_inside_the_window(level: str, how: str) -> None:
+    """The gradients of those behind it stay theirs, and its own still belongs to the step."""
+    straight, other = build(level, every=2), build(level, every=2)
+    for engine in (straight, other):
+        train(engine, range(3))
+        next(iter(engine.models[0].parameters())).requires_grad_(False)
+    if how == "copy":
+        other = copy.deepcopy(other)
+    else:
+        other.load_state_dict(copy.deepcopy(straight.state_dict()))
+    assert state_hash(other) == state_hash(straight)
+    for engine in (straight, other):
+        train(engine, range(3, 6))
+    assert state_hash(other) == state_hash(straight)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_to_the_end_through_a_file(level: str, tmp_path: Path) -> None:
     straight, saving = build(level, "AdamW", every=2), build(level, "AdamW", every=2)

@@ -108,13 +108,9 @@ class Lane:
             roster = self._roster = Roster(self.optimizer, self.masters)
         return roster
 
-    def _rescan(self, now: Slots) -> Slots:
-        """The trainable parameters now, and those frozen inside the window whose gradients belong to it."""
-        earlier = self._slots
-        if earlier is None or earlier is now:
-            return now
-        known = {id(slot.source) for slot in now}
-        return Slots([*now, *(s for s in earlier if id(s.source) not in known and s.has_gradient())])
+    def include(self, slots: Slots) -> None:
+        """Take gradients that lie at ``slots`` for those of the open window, also where nothing is trainable now."""
+        self._slots = self.roster().slots_of(slots)
 
     def look_again(self) -> None:
         """Before a backward pass: follow what happened to groups, parameters and gradients since the last one."""
@@ -124,7 +120,7 @@ class Lane:
             self._roster = Roster(self.optimizer, self.masters)
         self.masters.refresh()
         self.take_in()
-        self._slots = self._rescan(self._roster.slots)
+        self._slots = self._roster.slots_of(self._slots)
         if self.phase is Phase.UNSCALED and not self.trace.is_untouched():
             self._forget_if_zeroed()
         elif self.phase is Phase.SCALED and not self.trace.lift():

@@ -22,7 +22,8 @@ class Roster:
         targets: for each parameter in the groups, in order, what holds its true-sized gradient: a master, itself, or what
             stands in for a master.
         sources: for each, the low parameter that it is a master of, or itself.
-        slots: those that are trainable, each once.
+        everyone: all of them, each once.
+        slots: those that are trainable.
         smallest_master: of the trainable ones, or None.
     """
 
@@ -33,13 +34,18 @@ class Roster:
         self.targets = [m if end is None else end for m, end in zip(self._members, ends, strict=True)]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_TRAINABLE, self.sources))
-        pairs = {
-            id(source): Slot(source, target)
-            for source, target in zip(self.sources, self.targets, strict=True)
-            if source.requires_grad
-        }
-        self.slots = Slots(pairs.values())
+        pairs = map(Slot, self.sources, self.targets)
+        self.everyone = list({id(slot.source): slot for slot in pairs}.values())
+        self.slots = Slots(slot for slot in self.everyone if slot.source.requires_grad)
         self.smallest_master = min(self.slots.highs, key=Tensor.numel, default=None)
+
+    def slots_of(self, window: Slots | None) -> Slots:
+        """The trainable parameters, and those frozen inside a window whose gradients belong to it."""
+        if window is None or window is self.slots:
+            return self.slots
+        known = {id(slot.source) for slot in self.slots}
+        beyond = [s for s in window if id(s.source) not in known and s.has_gradient()]
+        return Slots([*self.slots, *beyond]) if beyond else self.slots
 
     def ends_beyond(self, window: Slots | None) -> list[Tensor]:
         """Sources and targets of a window that began with another roster."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.engine.lane import Lane
-from halfpeak.engine.slots import Phase
+from halfpeak.engine.slots import Phase, Slots
 from halfpeak.engine.state_checks import VERSION, check_state, check_window
 from halfpeak.parts.loss_scaler import LossScaler
 
@@ -76,29 +76,31 @@ def put_window(engine: Engine, window: Mapping[str, Any]) -> None:
 
 def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
     lane.take_in()
-    slots = list(lane.slots())
+    # Numbered among all parameters of the groups: some may freeze inside the window.
+    own = set(map(id, lane.slots().sources))
+    slots = [(i, slot) for i, slot in enumerate(lane.roster().everyone) if id(slot.source) in own]
     is_open = lane.phase is not Phase.CLEAN
     return {
         "phase": lane.phase.name,
         "found_inf": lane.found_inf.clone(),
         "true_sized": {
             i: s.target.grad
-            for i, s in enumerate(slots)
+            for i, s in slots
             if is_open and s.target.grad is not None and s.target is not lane.trace.marker
         },
         "scaled": {
             i: s.source.grad
-            for i, s in enumerate(slots)
+            for i, s in slots
             if lane.phase is Phase.SCALED and s.source is not s.target and s.source.grad is not None
         },
         "frozen": None if lane.frozen is None else (scalers.index(lane.frozen[0]), lane.frozen[1].clone()),
-        "parked": {i: lane.parked[id(s.source)] for i, s in enumerate(slots) if id(s.source) in lane.parked},
+        "parked": {i: lane.parked[id(s.source)] for i, s in slots if id(s.source) in lane.parked},
     }
 
 
 def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossScaler]) -> None:
     lane.drop()
-    slots = list(lane.slots())
+    slots = lane.roster().everyone
     for index, grad in saved["true_sized"].items():
         target = slots[index].target
         target.grad = grad.detach().to(target.device, copy=True)
@@ -108,6 +110,7 @@ def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossSca
     for index, grad in saved["parked"].items():
         source = slots[index].source
         lane.parked[id(source)] = grad.detach().to(source.device, copy=True)
+    lane.include(Slots(slots[index] for index in sorted({*saved["true_sized"], *saved["scaled"]})))
     if saved["frozen"] is not None:
         index, scale = saved["frozen"]
         lane.frozen = (scalers[index], scale.to(lane.found_inf.device, copy=True))

@@ -118,16 +118,14 @@ def _check_entries(index: int, parameter: Tensor, entries: object) -> None:
 
 
 def _check_lane(lane: Lane, saved: Mapping[str, Any], losses: int) -> None:
-    slots = list(lane.slots())
+    slots = lane.roster().everyone
     if saved["phase"] not in Phase.__members__:
         raise StateError(f"unknown phase {saved['phase']!r} in the state's window")
     _require_tensor(saved["found_inf"], "found_inf", ())
     for name in ("true_sized", "scaled", "parked"):
         for index, grad in _mapping(saved[name], f"the {name} gradients of the state's window").items():
             if not isinstance(index, int) or not 0 <= index < len(slots):
-                raise StateError(
-                    f"gradient {index!r} ({name}) of the state's window fits no trainable parameter"
-                )
+                raise StateError(f"gradient {index!r} ({name}) of the state's window fits no parameter")
             _require_tensor(grad, f"gradient {index} ({name})", tuple(slots[index].target.shape))
     if saved["frozen"] is not None:
         loss, scale = _listed(saved["frozen"], "parts of a frozen scale", 2)
