@@ -46,6 +46,14 @@ def test_both_give_the_same_bits(config: ScaleConfig, verdicts: list[float]) -> 
             assert torch.equal(part, other), (config, number, state, expected)
 
 
+def test_a_state_in_host_memory_stays_there() -> None:
+    config, verdict = ScaleConfig(), torch.zeros(())
+    state = config.start()
+    with torch.device("meta"):
+        state = advance(config, state, verdict)
+    assert {one.device.type for one in state} == {"cpu"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_reading_host_memory(dtype: torch.dtype) -> None:
     whole = torch.tensor([1, -7, 3], dtype=dtype)

@@ -68,6 +68,17 @@ def test_what_computes_in_between_is_called_as_the_compiler_made_it() -> None:
     torch.testing.assert_close(kernel(vector, factor)[0], turned(vector, factor)[0])
 
 
+@pytest.mark.parametrize("threads", [12, 96])
+def test_measuring_is_shared_among_all_threads_of_a_large_machine(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kernel = compiled(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
+    finally:
+        torch.set_num_threads(before)
+    assert f"#pragma omp parallel num_threads({threads})" in kernel._code.source_code
+
+
 @pytest.mark.parametrize("length", [16, 18, 4099, 2**20])
 def test_four_stretches_give_the_sum_of_squares(length: int) -> None:
     kernel = compiled(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))

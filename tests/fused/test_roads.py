@@ -10,7 +10,9 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.blocks import ARENA
 from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.fused.roads.choose import RoadName
+from halfpeak.fused.roads.compiled import CompiledRoad
 from halfpeak.fused.roads.device import EagerDeviceRoad
+from halfpeak.fused.roads.eager import EagerRoad
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -133,6 +135,55 @@ def test_measure_scales_before_it_squares(road: RoadName) -> None:
     assert (float(reading.squares), float(reading.found_inf)) == (4.0, 0.0)
     reading = optimizer.measure(Feed([torch.full((4,), 1e30)], [weight], torch.tensor(1.0)))
     assert (float(reading.squares), float(reading.found_inf)) == (float("inf"), 0.0)
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+def test_measure_of_nothing(road: RoadName) -> None:
+    weight = torch.nn.Parameter(torch.zeros(0, 3))
+    optimizer = FusedSGD([weight], lr=0.1, road=road)
+    reading = optimizer.measure(Feed([torch.zeros(0, 3)], [weight], torch.ones(())))
+    assert [float(reading.squares), float(reading.found_inf)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "LAMB", "NovoGrad"])
+def test_a_parameter_with_as_many_elements_as_its_rule_has_numbers(name: str) -> None:
+    kind, options = CASES[name]
+    like = kind([torch.nn.Parameter(torch.ones(2))], **options)
+    size = 1 + len(like.rule(like.param_groups[0]).constants(like.param_groups[0], 1.0))
+    parameter = torch.nn.Parameter(torch.randn(size))
+    optimizer = kind([parameter], road="compiled", **options)
+    reference = Reference(optimizer)
+    give([parameter], gradients_for([parameter]))
+    wanted = reference.step()
+    optimizer.step()
+    agree(optimizer, wanted, ulps=CLIPPED)
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+def test_what_was_prepared_for_other_gradients_is_dropped(road: RoadName) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64)) for _ in range(6)]
+    optimizer = FusedAdamW(parameters, lr=0.1, road=road)
+    sizes: list[int] = []
+    for step in range(8):
+        give(parameters[:3], [torch.ones(64)] * 3)
+        give(parameters[3:], [torch.ones(64)] * 3 if step % 2 else [None] * 3)
+        optimizer.step()
+        way = optimizer._road
+        assert isinstance(way, EagerRoad | CompiledRoad)
+        sizes.append(len(way._gather._rooms) + (len(way._calls) if isinstance(way, CompiledRoad) else 0))
+    assert max(sizes[4:]) == max(sizes[:4])
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+def test_where_new_tensors_go_by_default_does_not_matter(road: RoadName) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
+    with_default, without = (FusedAdamW([one], lr=0.1, road=road) for one in (ours, theirs))
+    for _ in range(2):
+        give([ours, theirs], [torch.ones(100), torch.ones(100)])
+        without.step()
+        with torch.device("meta"):
+            with_default.step()
+    assert torch.equal(ours, theirs)
 
 
 def test_more_parameters_than_an_arena_holds() -> None:

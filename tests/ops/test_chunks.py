@@ -37,6 +37,13 @@ def test_same_bits_and_flag_as_the_reference(size: int, dtype: torch.dtype, bad:
         assert [bool(flag) for flag in flags] == [bad is not None] * 4
 
 
+def test_where_new_tensors_go_by_default_does_not_matter() -> None:
+    grad, into, flag = drawn(chunks.WORTH_IT, torch.bfloat16), torch.zeros(chunks.WORTH_IT), torch.zeros(())
+    with torch.device("meta"):
+        assert chunks.accumulate_into(into, grad, INV_SCALE, flag)
+    assert torch.equal(into, grad.float() * INV_SCALE)
+
+
 def channels_last(size: int) -> Tensor:
     return torch.randn(2, size // 8, 2, 2).to(memory_format=torch.channels_last)
 

@@ -194,8 +194,8 @@ def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) 
             raised = _single(scale * _single(config.growth))
             scale, clean = min(raised, _single(config.ceiling)) if math.isfinite(raised) else scale, 0
     return ScaleState(
-        torch.tensor(scale, dtype=torch.float32),
-        *(torch.tensor(int(count), dtype=torch.int32) for count in (clean, grace, stuck)),
+        torch.tensor(scale, dtype=torch.float32, device="cpu"),
+        *(torch.tensor(int(count), dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
     )
 
 

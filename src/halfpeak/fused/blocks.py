@@ -17,7 +17,7 @@ ALIGN = 16
 """Parameters begin at a multiple of this many elements, so that vector loads are aligned in every dtype."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Block:
     """Parameters in one piece of memory: every tensor is flat, and all are of one length.
 

@@ -12,9 +12,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-LENGTH = 16411
-"""Of the vectors that a kernel is made with: like no other length of its arguments, so none is taken for it. A quarter of
-it is more than what the compiler adds up in a row: longer sums are made of partial ones, which keeps them exact."""
+LENGTH = 2**20 + 7
+"""Of the vectors that a kernel is made with: like no other length of its arguments, so none is taken for it. The compiler
+judges by it whether work is worth sharing among all threads of the machine, and whether a sum is long enough to be made
+of partial ones, which keeps it exact. A quarter of it is enough for both, with up to 512 threads."""
 
 
 class Vector(NamedTuple):
@@ -33,11 +34,14 @@ class Vector(NamedTuple):
     grain: int = 1
 
     @classmethod
-    def like(cls, tensor: Tensor, length: int, grain: int = 1) -> Vector:
-        """The description of an argument, in a call whose vectors are ``length`` long."""
-        shape = tuple(tensor.shape)
-        is_long = grain > 1 or shape == (length,)
-        return cls(tensor.dtype, tensor.device, None if is_long else shape, grain)
+    def long(cls, tensor: Tensor, grain: int = 1) -> Vector:
+        """The description of a vector that may have any length in another call."""
+        return cls(tensor.dtype, tensor.device, None, grain)
+
+    @classmethod
+    def fixed(cls, tensor: Tensor) -> Vector:
+        """The description of an argument that has this shape in every call."""
+        return cls(tensor.dtype, tensor.device, tuple(tensor.shape))
 
 
 class Kernel:

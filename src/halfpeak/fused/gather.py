@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class Gather:
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._rooms: dict[int, _Room] = {}
+        # Another set of gradients cuts other blocks.
+        self._rooms: WeakKeyDictionary[Block, _Room] = WeakKeyDictionary()
         self._last: tuple[Block, Sequence[Tensor | None], Tensor] | None = None
 
     def __call__(self, block: Block, grads: Sequence[Tensor | None]) -> Tensor:
@@ -43,9 +45,9 @@ class Gather:
             return last[2]
         if block.is_alone:
             return _in_order(cast(Tensor, grads[block.members[0]]), block)
-        first, last = block.members[0], block.members[-1]
-        is_run = last - first + 1 == len(block.members)
-        found = list(grads[first : last + 1]) if is_run else [grads[member] for member in block.members]
+        start, stop = block.members[0], block.members[-1] + 1
+        is_run = stop - start == len(block.members)
+        found = list(grads[start:stop]) if is_run else [grads[member] for member in block.members]
         own = cast("list[Tensor]", found)
         dtypes = set(map(_DTYPE, own))
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
@@ -80,10 +82,10 @@ class Gather:
         if scratch is None or scratch.numel() < block.length or scratch.device != device:
             scratch = self._scratch[dtype] = torch.zeros(block.length, dtype=dtype, device=device)
             self._rooms.clear()
-        known = self._rooms.get(id(block))
+        known = self._rooms.get(block)
         if known is None or known.dtype != dtype:
             vector = scratch[: block.length]
-            known = self._rooms[id(block)] = _Room(block, dtype, vector, block.views(vector))
+            known = self._rooms[block] = _Room(dtype, vector, block.views(vector))
         if block.has_gaps:
             # Between the parameters lies what other blocks have left.
             known.vector.zero_()
@@ -91,9 +93,8 @@ class Gather:
 
 
 class _Room(NamedTuple):
-    """Where the gradients of a block go, together and each of them; the block is held, so that its ``id`` stays its own."""
+    """Where the gradients of a block go, together and each of them. It does not hold the block."""
 
-    block: Block
     dtype: torch.dtype
     vector: Tensor
     views: list[Tensor]

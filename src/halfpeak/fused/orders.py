@@ -57,7 +57,7 @@ class Orders:
         # What may raise comes first: a bad learning rate must not have changed the numbers of some orders.
         values = [source.values(number) for source in self._sources]
         for source, one in zip(self._sources, values, strict=True):
-            source.numbers.copy_(torch.tensor(one, dtype=source.numbers.dtype))
+            source.numbers.copy_(torch.tensor(one, dtype=source.numbers.dtype, device="cpu"))
         return self._orders
 
 

@@ -39,7 +39,7 @@ def accumulate_into(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Te
     both = vectors(into, grad)
     if both is None or not only_shrinks(inv_scale):
         return False
-    scratch = torch.empty(min(CHUNK, into.numel()), dtype=into.dtype)
+    scratch = into.new_empty(min(CHUNK, into.numel()))
     for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
         true = scratch[: len(chunk)].copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, inv_scale)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ class CompiledRoad:
 
     def __init__(self) -> None:
         self._gather = Gather()
-        self._calls: dict[int, _Call] = {}
-        self._sums: dict[int, _Call] = {}
+        # Another set of gradients cuts other blocks.
+        self._calls: WeakKeyDictionary[Block, _Call] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Block, _Call] = WeakKeyDictionary()
 
     def measure(self, pieces: Sequence[Piece], grads: Sequence[Tensor | None], factor: Tensor) -> Reading:
         """See :class:`~halfpeak.fused.roads.base.Road`."""
@@ -57,7 +59,7 @@ class CompiledRoad:
         # Kernels leave nothing of Python in the cache: what they are given has been laid out before the first.
         for run in runs:
             run()
-        total = torch.stack(sums).sum()
+        total = torch.stack(sums).sum() if sums else torch.zeros_like(factor)
         found_inf = torch.zeros_like(total)
         # A sum is not finite if anything in it is not, but also where finite numbers are too many or too large.
         if not math.isfinite(read_host(total)):
@@ -91,11 +93,11 @@ class CompiledRoad:
             yield measure(flat(grad)[-rest:], factor)[0]
 
     def _sum(self, block: Block, grad: Tensor, factor: Tensor) -> _Run:
-        known = self._sums.get(id(block))
-        if known is None or known.block is not block or known.grad != grad.dtype:
+        known = self._sums.get(block)
+        if known is None or known.grad != grad.dtype:
             kernel = _measuring(grad.dtype, grad.device)
             run = _Run(None, kernel, kernel.bind(flat(grad), factor), ())
-            known = self._sums[id(block)] = _Call(block, grad.dtype, [run])
+            known = self._sums[block] = _Call(grad.dtype, [run])
         return known.runs[0]
 
     def _moves(self, order: Order, grads: Sequence[Tensor | None]) -> Iterator[Callable[[], object]]:
@@ -118,9 +120,9 @@ class CompiledRoad:
 
     def _call(self, order: Order, grad: Tensor) -> _Call:
         block = order.piece.block
-        known = self._calls.get(id(block))
-        if known is None or known.block is not block or known.grad != grad.dtype:
-            known = self._calls[id(block)] = _Call(block, grad.dtype, _runs_of(order, flat(grad)))
+        known = self._calls.get(block)
+        if known is None or known.grad != grad.dtype:
+            known = self._calls[block] = _Call(grad.dtype, _runs_of(order, flat(grad)))
         return known
 
 
@@ -140,9 +142,8 @@ class _Run(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What is the same in every step of a block."""
+    """What is the same in every step of a block. It does not hold the block."""
 
-    block: Block
     grad: torch.dtype
     runs: list[_Run]
 
@@ -171,10 +172,16 @@ def _kernel_for(order: Order, block: Block, grad: Tensor) -> Callable[..., Seque
     lows = _lows(block)
     if block.length < 2:
         return flat_update_of(order.rule, has_low=bool(lows))
-    grains = (1, *(1 for _ in lows), *(block.grains or (1 for _ in block.slots)), 1, 1)
-    vectors = (block.weight, *lows, *block.slots, grad, order.numbers)
-    described = [Vector.like(v, block.length, g) for v, g in zip(vectors, grains, strict=True)]
-    return _updating(order.rule, bool(lows), tuple(described))
+    full = len(block.slots) - block.scalars
+    slots = zip(block.slots[:full], block.grains or (1,) * full, strict=False)
+    vectors = (
+        *map(Vector.long, (block.weight, *lows)),
+        *(Vector.long(slot, grain) for slot, grain in slots),
+        *map(Vector.fixed, block.slots[full:]),
+        Vector.long(grad),
+        Vector.fixed(order.numbers),
+    )
+    return _updating(order.rule, bool(lows), vectors)
 
 
 @cache

@@ -61,7 +61,8 @@ class Table:
             self._tensor.copy_(self._on_host(), non_blocking=True)
 
     def _on_host(self) -> Tensor:
-        values = torch.tensor(self._values, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        pinned = self._device.type == "cuda"
+        values = torch.tensor(self._values, dtype=self._dtype, device="cpu", pin_memory=pinned)
         return values.view(-1, self._width)
 
 
@@ -235,12 +236,12 @@ class Tables:
         fleets: list[_Fleet] = []
         first, size = 0, self._kernels.CHUNK
         for kind, members in kinds.items():
-            numels = torch.tensor([member.row[0] for member in members])
-            index = torch.arange(first, first + len(members))
+            numels = torch.tensor([member.row[0] for member in members], device="cpu")
+            index = torch.arange(first, first + len(members), device="cpu")
             whole, rest = numels // size, numels % size != 0
             full = int(whole.sum())
             start = whole.cumsum(0) - whole
-            within = torch.arange(full) - start.repeat_interleave(whole)
+            within = torch.arange(full, device="cpu") - start.repeat_interleave(whole)
             chunks = torch.stack([index.repeat_interleave(whole), within], 1)
             chunks = torch.cat([chunks, torch.stack([index[rest], whole[rest]], 1)]).to(torch.int32)
             last = torch.where(rest, full + rest.cumsum(0) - 1, -1)
