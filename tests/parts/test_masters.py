@@ -219,6 +219,24 @@ def test_a_write_into_data_is_seen_before_the_first_refresh() -> None:
     assert master(masters, parameter).tolist() == [8.0, 2.0]
 
 
+def test_memory_at_an_address_of_before_is_followed() -> None:
+    # As an allocator may lay one tensor where another was that is gone.
+    place = bytearray(2 * 16)
+    parameter = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    masters, _ = adopted(parameter)
+    master = masters.of(parameter)
+    assert master is not None
+    addresses: set[int] = set()
+    for number in (1.0, 2.0, 3.0):
+        parameter.data = torch.zeros(16, dtype=torch.bfloat16)
+        torch.frombuffer(place, dtype=torch.bfloat16).fill_(number)
+        parameter.data = torch.frombuffer(place, dtype=torch.bfloat16)
+        addresses.add(parameter.data_ptr())
+        masters.refresh()
+        assert torch.equal(master, torch.full((16,), number))
+    assert len(addresses) == 1
+
+
 def test_refreshing_does_not_touch_what_nobody_wrote() -> None:
     parameter = low()
     masters, optimizer = adopted(parameter)

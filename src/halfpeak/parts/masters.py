@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import Any, Final
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from halfpeak.ops import foreach
 from halfpeak.parts.bound import bind, unbind
 from halfpeak.parts.gradient_memory import GradientMemory
 from halfpeak.parts.keeper import Keeper, keeper_of
+from halfpeak.parts.marks import Marks
 
 
 class Masters:
@@ -46,9 +47,8 @@ class Masters:
         self.memory = memory
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        # What a low parameter looked like when its master last agreed with it: its version and where it lies.
-        self._versions: list[int] = []
-        self._places: list[int] = []
+        # What low parameters looked like when their masters last agreed with them.
+        self._marks = Marks()
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._claims: dict[int, set[int]] = {}
@@ -178,7 +178,7 @@ class Masters:
 
     def _mark(self, indices: Sequence[int]) -> None:
         if len(indices) == len(self._low):
-            self._versions, self._places = _marks_of(self._low)
+            self._marks.note(self._low)
         else:
             for index in indices:
                 self._agree(index)
@@ -205,7 +205,7 @@ class Masters:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         self.publish_late()
-        if _marks_of(self._low) != (self._versions, self._places):
+        if not self._marks.agree(self._low):
             for index in range(len(self._low)):
                 if not self._agrees(index):
                     self._follow(index)
@@ -226,19 +226,17 @@ class Masters:
             return _merge(low.detach(), high.detach().to(low.device))
         if index in self._stepped or self._agrees(index):
             return high
-        if self._versions[index] != _UNSEEN:
+        if self._marks.is_seen(index):
             # Looking must not change anything: who swaps weights in and out again keeps what they were worth.
             return _merge(low.detach(), high.detach())
         self._follow(index)
         return high
 
     def _agree(self, index: int) -> None:
-        self._versions[index] = self._low[index]._version
-        self._places[index] = self._low[index].data_ptr()
+        self._marks.note_one(index, self._low[index])
 
     def _agrees(self, index: int) -> bool:
-        low = self._low[index]
-        return low._version == self._versions[index] and low.data_ptr() == self._places[index]
+        return self._marks.agrees(index, self._low[index])
 
     def _follow(self, index: int) -> None:
         low, high = self._low[index], self._high[index]
@@ -291,26 +289,14 @@ class Masters:
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
         self._high.append(high)
-        self._versions.append(_UNSEEN)
-        self._places.append(0)
+        # The first refresh compares values, so that writes through .data before it are seen.
+        self._marks.add(parameter)
         return high
-
-
-_UNSEEN: Final = -1
-"""No parameter's version: the first refresh compares values, so that writes through .data before it are seen."""
 
 
 def targets_of(optimizer: Optimizer) -> list[Tensor]:
     """Whatever stands in an optimizer's groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _marks_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """What changes when somebody writes to a tensor, and what when somebody gives it other memory."""
-    return list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))
-
-
-_VERSION: Final = attrgetter("_version")
 
 
 def _merge(low: Tensor, high: Tensor) -> Tensor:
