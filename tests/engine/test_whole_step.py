@@ -206,6 +206,20 @@ def test_two_optimizers_in_turn_with_a_loss_each() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_an_optimizer_of_somebody_elses_is_refused() -> None:
+    run = Run(level="O5")
+    foreign = OPTIMIZERS["sgd"]([torch.ones(1, requires_grad=True)])
+
+    def step(x: Tensor) -> None:
+        run.engine.backward(run.net(x).float().sum())
+        run.engine.step(optimizers=[run.optimizer, foreign])
+
+    before = copy.deepcopy(run.engine.state_dict())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="not prepared by this engine"):
+        run.engine.compile(step, backend="aot_eager")(batches()[0][0])
+    assert_same(run.engine.state_dict(), before)
+
+
 def test_two_backward_passes_to_a_step_and_one_without() -> None:
     def twice(run: Run) -> Callable[..., None]:
         def step(x: Tensor, y: Tensor, factor: Tensor) -> None:

@@ -137,8 +137,13 @@ class Whole:
     def _lanes_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[int]:
         if optimizers is None:
             return list(range(len(self.optimizers)))
-        wanted = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        return [i for i, known in enumerate(self.optimizers) if any(known is one for one in wanted)]
+        numbers: list[int] = []
+        for wanted in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+            found = [i for i, known in enumerate(self.optimizers) if known is wanted]
+            if not found:
+                raise OrderError("an optimizer was not prepared by this engine; pass it to halfpeak.prepare")
+            numbers += [number for number in found if number not in numbers]
+        return numbers
 
     # What follows is run by Python.
 
