@@ -90,9 +90,9 @@ def prepare(
             holds all of its gradients beside their sum. With one optimizer of :mod:`halfpeak.fused`, on one rank. Weights
             come out the same, bit for bit; a backward pass that raises in the middle of a window drops the window.
         keep_gradient_memory: whether the float32 gradients of masters keep their memory from step to step, 4 bytes per
-            parameter. None keeps it on the CPU, where new memory would cost more time than all else that is done with
-            gradients, for who reads such gradients in every step: torch's optimizers do, those of :mod:`halfpeak.fused`
-            only with ``accumulate``. With remainders, which are for who needs the memory, it is not kept.
+            parameter. None keeps it on the CPU, where mapping new memory would take longer than all else that is done
+            with gradients: with torch's optimizers, and with those of :mod:`halfpeak.fused` where ``accumulate`` sums in
+            it, but never with remainders, which are for who needs the memory.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
 
