@@ -39,6 +39,11 @@ def test_tensors_are_like_the_masters_and_share_no_element() -> None:
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
 
 
+def test_each_lies_on_the_device_of_its_master() -> None:
+    ours = [torch.ones(3), torch.ones(3, device="meta"), torch.ones(4), torch.ones(ALONE, device="meta")]
+    assert [tensor.device for tensor in GradientMemory().take(ours)] == [master.device for master in ours]
+
+
 def test_the_same_memory_is_given_again() -> None:
     memory, ours = GradientMemory(), masters()
     first = places(memory.take(ours))

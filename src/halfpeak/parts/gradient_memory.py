@@ -16,7 +16,7 @@ class GradientMemory:
     """Gives the gradient of a master the memory that it had in the step before, unless somebody still holds it.
 
     A CPU's allocator returns large tensors to the system, and touching memory that is mapped anew takes several times as
-    long as what is then done with it. Small gradients lie in one tensor. What is in the memory given is undefined.
+    long as what is then done with it. Small gradients of a device lie in one tensor. What is in the memory given is undefined.
 
     A gradient that somebody keeps (the tensor, a view, an array, another process) stays as it is: the next one gets new
     memory.
@@ -71,18 +71,19 @@ class GradientMemory:
 
     def _lay_out(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
         """New memory for the gradients of some masters, by ``id``."""
-        large = [pair for pair in wanted if pair[1].numel() >= ALONE]
-        small = [pair for pair in wanted if pair[1].numel() < ALONE]
-        for members in [small, *([pair] for pair in large)]:
+        large = [[pair] for pair in wanted if pair[1].numel() >= ALONE]
+        small: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for pair in wanted:
+            if pair[1].numel() < ALONE:
+                small.setdefault(pair[1].device, []).append(pair)
+        for members in [*small.values(), *large]:
             starts = [0]
             for _, master in members:
                 starts.append(starts[-1] + math.ceil(master.numel() / ALIGN) * ALIGN)
-            if members:
-                first = members[0][1]
-                room = _Room(torch.empty(starts[-1], dtype=first.dtype, device=first.device))
-                for (key, master), start in zip(members, starts, strict=False):
-                    self._known[key] = _Gradient(room.cut(master, start), room, master)
-                room.close()
+            room = _Room(members[0][1].new_empty(starts[-1]))
+            for (key, master), start in zip(members, starts, strict=False):
+                self._known[key] = _Gradient(room.cut(master, start), room, master)
+            room.close()
 
 
 class _Room:
