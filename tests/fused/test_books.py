@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
-from halfpeak.engine.deferred import coefficient
+from halfpeak.engine.served import coefficient
 from halfpeak.fused.books import Books, settle_on_host
 from halfpeak.parts.clip import parse_clip
 

@@ -11,7 +11,7 @@ import torch
 from fused.reference import CASES, Reference, agree, give
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig, advance
-from halfpeak.engine.deferred import coefficient
+from halfpeak.engine.served import coefficient
 from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.fused.books import Account
 from halfpeak.fused.optimizer import Feed, FusedOptimizer

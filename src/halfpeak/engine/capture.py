@@ -12,7 +12,7 @@ from torch import Tensor
 from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.outcome import StepResult
-from halfpeak.engine.deferred import fits
+from halfpeak.engine.served import fits
 from halfpeak.engine.slots import Phase
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.fused.roads.tables import Tables

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
-from weakref import proxy
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.engine.bypass import refuse_edited
+from halfpeak.engine.served import Served
 from halfpeak.engine.trace import Trace
-from halfpeak.fused.books import Account, Books
 from halfpeak.fused.layout import gradients_of
-from halfpeak.fused.optimizer import Feed, FusedOptimizer
 from halfpeak.ops import foreach
-from halfpeak.parts.clip import Clip, NoClip, limit_of_norm
 from halfpeak.parts.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from halfpeak.engine.block import Block
     from halfpeak.engine.lane import Lane
+    from halfpeak.engine.roster import Roster
 
 
-def can_defer(lanes: Sequence[Lane]) -> bool:
-    """Whether the step itself may read the gradients of a backward pass that begins a window: one optimizer, a fused one.
-
-    A step hook of somebody else's is a look at gradients.
-    """
-    return (
-        len(lanes) == 1
-        and lanes[0].count == 1
-        and isinstance(lanes[0].optimizer, FusedOptimizer)
-        and all(map(_is_own, lanes[0].optimizer._optimizer_step_pre_hooks.values()))
-        and not _global_optimizer_pre_hooks
-    )
-
-
-class Deferred:
+class Deferred(Served):
     """The gradients of one backward pass, low and scaled; the sum of their squares once it is measured.
 
     Nobody can tell whether somebody who writes to them meanwhile takes them for true-sized, so that is refused; except
@@ -53,6 +36,7 @@ class Deferred:
     """
 
     def __init__(self, lane: Lane, block: Block, scaler: LossScaler, scale: Tensor) -> None:
+        super().__init__(lane, scale.reciprocal())
         is_true = not scaler.config.dynamic and scaler.config.init == 1
         self._masters = block.slots.highs
         self._marker = lane.roster().smallest_master
@@ -61,13 +45,9 @@ class Deferred:
         waiting = block.slots.lows if is_true else block.slots.sources
         self._trace = Trace()
         self._trace.keep(waiting if self._marker is None else [*waiting, self._marker])
-        # The lane holds what waits for it: without a cycle, an open window goes with its engine.
-        self._lane = proxy(lane)
         block.hold_weakly()
         self._block = block
-        self._inv_scale = scale.reciprocal()
         self._scale = scale
-        self._feed = Feed((), (), self._inv_scale)
         self._is_untouched = False
 
     def are_there(self) -> bool:
@@ -95,38 +75,8 @@ class Deferred:
         """Make them true-sized float32 after all."""
         self._block.absorb(self._scale)
 
-    def measure(self, books: Books | None = None) -> Tensor | Account:
-        """Read them once.
-
-        Args:
-            books: for an optimizer that can decide where the gradients are. It is ready to step then.
-
-        Returns:
-            The sum of squares, true-sized; ``found_inf`` of block and lane are set. Or what has come of the books.  # f32[]
-        """
-        roster = self._lane.roster()
-        # They have just been looked at.
-        known = self._trace.known(roster.sources) if self._is_untouched else None
-        grads = gradients_of(roster.sources) if known is None else known
-        self._feed = Feed(grads, roster.sources, self._inv_scale)
-        account = None if books is None else self._optimizer.account(self._feed, books)
-        if account is not None:
-            self._feed = self._feed._replace(factor=account.factor)
-            self.serve(None)
-            return account
-        reading = self._optimizer.measure(self._feed)
-        self._block.found_inf.copy_(reading.found_inf)
-        self._lane.found_inf = torch.maximum(self._lane.found_inf, reading.found_inf)
-        return reading.squares
-
-    def serve(self, coefficient: Tensor | None) -> None:
-        """Let the optimizer's coming step read them, multiplied by what clipping asks for.  # f32[]"""
-        if coefficient is not None:
-            self._feed = self._feed._replace(factor=self._inv_scale * coefficient)
-        self._optimizer.feed(self._feed)
-
-    def withdraw(self, *, keep: bool) -> None:
-        """The step is over. Gradients of masters go; others stay true-sized and clipped if they are to be kept."""
+    def withdraw(self, *, keep: bool) -> bool:
+        """See :class:`~halfpeak.engine.served.Served`."""
         slots = self._block.slots if keep else ()
         own = [(s.source, s.source.grad) for s in slots if s.source is s.target and s.source.grad is not None]
         for source in self._feed.lows:
@@ -135,34 +85,16 @@ class Deferred:
             foreach.scale_([grad for _, grad in own], self._feed.factor)
         for source, grad in own:
             source.grad = grad
+        return not keep
 
-    def release(self) -> None:
-        """Nobody is to read them any more."""
-        self._optimizer.feed(None)
+    def _gradients(self, roster: Roster) -> Sequence[Tensor | None]:
+        # They have just been looked at.
+        known = self._trace.known(roster.sources) if self._is_untouched else None
+        return gradients_of(roster.sources) if known is None else known
 
-    @property
-    def _optimizer(self) -> FusedOptimizer:
-        optimizer = self._lane.optimizer
-        assert isinstance(optimizer, FusedOptimizer)
-        return optimizer
-
-
-def _is_own(hook: Callable[..., object]) -> bool:
-    return hook.__module__.startswith("halfpeak.engine.") if hasattr(hook, "__module__") else False
+    def _note(self, found_inf: Tensor) -> None:
+        self._block.found_inf.copy_(found_inf)
+        super()._note(found_inf)
 
 
 _MARK: Final = 2.0**-100
-
-
-def fits(clip: Clip) -> bool:
-    """Whether a clip needs nothing of the gradients but the sum of their squares."""
-    return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
-
-
-def coefficient(clip: Clip, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The norm of the gradients, and what to multiply them by; None where nothing is clipped.  # f32[], f32[]"""
-    limit = limit_of_norm(clip)
-    if limit is None:
-        return None, None
-    norm = squares.sqrt()
-    return norm, torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.bypass import refuse_half_way
 from halfpeak.engine.closures import Guard, take_closure
-from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import hand_over, take_back
 from halfpeak.engine.movement import Movement
 from halfpeak.engine.roster import Roster
+from halfpeak.engine.served import Served
 from halfpeak.engine.slots import Owner, Phase, Slots
 from halfpeak.engine.trace import Trace
 from halfpeak.fused.books import Account, Books
@@ -72,7 +72,7 @@ class Lane:
         self._slots: Slots | None = None
         self.trace = Trace()
         self._roster: Roster | None = None
-        self._deferred: Deferred | None = None
+        self._deferred: Served | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -138,7 +138,7 @@ class Lane:
         self.trace.lay(min(free, key=Tensor.numel, default=None))
         self.keep_trace()
 
-    def defer(self, deferred: Deferred) -> None:
+    def defer(self, deferred: Served) -> None:
         """Leave the gradients of a backward pass to the optimizer's step."""
         self._deferred = deferred
         self.phase = Phase.DEFERRED
@@ -151,7 +151,7 @@ class Lane:
             deferred.take_in()
 
     def measure(self, books: Books | None = None) -> Tensor | Account | None:
-        """What :meth:`Deferred.measure` says of gradients that are left to the step; None if they are not."""
+        """What :meth:`Served.measure` says of gradients that are left to the step; None if they are not."""
         deferred = self._undisturbed()
         return None if deferred is None else deferred.measure(books)
 
@@ -289,8 +289,7 @@ class Lane:
         else:
             self.masters.publish(self.optimizer)
         if self._deferred is not None:
-            self._deferred.withdraw(keep=self._keeps)
-            self._is_swept = not self._keeps
+            self._is_swept = self._deferred.withdraw(keep=self._keeps)
         if not self._is_driven:
             self.drop_masters()
         self.close()
@@ -309,7 +308,7 @@ class Lane:
         self.is_stepping = False
         self._movement = None
 
-    def _undisturbed(self) -> Deferred | None:
+    def _undisturbed(self) -> Served | None:
         """The gradients that are left to the step, unless somebody has zeroed them."""
         if self._deferred is not None and not self._deferred.are_there():
             self.drop()

@@ -16,12 +16,13 @@ from halfpeak.core.host import is_on_host, read_host
 from halfpeak.core.outcome import StepResult
 from halfpeak.engine.block import Block
 from halfpeak.engine.bypass import require_taken_in
-from halfpeak.engine.deferred import Deferred, can_defer, coefficient, fits
+from halfpeak.engine.deferred import Deferred
 from halfpeak.engine.fused import takes_found_inf
 from halfpeak.engine.journal import Journal
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.plan import Plan
 from halfpeak.engine.release import Release
+from halfpeak.engine.served import can_serve, coefficient, fits, serve_taken
 from halfpeak.engine.slots import Phase
 from halfpeak.engine.steward import Steward
 from halfpeak.engine.strays import Strays
@@ -85,7 +86,7 @@ class Phases:
             scale = block.scale_of(scaler)
             block.begin()
             self.strays.open()
-            defers = report is None and fits(self._plan.clip) and can_defer(lanes)
+            defers = report is None and fits(self._plan.clip) and can_serve(lanes)
             ends = self._plan.accumulation.is_boundary(self._journal.index)
             # Gradients that stay scaled are for autograd to add to; those of a window of one pass, for the step to read.
             stays = delay or block.adds_to_scaled or (defers and ends and block.begins_window)
@@ -123,6 +124,7 @@ class Phases:
             self._journal.index += 1
             return StepResult(torch.zeros_like(lanes[0].found_inf), self._scale, None, boundary=False)
         try:
+            serve_taken(lanes, self._plan.clip)
             squares = lanes[0].measure(self._books(lanes[0])) if len(lanes) == 1 else None
             if isinstance(squares, Account):
                 return self._commit_account(squares, lanes[0], keep_gradients=keep_gradients)
@@ -202,14 +204,8 @@ class Phases:
         if len(noted) != 1 or not self.verdict.local or self._trouble.value > 0 or self._is_near_collapse():
             return None
         scaler = noted[0][0]
-        return Books(
-            scaler.config,
-            scaler.state,
-            self._journal.taken,
-            self._journal.skipped,
-            lane.found_inf,
-            limit_of_norm(self._plan.clip),
-        )
+        journal, limit = self._journal, limit_of_norm(self._plan.clip)
+        return Books(scaler.config, scaler.state, journal.taken, journal.skipped, lane.found_inf, limit)
 
     def _commit_account(self, account: Account, lane: Lane, *, keep_gradients: bool) -> StepResult:
         """:meth:`commit` where everything has been decided on the device."""
