@@ -13,6 +13,7 @@ from halfpeak.fused.roads.choose import RoadName
 from halfpeak.fused.roads.compiled import CompiledRoad
 from halfpeak.fused.roads.device import EagerDeviceRoad
 from halfpeak.fused.roads.eager import EagerRoad
+from support.triton import INTERPRETED
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -174,7 +175,7 @@ def test_what_was_prepared_for_other_gradients_is_dropped(road: RoadName) -> Non
     assert max(sizes[4:]) == max(sizes[:4])
 
 
-@pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.parametrize("road", ["eager", "compiled", pytest.param("triton", marks=INTERPRETED)])
 def test_where_new_tensors_go_by_default_does_not_matter(road: RoadName) -> None:
     ours, theirs = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
     with_default, without = (FusedAdamW([one], lr=0.1, road=road) for one in (ours, theirs))

@@ -16,14 +16,13 @@ from halfpeak.fused.books import Books
 from halfpeak.fused.optimizer import FusedOptimizer
 from halfpeak.ops.triton import is_installed
 
+INTERPRETED = pytest.mark.skipif(
+    not is_installed() or os.environ.get("TRITON_INTERPRET") != "1", reason="needs triton's interpreter"
+)
+"""Kernels run on the CPU, in triton's interpreter."""
+
 DEVICES = [
-    pytest.param(
-        "cpu",
-        marks=pytest.mark.skipif(
-            not is_installed() or os.environ.get("TRITON_INTERPRET") != "1",
-            reason="needs triton's interpreter",
-        ),
-    ),
+    pytest.param("cpu", marks=INTERPRETED),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 """For ``@pytest.mark.parametrize("device", DEVICES)``."""
