@@ -181,3 +181,42 @@ def test_a_gradient_with_a_graph_keeps_it() -> None:
     assert grad is not None
     assert grad.requires_grad
     model.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("how", ["added", "replaced", "a parameter"])
+def test_layers_that_come_later(level: str, accumulate: int, how: str) -> None:
+    grads: list[list[Tensor]] = []
+    for scale in (1.0, 1024.0):
+        model = _Net()
+        optimizer = torch.optim.SGD(model.first.parameters(), lr=0.0)
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale, accumulate=accumulate)
+        late: list[nn.Parameter] = []
+        # The second window in the middle of which something comes.
+        for number in range(3 * accumulate):
+            if number == accumulate + accumulate // 2:
+                late = _come(model, how)
+            with engine.forward():
+                loss = _loss(model)
+                loss = loss + sum(p.float().square().sum() for p in late if p.dim() == 3)
+            engine.backward(loss)
+            engine.step()
+        grads.append([p.grad for p in late if p.grad is not None])
+    assert len(grads[0]) == (1 if how == "a parameter" else 2)
+    assert all(bool(g.abs().max() > 0) for g in grads[0])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def _come(model: _Net, how: str) -> list[nn.Parameter]:
+    """What is new in a model."""
+    torch.manual_seed(1)
+    dtype = model.last.weight.dtype
+    if how == "added":
+        model.last = nn.Sequential(model.last, layer := nn.Linear(2, 2, dtype=dtype))  # type: ignore[assignment]
+        return list(layer.parameters())
+    if how == "replaced":
+        model.last = nn.Linear(4, 2, dtype=dtype)
+        return list(model.last.parameters())
+    model.first.late = nn.Parameter(torch.ones(1, 2, 2, dtype=dtype))
+    return [model.first.late]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ class Strays:
         self._models = list(models)
         self._lanes = lanes
         self._known: list[Slots] = []
+        # What every layer holds, as torch keeps it, and what that was: layers may come, go and be replaced at any time.
+        self._tables: list[dict[str, Any]] = []
+        self._entries: list[object] = []
         self._found: list[Tensor] = []
         # True-sized gradients from before, for as long as scaled ones lie in their place.
         self._parked: list[Tensor | None] | None = None
@@ -42,12 +47,10 @@ class Strays:
     def open(self) -> None:
         """Before a backward pass: set aside what is there, unless it lies there scaled and waiting."""
         # Where none is left, somebody has called zero_grad() in the middle of a window.
-        if self._parked is not None and any(grad is not None for grad in gradients_of(self._found)):
-            return
+        waits = self._parked is not None and any(grad is not None for grad in gradients_of(self._found))
+        parked = dict(zip(map(id, self._found), self._parked or (), strict=False)) if waits else {}
         self._look()
-        self._parked = [kept(grad) for grad in gradients_of(self._found)]
-        for parameter in self._found:
-            parameter.grad = None
+        self._parked = [parked[id(p)] if id(p) in parked else _set_aside(p) for p in self._found]
 
     def put_back(self) -> None:
         """Everything as it was before :meth:`open`; what has been scaled since is dropped."""
@@ -71,10 +74,27 @@ class Strays:
             parameter.grad = grad if there is None else there + grad
 
     def _look(self) -> None:
-        """Find them again where an optimizer's parameters have changed."""
+        """Find them again where an optimizer's parameters have changed, or those of a model."""
         now = [lane.slots() for lane in self._lanes]
-        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+        if not (_are(now, self._known) and _are(_values(self._tables), self._entries)):
             stepped = {id(slot.source) for slots in now for slot in slots}
             found = {id(p): p for model in self._models for p in model.parameters() if id(p) not in stepped}
             self._found = list(found.values())
             self._known = now
+            modules = {id(module): module for model in self._models for module in model.modules()}.values()
+            self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+            self._entries = _values(self._tables)
+
+
+def _set_aside(parameter: Tensor) -> Tensor | None:
+    grad, parameter.grad = kept(parameter.grad), None
+    return grad
+
+
+def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
+    """Parameters and layers by which a model is asked for its parameters. Read in every step, so in a loop that runs in C."""
+    return list(chain.from_iterable(map(dict[str, Any].values, tables)))
+
+
+def _are(now: Sequence[object], known: Sequence[object]) -> bool:
+    return len(now) == len(known) and all(map(is_, now, known))
