@@ -68,6 +68,26 @@ def test_a_weight_that_froze_inside_the_window(level: str, how: str) -> None:
     assert state_hash(other) == state_hash(straight)
 
 
+@pytest.mark.parametrize("how", ["load", "copy"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_window_of_two_optimizers(level: str, how: str) -> None:
+    def two() -> halfpeak.Engine:
+        model = net()
+        weights = list(model.parameters())
+        halves = [OPTIMIZERS["SGD"](weights[::2]), OPTIMIZERS["SGD"](weights[1::2])]
+        return halfpeak.prepare(model, halves, level, accumulate=3)
+
+    straight, other = two(), two()
+    train(straight, range(4))
+    if how == "copy":
+        other = copy.deepcopy(straight)
+    else:
+        other.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, other):
+        train(engine, range(4, 9))
+    assert state_hash(other) == state_hash(straight)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_to_the_end_through_a_file(level: str, tmp_path: Path) -> None:
     straight, saving = build(level, "AdamW", every=2), build(level, "AdamW", every=2)

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Phase, Slots
 from halfpeak.engine.state_checks import VERSION, check_state, check_window
@@ -67,8 +69,10 @@ def put_window(engine: Engine, window: Mapping[str, Any]) -> None:
         StateError: it does not fit. Nothing was loaded.
     """
     check_window(engine, window)
+    # Lanes whose gradients wait under one scale share the tensor.
+    scales: dict[tuple[int, float], Tensor] = {}
     for lane, saved in zip(engine.lanes, window["lanes"], strict=True):
-        _open_window(lane, saved, engine.scalers)
+        _open_window(lane, saved, engine.scalers, scales)
     engine.journal.cancel()
     for index, found_inf in window["losses"].items():
         engine.journal.note(engine.scalers[index], found_inf.to(engine.device, copy=True))
@@ -98,7 +102,12 @@ def _window_of(lane: Lane, scalers: Sequence[LossScaler]) -> dict[str, Any]:
     }
 
 
-def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossScaler]) -> None:
+def _open_window(
+    lane: Lane,
+    saved: Mapping[str, Any],
+    scalers: Sequence[LossScaler],
+    scales: dict[tuple[int, float], Tensor],
+) -> None:
     lane.drop()
     slots = lane.roster().everyone
     for index, grad in saved["true_sized"].items():
@@ -113,7 +122,8 @@ def _open_window(lane: Lane, saved: Mapping[str, Any], scalers: Sequence[LossSca
     lane.include(Slots(slots[index] for index in sorted({*saved["true_sized"], *saved["scaled"]})))
     if saved["frozen"] is not None:
         index, scale = saved["frozen"]
-        lane.frozen = (scalers[index], scale.to(lane.found_inf.device, copy=True))
+        scale = scales.setdefault((index, float(scale)), scale.to(lane.found_inf.device, copy=True))
+        lane.frozen = (scalers[index], scale)
     lane.found_inf = saved["found_inf"].to(lane.found_inf.device, copy=True)
     lane.phase = Phase[saved["phase"]]
     if lane.phase is Phase.UNSCALED:
