@@ -253,6 +253,76 @@ def test_two_backward_passes_to_a_step_and_one_without() -> None:
     assert_same(python.engine.state_dict(), compiled.engine.state_dict())
 
 
+class _Reuses(torch.fx.Interpreter):
+    """Runs a graph as a compiler does that uses the memory of gradients again once an operator has had them."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        out = super().call_function(target, args, kwargs)
+        if str(target).startswith("halfpeak.step"):
+            for grad in args[4]:
+                grad.fill_(float("nan"))
+        return out
+
+
+def reusing(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    return _Reuses(graph).run
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", ["sgd", "fused", "remainder"])
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_a_window_that_stays_open_holds_no_memory_of_the_graph(
+    level: str, optimizer: str, num_losses: int
+) -> None:
+    if optimizer == "remainder" and level == "O2":
+        level = "O4"
+
+    def thrice(run: Run) -> Callable[..., None]:
+        def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
+            for part in range(3):
+                with run.engine.forward():
+                    loss = F.cross_entropy(run.net(x + part).float(), y) * factor
+                run.engine.backward(loss)
+                run.engine.step()
+
+        return step
+
+    options: dict[str, Any] = {"level": level, "accumulate": 2, "num_losses": num_losses, "clip": None}
+    python, compiled = (Run(OPTIMIZERS[optimizer], **options) for _ in range(2))
+    train = compiled.engine.compile(thrice(compiled), backend=reusing)
+    for batch in batches(3):
+        thrice(python)(*batch)
+        train(*batch)
+    assert python.engine.has_open_window
+    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
+    assert all(p.isfinite().all() for p in compiled.net.parameters())
+
+
+def test_gradients_of_an_optimizer_that_is_stepped_later_hold_none_either() -> None:
+    def both() -> tuple[halfpeak.Engine, Callable[[Tensor], None]]:
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in nets]
+        engine = halfpeak.prepare(nets, optimizers, "O0")
+
+        def step(x: Tensor) -> None:
+            with engine.forward():
+                loss = nets[1](nets[0](x)).square().mean()
+            engine.backward(loss)
+            engine.step(optimizers=optimizers[0])
+            engine.step(optimizers=optimizers[1])
+
+        return engine, step
+
+    (engine, python), (other, function) = both(), both()
+    train = other.compile(function, backend=reusing)
+    for x, *_ in batches(3):
+        python(x[:, :4])
+        train(x[:, :4])
+    assert_same(engine.state_dict(), other.state_dict())
+    assert all(p.isfinite().all() for net in other.models for p in net.parameters())
+
+
 def test_weights_that_share_a_gradient_or_have_none() -> None:
     results: list[dict[str, Any]] = []
     for compiles in (False, True):

@@ -238,7 +238,9 @@ class Whole:
         for mine, given in copies:
             mine.copy_(given)
         if backward:
-            self.run_backward(backward, which, grads, own=True)
+            # Memory that the graph uses again must not hold what a later step is to read.
+            ends = engine.plan.accumulation.is_boundary(engine.index) and set(backward[1:]) <= set(lanes)
+            self.run_backward(backward, which, grads, own=ends)
         else:
             self.agree()
         result = engine.step(optimizers=[engine.optimizers[number] for number in lanes])
