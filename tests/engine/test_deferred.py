@@ -584,3 +584,16 @@ def test_a_long_run_keeps_nothing() -> None:
     train(engine, range(20, 420), dict.fromkeys(range(25, 420, 97), INF))
     gc.collect()
     assert len(gc.get_objects()) - before < 100
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_where_new_tensors_go_by_default_does_not_matter(level: str, optimizer: str) -> None:
+    engine, other = build(level, optimizer, clip=0.1), build(level, optimizer, clip=0.1)
+    for number in range(3):
+        backward(engine, number)
+        backward(other, number)
+        engine.step()
+        with torch.device("meta"):
+            other.step()
+    assert state_hash(engine) == state_hash(other)

@@ -22,8 +22,10 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     return True
 
 
-def hand_over(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Let the optimizer's coming step do nothing if ``found_inf`` is 1.  # f32[]"""
+def hand_over(optimizer: Optimizer, verdict: Tensor | bool) -> None:
+    """Let the optimizer's coming step do nothing if the verdict is 1.  # f32[] or bool"""
+    # What the host knows stays there, wherever new tensors go by default.
+    found_inf = verdict if isinstance(verdict, Tensor) else torch.tensor(float(verdict), device="cpu")
     optimizer.__dict__.update(found_inf=found_inf, grad_scale=None)
 
 

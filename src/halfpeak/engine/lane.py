@@ -266,7 +266,7 @@ class Lane:
             self.masters.mark_stepped(optimizer)
             return rebuild(Guard(closure, self, self._owner))
         if isinstance(verdict, Tensor) or self._deferred is not None:
-            hand_over(optimizer, torch.as_tensor(verdict, dtype=torch.float32))
+            hand_over(optimizer, verdict)
         elif verdict is True:
             for target in self.roster().targets:
                 target.grad = None
