@@ -268,6 +268,17 @@ def reusing(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
     return _Reuses(graph).run
 
 
+def thrice(run: Run) -> Callable[..., None]:
+    def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
+        for part in range(3):
+            with run.engine.forward():
+                loss = F.cross_entropy(run.net(x + part).float(), y) * factor
+            run.engine.backward(loss)
+            run.engine.step()
+
+    return step
+
+
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 @pytest.mark.parametrize("optimizer", ["sgd", "fused", "remainder"])
 @pytest.mark.parametrize("num_losses", [1, 2])
@@ -276,16 +287,6 @@ def test_a_window_that_stays_open_holds_no_memory_of_the_graph(
 ) -> None:
     if optimizer == "remainder" and level == "O2":
         level = "O4"
-
-    def thrice(run: Run) -> Callable[..., None]:
-        def step(x: Tensor, y: Tensor, factor: Tensor) -> None:
-            for part in range(3):
-                with run.engine.forward():
-                    loss = F.cross_entropy(run.net(x + part).float(), y) * factor
-                run.engine.backward(loss)
-                run.engine.step()
-
-        return step
 
     options: dict[str, Any] = {"level": level, "accumulate": 2, "num_losses": num_losses, "clip": None}
     python, compiled = (Run(OPTIMIZERS[optimizer], **options) for _ in range(2))
@@ -296,6 +297,17 @@ def test_a_window_that_stays_open_holds_no_memory_of_the_graph(
     assert python.engine.has_open_window
     assert_same(python.engine.state_dict(), compiled.engine.state_dict())
     assert all(p.isfinite().all() for p in compiled.net.parameters())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_skip_puts_statistics_back_to_where_a_window_began_inside_the_graph(backend: str) -> None:
+    python, compiled = (Run(level="O5", accumulate=2, clip=None) for _ in range(2))
+    first, *_, last = batches(4)
+    thrice(python)(*first)
+    compiled.engine.compile(thrice(compiled), backend=backend)(*first)
+    for run in (python, compiled):
+        assert not run.step(*last)[1].stepped()
+    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
 
 
 def test_gradients_of_an_optimizer_that_is_stepped_later_hold_none_either() -> None:

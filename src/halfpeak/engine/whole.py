@@ -189,12 +189,12 @@ class Whole:
         """
         self.agree()
         engine = self._engine
+        engine.buffers.note_begun()
         loss_id, *numbers = backward
         lanes = [engine.lanes[number] for number in numbers]
         weights = [weight for number in numbers for weight in self.weights[number]]
         delay = engine.delays_unscaling()
-        taken: set[int] = set()
-        given: set[int] = set()
+        taken, given = set[int](), set[int]()
         with engine.scaled(torch.zeros_like(self.ticket), lanes=lanes, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
                 weight = weights[index]

@@ -48,6 +48,11 @@ class BatchNormBuffers:
         for model in self._models:
             model.begin()
 
+    def note_begun(self) -> None:
+        """A forward pass has begun where :meth:`begin` was not called, from the statistics that were saved."""
+        for model in self._models:
+            model.note_begun()
+
     def reload(self) -> None:
         """After a checkpoint was loaded: a skipped step must not put back what was there before it."""
         for model in self._models:
@@ -120,6 +125,9 @@ class _OfModel:
             self._has_begun = True
             if self._marks != self._read_marks():
                 self.save()
+
+    def note_begun(self) -> None:
+        self._has_begun = True
 
     def reload(self) -> None:
         if not self._was_given:
