@@ -208,3 +208,14 @@ def test_a_layer_wise_rule_sees_no_neighbour_in_the_arena() -> None:
     first.step()
     second.step()
     assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.parametrize("size", [8, 300])
+def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(road: RoadName, size: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(size, size))
+    grad = torch.linspace(-1, 1, size * size).view(size, size)
+    weight.grad = torch._neg_view(-grad)
+    assert torch.equal(weight.grad, grad)
+    FusedSGD([weight], lr=1.0, road=road).step()
+    assert torch.equal(weight.detach(), -grad)

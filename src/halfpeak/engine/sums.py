@@ -79,7 +79,12 @@ def _run(
     verb: Callable[..., tuple[()]], into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor
 ) -> bool:
     """Whether ``verb`` has a kernel for these, which has run then."""
-    if grad.dtype not in _READ or inv_scale.device.type != "cpu" or found_inf.device.type != "cpu":
+    if (
+        grad.dtype not in _READ
+        or grad.is_neg()
+        or inv_scale.device.type != "cpu"
+        or found_inf.device.type != "cpu"
+    ):
         return False
     vectors = chunks.vectors(into, grad)
     if vectors is None:

@@ -104,7 +104,8 @@ _DTYPE: Final = attrgetter("dtype")
 
 
 def _is_in_order(grad: Tensor, block: Block) -> bool:
-    return (grad.shape, grad.stride()) == block.shapes[0]
+    # Kernels read memory, where a lazily negated tensor lies with the other sign.
+    return (grad.shape, grad.stride()) == block.shapes[0] and not grad.is_neg()
 
 
 def _in_order(grad: Tensor, block: Block) -> Tensor:
