@@ -80,6 +80,15 @@ def test_a_master_is_stepped_and_its_low_weight_follows(low: torch.dtype, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(300, device=device))
+    grad = torch.linspace(-1, 1, 300, device=device)
+    weight.grad = torch._neg_view(-grad)
+    FusedSGD([weight], lr=1.0, road="triton").step()
+    assert torch.equal(weight.detach(), -grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, math.inf, math.nan, -1.0])
 def test_anything_but_zero_keeps_all_as_it_is(found_inf: float, device: str) -> None:
     parameters = parameters_on(device)

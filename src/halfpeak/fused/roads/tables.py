@@ -163,7 +163,7 @@ class Tables:
         if grads is self._last:
             return self._chunks
         own = cast(list[Tensor], [grads[i] for i in self._order])
-        if list(map(Tensor.stride, own)) != self._strides:
+        if list(map(Tensor.stride, own)) != self._strides or any(map(Tensor.is_neg, own)):
             own = list(starmap(_in_order, zip(own, self._forms, strict=True)))
         self._last, self._held = grads, own
         addresses = list(map(Tensor.data_ptr, own))
@@ -282,7 +282,8 @@ def _members(piece: Piece, number: int) -> list[_Member]:
 def _in_order(grad: Tensor, form: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
     """A gradient in the order of its parameter's memory."""
     stride, shape = form
-    if grad.stride() == stride:
+    # Kernels read memory, where a lazily negated tensor lies with the other sign.
+    if grad.stride() == stride and not grad.is_neg():
         return grad
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
