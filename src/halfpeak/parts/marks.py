@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -50,9 +50,9 @@ class Marks:
         """What all look like now."""
         before = self._places
         self._versions, self._places = _look(tensors)
-        if self._places != before:
-            for index, has_moved in enumerate(map(ne, self._places, before)):
-                if has_moved:
+        if self._places != before or any(map(_EXPIRED, self._cells)):
+            for index, cell in enumerate(self._cells):
+                if self._places[index] != before[index] or _EXPIRED(cell):
                     self._find(index, tensors[index])
 
     def note_one(self, index: int, tensor: Tensor) -> None:
