@@ -16,22 +16,14 @@ def marked(*tensors: Tensor) -> Marks:
     return marks
 
 
-def back_to_its_address(tensor: Tensor) -> bool:
-    """Give a tensor other memory until it lies where it lay before, which nobody else can see."""
-    place = tensor.data_ptr()
-    for _ in range(50):
-        tensor.data = tensor.data * 0.5
-        if tensor.data_ptr() == place:
-            return True
-    return False
-
-
 def test_other_memory_at_the_same_address_is_noticed_once() -> None:
-    tensors = [torch.ones(300, 300), torch.ones(3)]
+    room = bytearray(16)
+    tensors = [torch.ones(4), torch.ones(3)]
+    tensors[0].data = torch.frombuffer(room, dtype=torch.float32)
     marks = marked(*tensors)
-    version = tensors[0]._version
-    assert back_to_its_address(tensors[0])
-    assert tensors[0]._version == version
+    before = tensors[0]._version, tensors[0].data_ptr()
+    tensors[0].data = torch.frombuffer(room, dtype=torch.float32)
+    assert (tensors[0]._version, tensors[0].data_ptr()) == before
     assert not marks.agree(tensors)
     assert [marks.agrees(i, tensor) for i, tensor in enumerate(tensors)] == [False, True]
     marks.note(tensors)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfpeak.core.tracing import untraced
 from halfpeak.engine.block import kept
 from halfpeak.engine.lane import Lane
 from halfpeak.engine.slots import Slots
@@ -44,6 +45,7 @@ class Strays:
         self._models.append(model)
         self._known = []
 
+    @untraced
     def open(self) -> None:
         """Before a backward pass: set aside what is there, unless it lies there scaled and waiting."""
         # Where none is left, somebody has called zero_grad() in the middle of a window.
@@ -52,12 +54,14 @@ class Strays:
         self._look()
         self._parked = [parked[id(p)] if id(p) in parked else _set_aside(p) for p in self._found]
 
+    @untraced
     def put_back(self) -> None:
         """Everything as it was before :meth:`open`; what has been scaled since is dropped."""
         for parameter, grad in zip(self._found, self._parked or (), strict=False):
             parameter.grad = grad
         self._parked = None
 
+    @untraced
     def absorb(self, scale: Tensor) -> None:
         """Make the new gradients true-sized and add what was set aside."""
         fresh = [(p, p.grad) for p in self._found if p.grad is not None]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from halfpeak.core.tracing import untraced
+
 
 class Marks:
     """Versions and places of a growing list of tensors, which is named in the same order each time.
@@ -20,7 +22,7 @@ class Marks:
     Example:
         >>> import torch
         >>> marks, tensors = Marks(), [torch.ones(2)]
-        >>> marks.add()
+        >>> marks.add(tensors[0])
         >>> marks.note(tensors)
         >>> before = marks.agree(tensors)
         >>> _ = tensors[0].mul_(2)
@@ -46,6 +48,7 @@ class Marks:
         """Whether it was noted what a tensor looks like."""
         return self._versions[index] != _UNSEEN
 
+    @untraced
     def note(self, tensors: Sequence[Tensor]) -> None:
         """What all look like now."""
         before = self._places
@@ -55,15 +58,18 @@ class Marks:
                 if self._places[index] != before[index] or _EXPIRED(cell):
                     self._find(index, tensors[index])
 
+    @untraced
     def note_one(self, index: int, tensor: Tensor) -> None:
         """What one looks like now."""
         self._versions[index], self._places[index] = tensor._version, tensor.data_ptr()
         self._find(index, tensor)
 
+    @untraced
     def agree(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all look as they did."""
         return _look(tensors) == (self._versions, self._places) and not any(map(_EXPIRED, self._cells))
 
+    @untraced
     def agrees(self, index: int, tensor: Tensor) -> bool:
         """Whether one looks as it did."""
         return (
