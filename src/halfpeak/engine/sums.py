@@ -33,10 +33,7 @@ class Sums:
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     ) -> None:
         """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
-        if self._compiles:
-            ran = [_run(_add, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
-            left = [not has_run for has_run in ran]
-            into, grads = list(compress(into, left)), list(compress(grads, left))
+        into, grads = self._left_by(_add, into, grads, inv_scale, found_inf)
         foreach.accumulate_(into, grads, inv_scale, found_inf)
 
     def unscaled(
@@ -53,11 +50,23 @@ class Sums:
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     ) -> None:
         """``into = grad * inv_scale`` of low, dense gradients; see :func:`halfpeak.ops.foreach.unscale_into`."""
-        if self._compiles:
-            ran = [_run(_set, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
-            left = [not has_run for has_run in ran]
-            into, grads = list(compress(into, left)), list(compress(grads, left))
+        into, grads = self._left_by(_set, into, grads, inv_scale, found_inf)
         foreach.unscale_into(into, grads, inv_scale, found_inf)
+
+    def _left_by(
+        self,
+        verb: Callable[..., tuple[()]],
+        into: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inv_scale: Tensor,
+        found_inf: Tensor,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Run ``verb`` on those for which it has a kernel; the others."""
+        if not self._compiles:
+            return into, grads
+        ran = [_run(verb, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
+        left = [not has_run for has_run in ran]
+        return list(compress(into, left)), list(compress(grads, left))
 
 
 def sums_of(optimizers: Iterable[Optimizer], targets: Sequence[Tensor]) -> Sums:
