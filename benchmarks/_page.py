@@ -14,7 +14,7 @@ Results: TypeAlias = Mapping[str, Rows]
 QUESTIONS = ("step", "memory", "training", "accumulation", "casting", "compile")
 AMP, HAND = "native AMP", "by hand, AdamW(fused=True)"
 FUSED, PER_OP, LOW = (
-    "halfpeak O2, FusedAdamW, compiled road",
+    "halfpeak O2, FusedAdamW, compiled backend",
     "halfpeak per operation, torch's lists",
     "halfpeak O2",
 )

@@ -1,8 +1,8 @@
 """What does accumulating gradients cost, per backward pass?
 
 With one and with four backward passes to a step, of few rows each, so that what is done per weight weighs: casts of weights,
-unscaling, adding up, and, once per step, the step. ``torch.autocast`` casts every weight in every pass, and so do O1 and O4
-but with shadow weights, which are cast once per step. "Released" are gradients that are added up while backward goes on.
+unscaling, adding up, and, once per step, the step. ``torch.autocast`` casts every weight in every pass, and so do O1 and O4.
+"Released" are gradients that are added up while backward goes on.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def makers(build: Callable[[], nn.Module], x: Tensor, device: str, passes: int) 
     levels: dict[str, dict[str, Any]] = {
         "per operation, torch's lists": {**per_op, "op_lists": "torch"},
         "per operation, apex's lists": per_op,
-        "per operation, apex's lists, shadow weights": {**per_op, "shadow_weights": True},
         "O2": {"level": "O2", "cast_model_type": low},
-        "O2, released": {"level": "O2", "cast_model_type": low, "release_gradients": True},
     }
     return {
         "float32": by_hand(build, x, device, passes, None),

@@ -2,7 +2,7 @@
 
 Per operation: one that nobody casts, one that only apex's lists look at, one that they compute in float32, one that everybody
 casts, with its weights. The times are of 1,000 calls without a backward pass, which end with their result: the weakly held
-casts of weights with it, while autocast and shadow weights keep theirs. Then whole nets, forward and backward, of sizes at
+casts of weights with it, while autocast keeps its own. Then whole nets, forward and backward, of sizes at
 which an operation's overhead weighs much or little, and over a window of four backward passes.
 """
 
@@ -16,8 +16,7 @@ import torch
 from _harness import Variant, arguments, report, time_variants
 from torch import Tensor, nn
 
-from halfpeak.casting.device import DeviceCasts
-from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.casts import DeviceCasts, OpCasts
 
 CALLS = 1000
 LOW = torch.bfloat16
@@ -28,7 +27,7 @@ Scope = AbstractContextManager[Any]
 def scopes(device: str) -> dict[str, tuple[Callable[[], Scope], Callable[[], None]]]:
     """By name: what gives the scope of a forward pass, and what a step does to it."""
     device_type = torch.device(device).type
-    apex, shadow, lists = OpCasts(LOW), OpCasts(LOW, shadow=True), DeviceCasts(device_type, LOW)
+    apex, lists = OpCasts(LOW), DeviceCasts(device_type, LOW)
     return {
         "no casts": (nullcontext, _nothing),
         "torch.autocast": (lambda: torch.autocast(device_type, LOW), _nothing),
@@ -38,7 +37,6 @@ def scopes(device: str) -> dict[str, tuple[Callable[[], Scope], Callable[[], Non
         ),
         "halfpeak, torch's lists": (lambda: lists, _nothing),
         "halfpeak, apex's lists": (lambda: apex, _nothing),
-        "halfpeak, apex's lists, shadow weights": (lambda: shadow, shadow.clear_cache),
     }
 
 

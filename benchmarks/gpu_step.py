@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import halfpeak
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
 
 MANY: list[Shape] = [(1024,)] * 400
 TIMED: dict[str, list[Shape]] = {
@@ -185,7 +185,7 @@ def split_engine(
     loss = torch.zeros((), device=device)
 
     def before() -> None:
-        with engine.scaled(loss, lanes=engine.lanes):
+        with engine.scaled(loss, lanes=engine.context.prepared):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 

@@ -56,7 +56,7 @@ def main() -> None:
     options = arguments(__doc__)
     device = options.device
     fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
-    roads = ("compiled", "eager") if device == "cpu" else ("auto",)
+    backends = ("compiled", "eager") if device == "cpu" else ("auto",)
     for case in chosen(CASES, options):
         shapes = CASES[case]
         variants = {
@@ -66,13 +66,15 @@ def main() -> None:
             "GradScaler, float32, AdamW(foreach=True)": with_grad_scaler(shapes, device, foreach),
             "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
             **{
-                f"halfpeak O2, FusedAdamW, {road} road": with_engine(
-                    shapes, device, functools.partial(FusedAdamW, road=road)
+                f"halfpeak O2, FusedAdamW, {backend} backend": with_engine(
+                    shapes, device, functools.partial(FusedAdamW, backend=backend)
                 )
-                for road in roads
+                for backend in backends
             },
             "halfpeak O2, FusedAdamW, all in two tensors": with_engine(
-                [(sum(map(math.prod, shapes)),), (16,)], device, functools.partial(FusedAdamW, road=roads[0])
+                [(sum(map(math.prod, shapes)),), (16,)],
+                device,
+                functools.partial(FusedAdamW, backend=backends[0]),
             ),
             "a copy of 30 bytes a parameter": copy(shapes, device),
         }
@@ -85,8 +87,10 @@ def main() -> None:
             "AdamW(fused=True)": plain(shapes, device, fused),
             "AdamW(foreach=True)": plain(shapes, device, foreach),
             **{
-                f"FusedAdamW, {road} road": plain(shapes, device, functools.partial(FusedAdamW, road=road))
-                for road in roads
+                f"FusedAdamW, {backend} backend": plain(
+                    shapes, device, functools.partial(FusedAdamW, backend=backend)
+                )
+                for backend in backends
             },
         }
         variants |= {name: plain(shapes, device, rival) for name, rival in optimizers(device).items()}
@@ -122,7 +126,7 @@ def with_engine(
     loss = torch.zeros((), device=device)
 
     def run() -> None:
-        with engine.scaled(loss, lanes=engine.lanes):
+        with engine.scaled(loss, lanes=engine.context.prepared):
             hand_over(parameters, gradients)
         engine.step()
 

@@ -26,14 +26,14 @@ from halfpeak.core.errors import (
     StateError,
 )
 from halfpeak.core.levels import LEVELS, Level, Properties
-from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.memory import Memory
+from halfpeak.engine.memory_report import Memory
 from halfpeak.engine.prepare import prepare
 from halfpeak.integrations.grad_scaler import GradScaler
-from halfpeak.parts.clip import ClipNorm, ClipValue
+from halfpeak.state.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
 

@@ -98,19 +98,6 @@ def through_engine(level: str, kind: str, clip: float | None, **options: Any) ->
     return history
 
 
-@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_apex_door_and_engine(level: str, kind: str, clip: float | None) -> None:
-    door, engine = through_amp(level, kind, clip), through_engine(level, kind, clip)
-    assert door.scales == engine.scales
-    assert door.stepped == engine.stepped
-    assert door.values == engine.values
-    assert 5 < sum(door.stepped) <= STEPS - len(OVERFLOWS)
-    if level in ("O1", "O2"):
-        assert door.scales[-1] < 65536.0
-
-
 @pytest.mark.parametrize("scale", [1.0, 64.0, "dynamic"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_apex_door_and_engine_at_other_scales(level: str, scale: float | str) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import halfpeak
-from halfpeak import amp
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, ScalarHistory
-from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.nets import OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
 
 Clipping = Callable[[list[Tensor]], object]
@@ -146,65 +145,6 @@ def poisoned(i: int) -> tuple[Tensor, Tensor]:
     """Every third batch overflows in any 16-bit dtype and in float32."""
     x, y = make_batch(i)
     return (x * 1e38, y) if i % 3 == 1 else (x, y)
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-fused"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_apex_wrapper_is_amp_is_the_engine(level: str, optimizer: str, clip: float | None) -> None:
-    trained: list[list[Any]] = []
-    # The caller of amp clips with torch, which takes the norm of float16 gradients in float16.
-    by_amp = [] if level == "O3" and clip is not None else [_by_amp]
-    for train in (_by_wrapper, _by_engine, *by_amp):
-        model = make_net()
-        stepping = OPTIMIZERS[optimizer](model.parameters())
-        scales = train(level, model, stepping, clip)
-        trained.append([values(model, stepping), scales])
-    assert all(one == trained[0] for one in trained)
-    assert sum(scales[i] < scales[i - 1] for i in range(1, 7)) == 2
-
-
-def _by_wrapper(level: str, model: nn.Module, optimizer: Any, clip: float | None) -> list[float]:
-    scales: list[float] = []
-    wrapper = ApexOptimWrapper(
-        level, optimizer=optimizer, clip_grad=None if clip is None else {"max_norm": clip}
-    )
-    for i in range(7):
-        x, y = poisoned(i)
-        with wrapper.optim_context(model):
-            loss = mse_loss(model(x).float(), y)
-        wrapper.update_params(loss)
-        scales.append(wrapper.state_dict()["apex_amp"]["loss_scaler0"]["loss_scale"])
-    return scales
-
-
-def _by_amp(level: str, model: nn.Module, optimizer: Any, clip: float | None) -> list[float]:
-    scales: list[float] = []
-    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for i in range(7):
-        x, y = poisoned(i)
-        optimizer.zero_grad()
-        with amp.scale_loss(mse_loss(model(x).float(), y), optimizer) as scaled:
-            scaled.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
-        optimizer.step()
-        scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-    optimizer.zero_grad()
-    return scales
-
-
-def _by_engine(level: str, model: nn.Module, optimizer: Any, clip: float | None) -> list[float]:
-    scales: list[float] = []
-    engine = halfpeak.prepare(model, optimizer, level, loss_scale="dynamic", clip=clip)
-    for i in range(7):
-        x, y = poisoned(i)
-        with engine.forward():
-            loss = mse_loss(model(x).float(), y)
-        engine.backward(loss)
-        engine.step()
-        scales.append(engine.read_scale())
-    return scales
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])

@@ -1,4 +1,4 @@
-"""Every test of the door starts and ends with a session that nobody has used and with no casts on."""
+"""Every test of amp starts and ends with an unused session and with no casts on."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak import amp
-from halfpeak.engine.checks import lane_of
+from halfpeak.engine.validation import prepared_of
 
 
 class Mixed(nn.Module):
@@ -104,9 +104,9 @@ def masters_by_model(models: list[Mixed], optimizers: list[torch.optim.Optimizer
     """What is stepped in the place of each parameter, in the order of the models."""
     found: dict[int, Tensor] = {}
     for optimizer in optimizers:
-        lane = lane_of(optimizer)
-        assert lane is not None
-        found.update({id(slot.source): slot.target for slot in lane.slots()})
+        prepared = prepared_of(optimizer)
+        assert prepared is not None
+        found.update({id(pair.model): pair.main for pair in prepared.pairs()})
     return [found[id(p)] for model in models for p in model.parameters()]
 
 
@@ -148,7 +148,7 @@ def run_amp(
 @pytest.mark.parametrize("zeroing", ZEROING)
 @pytest.mark.parametrize("name", CASES)
 def test_several_models_losses_and_optimizers(name: str, zeroing: str, scalers: int, level: str) -> None:
-    """Gradients in clean iterations, who skips, and the final weights, exactly as plain SGD on the same models.
+    """Gradients in clean iterations, which optimizers skip, and the final weights, exactly as plain SGD on the same models.
 
     All numbers are sums of powers of two that float16 holds; with masters nothing is rounded before the end, so the
     reference keeps its float16 weights in float32 there.

@@ -1,4 +1,4 @@
-"""Casts per operation through the door: what initialize at O1 and O4, init, registrations and decorators do."""
+"""Casts per operation through amp: initialize at O1 and O4, init, registrations and decorators."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class TestDecorators:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the user's, and a process in which nothing is registered yet."""
-    monkeypatch.setattr(registration, "_book", registration._Book())
+    monkeypatch.setattr(registration, "_registered", registration._Registered())
     made = types.ModuleType("user_module")
     vars(made).update(one=lambda x: x.dtype, two=lambda x, y: (x.dtype, y.dtype), three=3)
     return made

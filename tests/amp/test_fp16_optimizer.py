@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfpeak.amp.fp16_loss_scalers import DYNAMIC_ARGUMENTS
-from halfpeak.amp.fp16_optimizer import FP16_Optimizer
+from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from halfpeak.amp.fp16_utils.loss_scaler import DYNAMIC_ARGUMENTS
 from halfpeak.checkpoint import load, save
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError, StateError
 
@@ -184,7 +184,7 @@ def test_a_quiet_one_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_clipping_is_of_true_sized_gradients() -> None:
+def test_clipping_is_of_unscaled_gradients() -> None:
     made, optimizer = make(torch.bfloat16, static_loss_scale=1024.0)
     reference = Reference(made, 1024.0)
     optimizer.backward(loss_of(made, gradients(0)))

@@ -1,4 +1,4 @@
-"""LARC: the local rate by its formula, and an Optimizer to everybody who takes one."""
+"""LARC: the local rate by its formula, and everything that an Optimizer must support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Master weights under the door: who has one, and that everybody who writes to weights is followed."""
+"""Master weights under amp: which parameters have one, and that masters take what is written to weights."""
 
 from __future__ import annotations
 

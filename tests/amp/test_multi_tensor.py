@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import random
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfpeak.amp import multi_tensor
 from halfpeak.amp.multi_tensor import (
     MultiTensorApply,
     multi_tensor_applier,
@@ -71,7 +73,7 @@ def test_scale_finds_what_is_not_finite_and_writes_anyway(
     assert not math.isfinite(out[where[0]][where[1]].item())
     assert torch.equal(out[2], (x[2].float() * 2).to(dtype))
     multi_tensor_scale(0, noop, [[torch.ones(1)], [torch.ones(1)]], 2.0)
-    assert noop.item() == 1, "nobody but the caller clears the flag"
+    assert noop.item() == 1, "only the caller clears the flag"
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=3)), ids=str)
@@ -214,3 +216,11 @@ def test_update_scale_hysteresis(seed: int) -> None:
         assert (scale.item(), growth.item(), left.item()) == (kernel.scale, kernel.growth, kernel.left)
         assert math.isfinite(scale.item())
         assert scale.item() > 0
+
+
+def test_the_former_module_of_the_steps_is_deprecated() -> None:
+    former = importlib.import_module("halfpeak.amp.multi_tensor_steps")
+    with pytest.warns(DeprecationWarning, match="from halfpeak.amp.multi_tensor import multi_tensor_adam"):
+        assert former.multi_tensor_adam is multi_tensor.multi_tensor_adam
+    with pytest.raises(AttributeError, match="no_such_step"):
+        _ = former.no_such_step

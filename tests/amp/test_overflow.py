@@ -1,4 +1,4 @@
-"""Overflow: who skips, how the scale moves, where it ends."""
+"""Overflow: which optimizers skip, how the scale moves, and its bounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scales() -> list[float]:
 
 
 class TestSkippedStep:
-    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("level", ["O1", "O2"])
     @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
     def test_moves_nothing(self, level: str, value: float) -> None:
         """Also with a static scale, where apex stepped on the inf."""

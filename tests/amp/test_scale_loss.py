@@ -1,4 +1,4 @@
-"""scale_loss: gradients after a block are true-sized and summed, in every form of the call."""
+"""scale_loss: gradients after a block are unscaled and summed, in every form of the call."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class TestDelayedUnscaling:
 
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("zero", ["optimizer, to None", "optimizer, to zero"])
-    def test_zeroing_also_drops_what_was_true_sized(self, level: str, zero: str) -> None:
+    def test_zeroing_also_drops_what_was_unscaled(self, level: str, zero: str) -> None:
         net, optimizer = setup(level, loss_scale=128.0)
         backward(net, optimizer, 1.0)
         backward(net, optimizer, 2.0, delay_unscale=True)
@@ -313,10 +313,10 @@ class TestDelayedUnscaling:
 
 
 class TestDelayedOverflowCheck:
-    """Undocumented in apex, which lost the verdict. Here the step still skips, and the scale moves once, later."""
+    """Undocumented in apex, which forgot the overflow. Here the step still skips, and the scale moves once, later."""
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_gradients_are_true_sized_and_the_scale_waits(self, level: str) -> None:
+    def test_gradients_are_unscaled_and_the_scale_waits(self, level: str) -> None:
         net, optimizer = setup(level, loss_scale="dynamic")
         backward(net, optimizer, 1.0, delay_overflow_check=True)
         assert grad(optimizer) == [1.0] * 3
@@ -348,7 +348,7 @@ class TestDelayedOverflowCheck:
 
     @pytest.mark.parametrize("overflowed", [True, False])
     def test_a_flag_can_be_lent_for_one_update(self, overflowed: bool) -> None:
-        """Who reduces gradients by hand has a verdict of its own: it counts, and the one of the block does not."""
+        """A script that reduces gradients by hand sets its own overflow flag, which counts instead of the block's."""
         net, optimizer = setup("O2")
         scaler = amp._amp_state.loss_scalers[0]
         backward(net, optimizer, 1.0 if overflowed else float("nan"), delay_overflow_check=True)
@@ -492,7 +492,7 @@ class TestSeveralOptimizers:
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_low_gradients_are_not_left_scaled(level: str) -> None:
-    """In apex they stay, 65536 times too large, for whoever clips model.parameters()."""
+    """In apex they stay, 65536 times too large, where model.parameters() are clipped."""
     net, optimizer = setup(level)
     backward(net, optimizer, 1.0)
     assert net.weight.grad is None

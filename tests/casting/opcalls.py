@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.casting.oplists import Rows
-from halfpeak.casting.resolve import functions
+from halfpeak.casting.torch_functions import functions
 
 Make = Callable[..., Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]

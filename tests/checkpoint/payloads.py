@@ -146,7 +146,7 @@ OTHER_TYPES = {
     "a class": b"ctorch\nTensor\n",
     "meta tensor": call("torch._utils._rebuild_meta_tensor_no_storage", "x", (2**40,), (1,), False),
     "itself": b"]q\x01h\x01a",
-    "deep": b"]" * 200_000 + b"a" * 199_999,
+    "deep": b"]" * 50_000 + b"a" * 199_999,
     "tuple key": b"}" + op((1,)) + op(1) + b"s",
 }
 """Values that torch reads as plain data, and save() does not write."""
@@ -181,4 +181,73 @@ def other_archives() -> dict[str, bytes]:
         "empty pickle": archive(b""),
         "endless pickle": archive(PROTO + b"N" * 1000),
         "nothing": b"",
+    }
+
+
+def numbered(count: int) -> bytes:
+    """A tuple of so many small integers, memoised as 0."""
+    return b"(" + b"K\x01" * count + b"tq\x00"
+
+
+def twins(levels: int) -> bytes:
+    """A tuple of one tuple twice, which is ...: 2**levels values to whoever walks through it."""
+    return b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(levels))
+
+
+def grown() -> dict[str, bytes]:
+    """Values of a few bytes, or of a few megabytes, that take for ever or all memory from a careless reader."""
+    deep = b"N" + b"\x85" * 100_000
+    colliding = b"".join(op(1 + n * (2**61 - 1)) + b"N" for n in range(11_000))
+    size = b"ctorch\nSize\nq\x01"
+    return {
+        "a deep tuple as a key": b"}" + deep + b"Ns",
+        "a deep tuple as a key, in a batch": b"}(" + deep + b"Nu",
+        "a deep tuple as a key of a literal": b"(" + deep + b"Nd",
+        "a deep tuple in a set": b"\x8f(" + deep + b"\x90",
+        "a deep tuple in a frozenset": b"(" + deep + b"\x91",
+        "a deep tuple as a key of an OrderedDict": b"ccollections\nOrderedDict\n(((" + deep + b"NtttR",
+        "a deep tuple as a storage's key": b"("
+        + op("storage")
+        + b"ctorch\nFloatStorage\n"
+        + deep
+        + b"NK\x01tQ",
+        "a deep tuple as a persistent id": b"(" + deep + b"NNNNtQ",
+        "a deep tuple as a dtype": b"cnumpy.core.multiarray\nscalar\n(cx\ny\n(" + deep + b"tRNtR",
+        "a deep tuple as a function": b"ctorch._tensor\n_rebuild_from_type_v2\n("
+        + deep
+        + b"ctorch\nTensor\n)NtR",
+        "twins as a key": b"}" + twins(100) + b"Ns",
+        "twins as a value": b"}" + op("y") + twins(100) + b"s",
+        "twins as a persistent id": b"(" + twins(100) + b"NNNNtQ",
+        "a deep list": b"]" * 100_000 + b"a" * 99_999,
+        "deep calls": b"cx\ny\n" + b")R" * 100_000,
+        "deep states": b"cx\ny\n)R" + b"cx\ny\n)R" * 20_000 + b"b" * 20_000,
+        "one long tuple in many sizes": numbered(100_000)
+        + b"0"
+        + size
+        + b"0"
+        + b"h\x01h\x00\x85R0" * 20_000
+        + b"N",
+        "one long tuple in many calls": numbered(100_000)
+        + b"0cx\ny\nq\x010"
+        + b"h\x01h\x00R0" * 20_000
+        + b"N",
+        "one long tuple in many ids": numbered(100_000) + b"0" + b"h\x00Q0" * 20_000 + b"N",
+        "one long text in many names": op("y" * 100_000) + b"q\x000" + b"h\x00h\x00\x930" * 20_000 + b"N",
+        "one long text in many bytes": op("y" * 100_000)
+        + b"q\x000c_codecs\nencode\nq\x01("
+        + b"h\x01h\x00X\x06\0\0\0latin1\x86R" * 20_000
+        + b"l",
+        "integers whose hashes collide": b"}(" + colliding + b"u",
+        "a memo index of 2**32": b"Nr\xff\xff\xff\xff",
+        "a memo index of 2**62": b"Np%d\n" % 2**62,
+        "bytes of 2**60": b"\x8e" + (2**60).to_bytes(8, "little"),
+        "text of 2**60": b"\x8d" + (2**60).to_bytes(8, "little"),
+        "a bytearray of 2**40": b"\x96" + (2**40).to_bytes(8, "little"),
+        "a frame of 2**62": b"\x95" + (2**62).to_bytes(8, "little") + b"N",
+        "an integer of 2**31 bytes": b"\x8b\xff\xff\xff\x7f",
+        "an integer of a million digits": b"I" + b"9" * 100_000 + b"\n",
+        "a long integer": b"\x8b" + (100_000).to_bytes(4, "little") + b"\x11" * 100_000,
+        "a million marks": b"(" * 100_000 + b"N",
+        "a million empty dicts": b"(" + b"}" * 100_000 + b"l",
     }

@@ -25,9 +25,8 @@ from checkpoint.loops import (
 )
 from halfpeak import amp
 from halfpeak.checkpoint import convert, load, load_plain, save
-from halfpeak.checkpoint.forms.pairing import pair
-from halfpeak.checkpoint.forms.recognition import FORMS
-from halfpeak.checkpoint.forms.targets import TARGETS
+from halfpeak.checkpoint.formats import FORMS, TARGETS
+from halfpeak.checkpoint.match_params import match_params
 from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
 from runner import zoo
 
@@ -256,7 +255,7 @@ def test_an_open_window_is_not_lost_in_silence(tmp_path: Path) -> None:
 
 def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.pt", AmpLoop().save())
-    with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of apex, grad_scaler"):
+    with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of engine, lightning"):
         convert(tmp_path / "a.pt", "deepspeed", tmp_path / "b.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[len(data) // 2] ^= 1
@@ -286,7 +285,7 @@ class TestPairing:
     def test_in_any_order_of_groups(self, order: tuple[int, ...], dtype: torch.dtype, widened: bool) -> None:
         weights, masters = self.weights(dtype)
         stored = {name: value.float() if widened else value for name, value in weights.items()}
-        found = pair(stored, [masters[i] for i in order])
+        found = match_params(stored, [masters[i] for i in order])
         assert all(torch.equal(found[name], masters[i]) for i, name in enumerate(weights))
 
     def test_norms_in_float32_have_none_or_themselves(self) -> None:
@@ -294,25 +293,25 @@ class TestPairing:
         weights["norm.weight"] = torch.randn(3)
         weights["norm.running_mean"] = torch.randn(3)
         weights["norm.num_batches_tracked"] = torch.tensor(5)
-        assert set(pair(weights, masters)) == {"a.weight", "a.bias", "b.weight", "b.bias"}
-        assert "norm.weight" in pair(weights, [*masters, weights["norm.weight"].clone()])
+        assert set(match_params(weights, masters)) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+        assert "norm.weight" in match_params(weights, [*masters, weights["norm.weight"].clone()])
 
     def test_a_master_of_another_step_is_refused(self) -> None:
         weights, masters = self.weights(torch.float16)
         masters[2] = masters[2] + 0.01
         with pytest.raises(StateError, match=r"master 2 of shape \(3, 4\) rounds to none of the 2 weights"):
-            pair(weights, masters)
+            match_params(weights, masters)
         with pytest.raises(StateError, match=r"master 0 has shape \(5,\), and no weight"):
-            pair(weights, [torch.ones(5)])
+            match_params(weights, [torch.ones(5)])
 
     def test_equal_weights_with_different_masters_are_refused(self) -> None:
         """In an order that is not the model's, nothing tells which is whose."""
         weights = {"a": torch.zeros(2).half(), "b": torch.ones(2).half(), "c": torch.zeros(2).half()}
         tiny = torch.full((2,), 1e-9)
         with pytest.raises(StateError, match="master 2 fits 'c' as well as 'a'"):
-            pair(weights, [torch.ones(2), torch.zeros(2), tiny])
-        assert torch.equal(pair(weights, [torch.zeros(2), torch.ones(2), tiny])["c"], tiny)
-        assert set(pair(weights, [torch.ones(2), torch.zeros(2), torch.zeros(2)])) == {"a", "b", "c"}
+            match_params(weights, [torch.ones(2), torch.zeros(2), tiny])
+        assert torch.equal(match_params(weights, [torch.zeros(2), torch.ones(2), tiny])["c"], tiny)
+        assert set(match_params(weights, [torch.ones(2), torch.zeros(2), torch.zeros(2)])) == {"a", "b", "c"}
 
 
 def test_the_page_names_every_form() -> None:

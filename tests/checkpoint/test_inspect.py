@@ -6,7 +6,8 @@ import argparse
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +30,9 @@ from checkpoint.loops import (
 from checkpoint.payloads import archive
 from halfpeak import amp
 from halfpeak.checkpoint import Report, convert, inspect, load, save
-from halfpeak.checkpoint.forms.inspection import ScalerReport
-from halfpeak.checkpoint.forms.recognition import FORMS
-from halfpeak.core.errors import CheckpointError
+from halfpeak.checkpoint.formats import FORMS
+from halfpeak.checkpoint.inspection import ScalerReport
+from halfpeak.core.errors import CheckpointError, HalfpeakError
 from runner import zoo
 
 
@@ -367,6 +368,53 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     data[200] ^= 255
     (tmp_path / "scaler.pt").write_bytes(data)
     assert inspect(tmp_path).integrity == "damaged: scaler.pt"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(4, 4).to(torch.float8_e4m3fn),
+        lambda: torch.ones(4, 4).to(torch.float8_e5m2),
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.empty(4, 4, device="meta"),
+        lambda: torch.empty(0, 2**40),
+        lambda: torch.ones((1,) * 70),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["float8 e4m3", "float8 e5m2", "sparse", "CSR", "meta", "empty and huge", "70 dimensions", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+def test_unusual_tensors_are_described(make: Callable[[], torch.Tensor], tmp_path: Path) -> None:
+    weight = make()
+    state = {"state": {0: {"step": weight, "exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    tree = {"model": {"w": weight}, "optimizer": state, "master_params": [weight], "x": [weight], "epoch": 1}
+    torch.save(tree, tmp_path / "a.pt")
+    report = inspect(tmp_path / "a.pt")
+    assert report.form in ("recipe", "unknown")
+    assert report.form == "recipe" or report.findings
+    for form in ("weights", "apex"):
+        with suppress(HalfpeakError):
+            convert(tmp_path / "a.pt", form, tmp_path / form, drop=["all"], scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}, "an impossible shape or place"),
+        ({"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}, "an impossible shape or place"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "an impossible shape or place"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}, "an impossible shape or place"),
+        ({"dtype": "F32", "shape": [0, 2**80], "data_offsets": [0, 0]}, "an impossible shape or place"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "is broken"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "overlap"),
+        (3, "is broken"),
+    ],
+)
+def test_a_safetensors_header_is_checked(entry: Any, words: str, tmp_path: Path) -> None:
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    assert words in inspect(tmp_path / "m.safetensors").findings[0]
 
 
 def test_every_form_has_a_name() -> None:

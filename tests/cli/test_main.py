@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import re
+import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from halfpeak import __version__
-from halfpeak.cli.config_file import read_config
 from halfpeak.cli.main import COMMANDS, Command, main
-from halfpeak.cli.options import LATEST, parse
+from halfpeak.cli.options import LATEST, parse, read_config
 from halfpeak.core.errors import ConfigError
-from halfpeak.recipes.plan import names
-
-SOURCE = Path(__file__).parents[2] / "src"
+from halfpeak.recipes.settings import TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +25,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_python_dash_m_runs_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "halfpeak", "--version"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(SOURCE)},
-        check=True,
-    )
-    assert done.stdout.startswith(f"halfpeak {__version__}, torch ")
+def test_python_dash_m_runs_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["halfpeak", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("halfpeak", run_name="__main__", alter_sys=True)
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"halfpeak {__version__}, torch ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
@@ -43,12 +40,18 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
     assert all(f"  {name} " in printed for name in COMMANDS)
 
 
-def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--help"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    missing = [name for name in names() if name != "recipe" and f"--{name.replace('_', '-')} " not in printed]
+def test_help_of_train_names_ten_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            main(["train", option])
+        assert caught.value.code == 0
+        shown.append(capsys.readouterr().out)
+    short, printed = shown
+    assert len(re.findall(r"^\W*--[a-z]", short, re.MULTILINE)) == 11  # the ten, and --help-all
+    assert short.count("halfpeak train ") == 4  # the usage, and three examples
+    names = [item.name for item in fields(TrainConfig) if item.name != "recipe"]
+    missing = [name for name in names if f"--{name.replace('_', '-')} " not in printed]
     assert missing == []
     assert "digits 64, pysource 16" in printed
 
@@ -67,6 +70,11 @@ def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -
         (["train", "--size", "tiny"], "recipe 'digits' has no such setting"),
         (["train", "--config", "absent.toml"], "cannot be read: No such file"),
         (["train", "--config", "settings.ini"], "must end in .toml, .json, .yaml, .yml"),
+        (
+            ["train", "--wrapper", "amp"],
+            "has no setting 'wrapper' any more; run examples/openmmlab/optim_wrapper.py",
+        ),
+        (["train", "--runner=iter"], "has no setting 'runner' any more; run examples/openmmlab/runner.py"),
         (["train", "--resume", "absent"], "there is no folder absent"),
         (["train", "--resume"], "there is no run under"),
         (["train", "--resume", "a", "--output", "b"], "leave --output b out"),
@@ -80,6 +88,21 @@ def test_bad_input_is_one_message_and_status_2(
     assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert list(own_folder.iterdir()) == []
+
+
+def test_several_processes_are_refused_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train"]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == lines
+        assert all(
+            "in one process, not in 2; start examples/openmmlab/runner.py with torchrun" in line
+            for line in told
+        )
 
 
 @pytest.mark.parametrize("arguments", [["train", "--lavel", "O2"], ["train", "digits", "extra"]])
@@ -203,19 +226,13 @@ def test_an_interrupt_tells_of_resume_where_there_is_one(
     assert ("--resume" in capsys.readouterr().err) == (name == "train")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    """As in ``halfpeak --help | head -n 1``, but for a command's own output."""
-    for number in range(40):
-        Path(f"{number}.py").write_text("from apex import amp\n" * 100)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "halfpeak", "migrate", ".", "--to", "amp"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={"PYTHONPATH": str(SOURCE)},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.wait() == 1
-    assert process.stderr.read() == b""
-    process.stderr.close()
+def test_a_reader_that_leaves_early_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``halfpeak migrate . | head -n 1``."""
+    Path("old.py").write_text("from apex import amp\n" * 9)
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Line by line, so that the first one meets the closed pipe.
+    with open(writer, "w", buffering=1) as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["migrate", ".", "--to", "amp"]) == 1
+        sys.stdout.flush()  # as the interpreter does at its end

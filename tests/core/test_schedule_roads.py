@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfpeak.core.host import is_on_host, read_host
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
+from halfpeak.core.torch_compat import is_on_host, read_host
 
 BOUNDS = st.sampled_from([2.0**-14, 1.0, 3.7, 128.0])
 CONFIGS = st.builds(

@@ -11,7 +11,7 @@ import torch
 
 from halfpeak.core import errors
 from halfpeak.core.dtypes import LOW, NAMES, is_low, largest, parse_dtype
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

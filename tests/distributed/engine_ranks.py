@@ -55,7 +55,7 @@ def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
         "masters": [master.detach().clone() for _, master in engine.masters],
         "momentum": [state["momentum_buffer"].clone() for state in engine.optimizers[0].state.values()],
         "scale": engine.read_scale(),
-        "counters": [int(engine.taken), int(engine.skipped), engine.index],
+        "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
         "outcomes": outcomes,
     }
 

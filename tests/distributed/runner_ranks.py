@@ -15,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.launching import fork_ranks
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
-from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
-from halfpeak.runner.dist import get_dist_info, master_only
-from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
-from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
-from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.distributed import allreduce_grads, allreduce_params, get_dist_info, master_only
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook
 from runner.oracle.cases import Loop
 
 TOTAL = 8

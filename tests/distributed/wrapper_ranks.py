@@ -154,7 +154,7 @@ def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
         wrapper.backward(wrapper.scale_loss(loss))
         if wrapper.should_update():
             if i == poisoned and dist.get_rank() == 1:
-                wrapper._engine.lanes[0].found_inf.fill_(1)  # type: ignore[union-attr]
+                wrapper._engine.context.prepared[0].found_inf.fill_(1)  # type: ignore[union-attr]
             wrapper.step()
             wrapper.zero_grad()
             skipped.append(float(wrapper.last_result.found_inf))  # type: ignore[union-attr]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
-from halfpeak.engine.capture import WARM_UPS, Captured
 from halfpeak.engine.engine import Engine
+from halfpeak.engine.graphs.cuda_graph import WARM_UPS, CapturedFunction
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import is_installed, kernels
 from support.graph import emulate_graphs
 from support.triton import DEVICES, round_as_devices_do
@@ -46,7 +46,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(8, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)).to(
             device
         )
-        self.optimizer = make(self.model.parameters(), lr=0.01, road="triton")
+        self.optimizer = make(self.model.parameters(), lr=0.01, backend="triton")
         scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
         known = {"clip": 1.0, "scale": scale, **options}
         self.engine: Engine = halfpeak.prepare(self.model, self.optimizer, level, **known)
@@ -65,7 +65,7 @@ class Run:
         self.engine.backward(loss)
         return loss.detach(), self.engine.step()
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedFunction:
         return self.engine.capture(self.loss, *self.batch(99))
 
     def state(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: p
 
     monkeypatch.setattr(module, "control", noted)
     Run(device, level).capture()
-    # The first warm-up measures and decides apart, because it chooses the road.
+    # The first warm-up measures and decides apart, because it chooses the backend.
     assert keeps_books[-WARM_UPS:] == [True] * WARM_UPS
 
 
@@ -125,7 +125,7 @@ def test_replays_are_the_steps(level: str, device: str) -> None:
         assert result_again.grad_norm is not None
         assert torch.equal(result.grad_norm, result_again.grad_norm) or step == bad
     assert_same(plain.state(), graphed.state())
-    assert plain.engine.index == graphed.engine.index == 7
+    assert plain.engine.micro_step == graphed.engine.micro_step == 7
 
 
 FORMS: dict[str, Callable[..., FusedOptimizer]] = {
@@ -157,7 +157,7 @@ def test_capturing_trains_nothing(device: str) -> None:
     run.capture()
     assert_same(before, run.state())
     assert torch.equal(generator, torch.get_rng_state())
-    assert not run.engine.has_open_window
+    assert not run.engine.is_open
     assert all(p.grad is None for group in run.optimizer.param_groups for p in group["params"])
 
 
@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str,
         {"clip": halfpeak.ClipValue(value=1.0)},
         "clip=1.0",
     ),
-    "eager": (lambda m: FusedLAMB(m.parameters(), road="eager"), {}, "FusedLAMB.*one device"),
+    "eager": (lambda m: FusedLAMB(m.parameters(), backend="eager"), {}, "FusedLAMB.*one device"),
 }
 
 

@@ -63,12 +63,12 @@ def test_a_copied_engine_trains_on_like_the_original_and_apart_from_it(level: st
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_open_window_is_copied(level: str) -> None:
     original = prepared(level, accumulate=3)
-    assert original.index == 4
+    assert original.micro_step == 4
     copied = copy.deepcopy(original)
     for engine in (copied, original):
         train(engine, range(4, 9))
     assert state_hash(original) == state_hash(copied)
-    assert int(copied.taken) + int(copied.skipped) == 3
+    assert int(copied.num_steps) + int(copied.num_skipped) == 3
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import Engine, OrderError
-from halfpeak.engine.slots import Phase
+from halfpeak.engine.gradients.window import Empty, Pending, Unscaled
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from reliability.support import LEVELS, batch, net, state_hash
 
@@ -70,7 +70,7 @@ def parameters(engine: Engine) -> list[Tensor]:
 
 
 def progress(engine: Engine) -> tuple[int, int, float]:
-    return int(engine.taken), int(engine.skipped), engine.read_scale()
+    return int(engine.num_steps), int(engine.num_skipped), engine.read_scale()
 
 
 def both(level: str, optimizer: str = "AdamW", **options: Any) -> tuple[Engine, Engine]:
@@ -80,11 +80,11 @@ def both(level: str, optimizer: str = "AdamW", **options: Any) -> tuple[Engine, 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_wait_where_autograd_left_them(level: str) -> None:
     waiting, plain = both(level)
-    for engine, phase in ((waiting, Phase.DEFERRED), (plain, Phase.UNSCALED)):
+    for engine, state in ((waiting, Pending), (plain, Unscaled)):
         backward(engine, 0)
-        assert engine.lanes[0].phase is phase
+        assert isinstance(engine.context.prepared[0].window, state)
         engine.step()
-        assert engine.lanes[0].phase is Phase.CLEAN
+        assert isinstance(engine.context.prepared[0].window, Empty)
         assert all(p.grad is None for p in (*engine.model.parameters(), *parameters(engine)))
 
 
@@ -467,15 +467,15 @@ def test_an_engine_removed_in_its_window_leaves_no_scaled_gradient(level: str) -
 def test_several_losses_and_several_optimizers_do_not_wait_for_long(level: str) -> None:
     engine = build(level, num_losses=2)
     backward(engine, 0, loss_id=1)
-    assert engine.lanes[0].phase is Phase.DEFERRED
+    assert isinstance(engine.context.prepared[0].window, Pending)
     backward(engine, 1, loss_id=0)
-    assert engine.lanes[0].phase is Phase.UNSCALED
+    assert isinstance(engine.context.prepared[0].window, Unscaled)
     assert engine.step().stepped()
     model = net()
     parts = [OPTIMIZERS["AdamW"](model[0].parameters()), OPTIMIZERS["SGD"](model[2:].parameters())]
     two = halfpeak.prepare(model, parts, level, scale=halfpeak.ScaleConfig(init=1024.0))
     backward(two, 0)
-    assert all(lane.phase is Phase.UNSCALED for lane in two.lanes)
+    assert all(isinstance(one.window, Unscaled) for one in two.context.prepared)
 
 
 @pytest.mark.parametrize("level", TYPICAL)
@@ -566,7 +566,7 @@ def test_everything_goes_with_its_engine(level: str, is_open: bool) -> None:
             engine,
             engine.model,
             engine.optimizers[0],
-            engine.lanes[0],
+            engine.context.prepared[0],
             parameters(engine)[0],
         ]
         watched = [weakref.ref(part) for part in parts]

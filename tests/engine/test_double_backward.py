@@ -30,14 +30,14 @@ def test_a_penalty_on_the_gradients(level: str, backward_passes: int, scale: flo
             with engine.forward():
                 loss = loss_of(model, x)
             engine.backward(loss, create_graph=True)
-        (grad,) = engine.lanes[0].targets()
+        (grad,) = engine.context.prepared[0].main_grads()
         return grad
 
     with engine.forward():
         penalty = first_gradient().square().sum()
     optimizer.zero_grad()
     engine.backward(penalty)
-    (got,) = engine.lanes[0].targets()
+    (got,) = engine.context.prepared[0].main_grads()
 
     plain = (x @ weight.t()).square().sum() * backward_passes
     (grad,) = torch.autograd.grad(plain, weight, create_graph=True)

@@ -39,8 +39,8 @@ class TestAccumulation:
             boundaries.append(engine.step().boundary)
         count = total or 6
         assert boundaries == [(i + 1) % 3 == 0 or i + 1 == total for i in range(count)]
-        assert int(engine.taken) == sum(boundaries)
-        assert engine.index == count
+        assert int(engine.num_steps) == sum(boundaries)
+        assert engine.micro_step == count
 
     @pytest.mark.parametrize("total", [6, 7, 8])
     def test_each_step_is_that_of_the_mean_of_its_window(self, total: int) -> None:
@@ -60,14 +60,14 @@ class TestAccumulation:
     @pytest.mark.parametrize("level", LEVELS)
     def test_gradients_live_from_the_first_backward_pass_to_the_step(self, level: str) -> None:
         engine = prepared(level, accumulate=2)
-        assert not engine.has_open_window
+        assert not engine.is_open
         engine.backward(loss_of(engine, 0))
         assert not engine.step().stepped()
-        assert engine.has_open_window
+        assert engine.is_open
         assert any(p.grad is not None for p in engine.optimizers[0].param_groups[0]["params"])
         engine.backward(loss_of(engine, 1))
         assert engine.step().stepped()
-        assert not engine.has_open_window
+        assert not engine.is_open
         assert all(p.grad is None for p in engine.model.parameters())
         assert all(p.grad is None for p in engine.optimizers[0].param_groups[0]["params"])
 
@@ -76,7 +76,7 @@ class TestAccumulation:
         engine, calm = prepared(level, accumulate=3), prepared(level, accumulate=3)
         train(engine, range(2))
         engine.abort()
-        assert engine.index == 0
+        assert engine.micro_step == 0
         train(engine, range(2, 8))
         train(calm, range(2, 8))
         assert state_hash(engine) == state_hash(calm)
@@ -218,7 +218,7 @@ class TestOrder:
         train(engine, range(2))
         train(calm, range(2))
         assert state_hash(engine.models, engine.optimizers) == state_hash(calm.models, calm.optimizers)
-        assert int(engine.taken) == 2
+        assert int(engine.num_steps) == 2
         # The loss scale has seen the overflow all the same, unless the window was aborted.
         falls = engine.scalers[0].config.dynamic and not aborts
         assert engine.read_scale() == calm.read_scale() / (2 if falls else 1)

@@ -22,7 +22,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW, fused": partial(AdamW, lr=0.01, fused=True),
     "AdamW, foreach": partial(AdamW, lr=0.01, foreach=True),
     "SGD, fused": partial(SGD, lr=0.1, momentum=0.9, fused=True),
-    "FusedAdamW": partial(FusedAdamW, lr=0.01, road="eager"),
+    "FusedAdamW": partial(FusedAdamW, lr=0.01, backend="eager"),
 }
 
 
@@ -70,7 +70,7 @@ def state(engine: halfpeak.Engine) -> list[Tensor]:
 
 def held(engine: halfpeak.Engine) -> list[Tensor]:
     """The gradients that the optimizer reads."""
-    return [grad for lane in engine.lanes for grad in lane.targets()]
+    return [grad for lane in engine.context.prepared for grad in lane.main_grads()]
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -160,7 +160,7 @@ def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) 
         engine.step()
     memory = engine.memory()
     assert memory.gradients == 0
-    assert (engine.masters.memory is not None) == keeps
+    assert (engine.masters.grad_buffers is not None) == keeps
     if name != "FusedAdamW":
         low = 4 * sum(master.numel() for _, master in engine.masters)
         # Those that share memory begin at multiples of 64 bytes.

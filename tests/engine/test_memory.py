@@ -69,7 +69,7 @@ def trained(
 
 
 def fused(**options: Any) -> Callable[..., Optimizer]:
-    return partial(FusedAdamW, road="eager", **options)
+    return partial(FusedAdamW, backend="eager", **options)
 
 
 def foreach(parameters: Any) -> Optimizer:
@@ -147,15 +147,6 @@ def test_nothing_is_left_of_the_gradients_after_a_step() -> None:
     engine.step()
     assert engine.memory().gradients == 0
     assert engine.memory().per_parameter()["buffers"] == pytest.approx(200 / COUNT)
-
-
-def test_shadow_weights_are_counted() -> None:
-    model = nn.Linear(256, 256, bias=False)
-    engine = halfpeak.prepare(model, AdamW(model.parameters()), "O4", shadow_weights=True, accumulate=2)
-    with engine.forward():
-        loss = model(torch.ones(1, 256)).float().sum()
-    engine.backward(loss)
-    assert engine.memory().per_parameter()["shadow"] == 2.0
 
 
 @pytest.mark.gpu

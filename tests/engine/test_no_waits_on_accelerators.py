@@ -22,7 +22,7 @@ NEVER: dict[str, Callable[[Any], Optimizer]] = {
     "torch, capturable Adam": lambda p: torch.optim.Adam(p, fused=True, capturable=True),
     "FusedAdamW": lambda p: fused.FusedAdamW(p),
     "FusedAdam, rate on the device": lambda p: with_rate(fused.FusedAdam(p)),
-    "FusedAdamW, eager": lambda p: fused.FusedAdamW(p, road="eager"),
+    "FusedAdamW, eager": lambda p: fused.FusedAdamW(p, backend="eager"),
     "FusedSGD": lambda p: fused.FusedSGD(p, lr=0.1, momentum=0.9),
     "FusedAdagrad": lambda p: fused.FusedAdagrad(p),
     "FusedLAMB": lambda p: fused.FusedLAMB(p),
@@ -129,7 +129,7 @@ def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
 def test_a_verdict_is_waited_for_once(device: Device, name: str, level: str) -> None:
     first, second = waits_of(device, ONCE[name], level, start=0, clip=1.0)
     assert len(first) == len(second) == 1
-    assert first[0].startswith("a value was read: phases.py")
+    assert first[0].startswith("a value was read: step.py")
 
 
 @pytest.mark.parametrize("level", LEVELS)

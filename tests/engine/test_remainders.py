@@ -14,7 +14,7 @@ import halfpeak
 from halfpeak import amp
 from halfpeak.core.errors import ConfigError, OrderError, ParameterError, StateError
 from halfpeak.fused import FusedAdamW
-from halfpeak.fused.roads.choose import RoadName
+from halfpeak.fused.backends.choose import BackendName
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -75,16 +75,18 @@ def states(engine: halfpeak.Engine) -> list[dict[str, torch.Tensor]]:
     return [state[index] for index in sorted(state)]
 
 
-@pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip", [1.0, halfpeak.ClipValue(value=0.05)], ids=["norm", "value"])
-def test_training_is_that_of_float32_masters_bit_for_bit(road: RoadName, accumulate: int, clip: Any) -> None:
-    masters = prepared(accumulate=accumulate, road=road, clip=clip)
-    remainders = prepared(accumulate=accumulate, road=road, clip=clip, master="remainder")
+def test_training_is_that_of_float32_masters_bit_for_bit(
+    backend: BackendName, accumulate: int, clip: Any
+) -> None:
+    masters = prepared(accumulate=accumulate, backend=backend, clip=clip)
+    remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
     for index in range(220 * (1 if accumulate == 1 else 2)):
         if index == 100:
             state = copy.deepcopy(remainders.state_dict())
-            remainders = prepared(accumulate=accumulate, road=road, clip=clip, master="remainder")
+            remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
             remainders.load_state_dict(state)
         if index == 151:
             remainders = copy.deepcopy(remainders)
@@ -92,7 +94,7 @@ def test_training_is_that_of_float32_masters_bit_for_bit(road: RoadName, accumul
         assert torch.equal(expected.found_inf, found.found_inf)
         follow(masters, remainders)
     assert_same(masters, remainders)
-    assert int(remainders.skipped) > 10
+    assert int(remainders.num_skipped) > 10
     assert len(remainders.masters) == 0
     assert all("remainder" in row for row in states(remainders)[:2])
 
@@ -108,15 +110,15 @@ def test_training_is_that_of_float32_masters_bit_for_bit(road: RoadName, accumul
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_resumes_bit_for_bit_at_every_step(adam: dict[str, Any], accumulate: int) -> None:
-    straight = prepared(accumulate=accumulate, road="eager", **adam)
-    broken = prepared(accumulate=accumulate, road="eager", **adam)
+    straight = prepared(accumulate=accumulate, backend="eager", **adam)
+    broken = prepared(accumulate=accumulate, backend="eager", **adam)
     for index in range(24):
         iterate(straight, index)
         iterate(broken, index)
         file = io.BytesIO()
         torch.save(broken.state_dict(), file)
         file.seek(0)
-        broken = prepared(accumulate=accumulate, road="eager", **adam)
+        broken = prepared(accumulate=accumulate, backend="eager", **adam)
         broken.load_state_dict(torch.load(file, weights_only=True))
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, broken.model.state_dict()[name])
@@ -168,7 +170,7 @@ def test_zero_grad_drops_a_window_of_several_passes() -> None:
         engines[0].optimizers[0].zero_grad(set_to_none=set_to_none)
         assert not any(
             lane_target.grad is not None and bool(lane_target.grad.any())
-            for lane_target in engines[0].lanes[0].roster().targets
+            for lane_target in engines[0].context.prepared[0].table().main_params
         )
 
 
@@ -176,7 +178,9 @@ def test_gradients_of_a_window_are_summed_in_float32() -> None:
     engine = prepared(accumulate=3, master="remainder")
     iterate(engine, 0)
     iterate(engine, 1)
-    gradients = [g for target in engine.lanes[0].roster().targets if (g := target.grad) is not None]
+    gradients = [
+        g for target in engine.context.prepared[0].table().main_params if (g := target.grad) is not None
+    ]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert all(
         parameter.grad is None for parameter in engine.model.parameters() if parameter.dtype is torch.bfloat16
@@ -299,7 +303,7 @@ def learned(adam: dict[str, Any]) -> tuple[float, float]:
     labels = torch.tensor(digits.target)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = FusedAdamW(model.parameters(), lr=2e-3, road="eager", **adam)
+    optimizer = FusedAdamW(model.parameters(), lr=2e-3, backend="eager", **adam)
     engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
     draw = torch.Generator().manual_seed(1)
     for _ in range(300):
@@ -317,7 +321,7 @@ def learned(adam: dict[str, Any]) -> tuple[float, float]:
 def pair(**adam: Any) -> halfpeak.Engine:
     torch.manual_seed(0)
     models = [nn.Linear(8, 8), nn.Linear(8, 1)]
-    optimizers = [FusedAdamW(model.parameters(), lr=1e-2, road="eager", **adam) for model in models]
+    optimizers = [FusedAdamW(model.parameters(), lr=1e-2, backend="eager", **adam) for model in models]
     return halfpeak.prepare(models, optimizers, "O5", clip=1.0)
 
 

@@ -257,14 +257,14 @@ def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, op
     """``get_optimizer_state_dict`` steps a fresh optimizer with zero gradients, to make its state."""
     saved, calm = build(level, optimizer), build(level, optimizer)
     model = saved.model
-    before = state_hash(saved.models, saved.scalers, int(saved.taken), saved.index)
+    before = state_hash(saved.models, saved.scalers, int(saved.num_steps), saved.micro_step)
     # With masters, torch does not find them among the model's parameters and says so after the step.
     with contextlib.suppress(KeyError):
         get_optimizer_state_dict(model, saved.optimizers[0])
-    assert state_hash(saved.models, saved.scalers, int(saved.taken), saved.index) == before
+    assert state_hash(saved.models, saved.scalers, int(saved.num_steps), saved.micro_step) == before
     assert all(parameter.grad is None for parameter in model.parameters())
     with saved.forward():
         assert model(batch(0)).isfinite().all()
     train(saved, range(2))
     train(calm, range(2))
-    assert (int(saved.taken), saved.index) == (int(calm.taken), calm.index)
+    assert (int(saved.num_steps), saved.micro_step) == (int(calm.num_steps), calm.micro_step)

@@ -68,7 +68,7 @@ def test_a_skip_keeps_what_was_written_since_the_last_step(
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_model_that_is_only_watched(write: Callable[[nn.Module], None]) -> None:
     engine, watched = prepared("O0"), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    engine.watch(watched)
+    engine.add_model(watched)
     write(watched)
     written = statistics(watched)
     with engine.forward():

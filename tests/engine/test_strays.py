@@ -129,7 +129,7 @@ def test_a_refused_backward_pass_leaves_what_waits_scaled() -> None:
     engine = halfpeak.prepare(
         model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1", num_losses=2, loss_scale=64.0
     )
-    with engine.scaled(_loss(model), lanes=engine.lanes, delay=True) as scaled:
+    with engine.scaled(_loss(model), delay=True) as scaled:
         scaled.backward()
     waiting = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises(OrderError, match="another loss scale"):

@@ -1,4 +1,4 @@
-"""Steps of an engine on the Triton road: the same as on the eager one, in three launches, and nobody waits."""
+"""Steps of an engine on the Triton backend: the same as on the eager one, in three launches, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 import halfpeak
 from halfpeak import fused
-from halfpeak.engine.phases import Phases
+from halfpeak.engine.step import TrainStep
 from halfpeak.fused import FusedAdamW, FusedSGD
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import kernels
 from laws.test_waits import Waits
 from support.triton import DEVICES, ExactRoots, round_as_devices_do
@@ -39,7 +39,7 @@ class Run:
         level: str,
         device: str,
         *,
-        road: Any = "triton",
+        backend: Any = "triton",
         norm: bool = True,
         momentum: float = 0.0,
         **options: Any,
@@ -47,9 +47,9 @@ class Run:
         torch.manual_seed(0)
         middle = nn.BatchNorm1d(40) if norm else nn.ReLU()
         self.model = nn.Sequential(nn.Linear(8, 40), middle, nn.Linear(40, 3)).to(device)
-        self.optimizer: FusedOptimizer = FusedAdamW(self.model.parameters(), lr=0.01, road=road)
+        self.optimizer: FusedOptimizer = FusedAdamW(self.model.parameters(), lr=0.01, backend=backend)
         if momentum:
-            self.optimizer = FusedSGD(self.model.parameters(), lr=0.05, momentum=momentum, road=road)
+            self.optimizer = FusedSGD(self.model.parameters(), lr=0.05, momentum=momentum, backend=backend)
         scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
         self.engine = halfpeak.prepare(self.model, self.optimizer, level, scale=scale, **options)
         self.device = device
@@ -71,11 +71,11 @@ class Run:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_it_goes_where_the_eager_road_goes(level: str, clip: str, device: str) -> None:
+def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) -> None:
     ours, theirs = (
         # Adam would make steps of what rounding leaves of a gradient that is zero.
-        Run(level, device, road=road, clip=CLIPS[clip], momentum=0.9)
-        for road in ("triton", "eager")
+        Run(level, device, backend=backend, clip=CLIPS[clip], momentum=0.9)
+        for backend in ("triton", "eager")
     )
     for step in range(7):
         factor = float("inf") if step == 4 else 1.0
@@ -86,8 +86,8 @@ def test_it_goes_where_the_eager_road_goes(level: str, clip: str, device: str) -
         assert (one.grad_norm is None) == (two.grad_norm is None)
         if one.grad_norm is not None and step != 4:
             torch.testing.assert_close(one.grad_norm, two.grad_norm, rtol=1e-3, atol=1e-6)
-    assert ours.optimizer.road == "triton"
-    assert (int(ours.engine.taken), int(ours.engine.skipped)) == (6, 1)
+    assert ours.optimizer.backend == "triton"
+    assert (int(ours.engine.num_steps), int(ours.engine.num_skipped)) == (6, 1)
     for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
         # Rounding in a low forward pass: one ulp of bfloat16 in a weight moves a gradient by as much.
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-3)
@@ -103,7 +103,7 @@ def test_one_program_decides_what_the_engine_would(
     for step in range(7):
         factor = float("nan") if step == 3 else 1.0
         with monkeypatch.context() as patch, ExactRoots():
-            patch.setattr(Phases, "_books", lambda *_: None)
+            patch.setattr(TrainStep, "_decide_on_device", lambda *_: None)
             one = apart.step(step, factor)
         two = together.step(step, factor)
         assert one.grad_norm is not None
@@ -112,7 +112,7 @@ def test_one_program_decides_what_the_engine_would(
         assert torch.equal(one.scale, two.scale)
         assert torch.equal(one.grad_norm, two.grad_norm) or step == 3
     assert all(torch.equal(a, b) for a, b in zip(apart.tensors(), together.tensors(), strict=True))
-    assert apart.engine.journal.state_dict() == together.engine.journal.state_dict()
+    assert apart.engine.context.record.state_dict() == together.engine.context.record.state_dict()
     assert apart.engine.scalers[0].state_dict() == together.engine.scalers[0].state_dict()
 
 
@@ -148,7 +148,7 @@ def test_a_step_is_three_launches(device: str, launches: list[str]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_by_itself_it_is_two_launches(device: str, launches: list[str]) -> None:
     weight = nn.Parameter(torch.ones(5, device=device))
-    optimizer = FusedSGD([weight], lr=0.1, road="triton")
+    optimizer = FusedSGD([weight], lr=0.1, backend="triton")
     for _ in range(2):
         weight.grad = torch.ones(5, device=device)
         optimizer.step()
@@ -158,7 +158,7 @@ def test_by_itself_it_is_two_launches(device: str, launches: list[str]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_nobody_waits(level: str, clip: str, device: str) -> None:
+def test_the_host_does_not_wait(level: str, clip: str, device: str) -> None:
     run = Run(level, device, clip=CLIPS[clip])
     for step in range(3):
         run.step(step)
@@ -177,13 +177,13 @@ def test_nobody_waits(level: str, clip: str, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", ["auto", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedAdam"])
-def test_no_fused_optimizer_waits_on_a_device(kind: str, road: Any) -> None:
+def test_no_fused_optimizer_waits_on_a_device(kind: str, backend: Any) -> None:
 
     parameters = [nn.Parameter(torch.ones(5, device="cuda")), nn.Parameter(torch.ones(7, 3, device="cuda"))]
     lr = torch.tensor(0.1, device="cuda")
-    optimizer: FusedOptimizer = getattr(fused, kind)(parameters, lr=lr, road=road)
+    optimizer: FusedOptimizer = getattr(fused, kind)(parameters, lr=lr, backend=backend)
     grads = [torch.ones_like(parameter) for parameter in parameters]
     found_inf = torch.zeros((), device="cuda")
     for step in range(4):
@@ -203,7 +203,7 @@ def test_no_fused_optimizer_waits_on_a_device(kind: str, road: Any) -> None:
 def test_a_learning_rate_on_the_device_is_read_there() -> None:
     weight = nn.Parameter(torch.ones(3, device="cuda"))
     lr = torch.tensor(0.5, device="cuda")
-    optimizer = FusedSGD([weight], lr=lr, road="triton")
+    optimizer = FusedSGD([weight], lr=lr, backend="triton")
     for wanted in (0.5, 0.25):
         weight.grad = torch.ones(3, device="cuda")
         optimizer.step()

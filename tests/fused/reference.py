@@ -1,4 +1,4 @@
-"""The rule of a fused optimizer, run on each tensor by itself: what every road must agree with."""
+"""The rule of a fused optimizer, run on each tensor by itself: what every backend must agree with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
-from halfpeak.fused.blocks import ALONE
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.flat.buffers import MIN_STANDALONE
 
 CASES: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -51,7 +51,7 @@ def parameters_of(dtype: torch.dtype = torch.float32, *, large: bool = False) ->
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     ]
     if large:
-        tensors.append(torch.randn(ALONE + 3))
+        tensors.append(torch.randn(MIN_STANDALONE + 3))
     return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
 
 
@@ -101,8 +101,8 @@ class Reference:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         row = self.optimizer.state.get(parameter, {})
         slots: list[Tensor] = []
-        for i, (name, start) in enumerate(zip(rule.slots, rule.initial(group), strict=True)):
-            shape = () if i >= len(rule.slots) - rule.scalars else parameter.shape
+        for i, (name, start) in enumerate(zip(rule.state_names, rule.initial(group), strict=True)):
+            shape = () if i >= len(rule.state_names) - rule.per_param_scalars else parameter.shape
             known = row.get(name)
             slots.append(
                 torch.full(shape, start, dtype=wide, device=parameter.device)
@@ -117,7 +117,7 @@ class Reference:
         moved = rule(parameter.to(wide), gradient, slots, constants)
         # A sum is only as exact as the largest number in it, which may have cancelled.
         sizes = [max(largest(old), largest(new)) for old, new in zip([parameter, *slots], moved, strict=True)]
-        if len(sizes) > 1 and rule.slots[0] != "sum":
+        if len(sizes) > 1 and rule.state_names[0] != "sum":
             sizes[1] = max(sizes[1], largest(gradient))
         return Wanted([one.clone() for one in moved], sizes)
 

@@ -8,9 +8,18 @@ import torch
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.core.errors import ConfigError
 from halfpeak.fused import FusedAdamW
-from halfpeak.fused.blocks import ALONE
-from halfpeak.fused.forms.codecs import BLOCK, Bfloat16, Codec, Remainder, Signed8, Squares8, Whole, chance
-from halfpeak.fused.roads.choose import RoadName
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.flat.buffers import MIN_STANDALONE
+from halfpeak.fused.state_dtypes.codecs import (
+    BLOCK_SIZE,
+    Bfloat16,
+    Codec,
+    Identity,
+    Int8Block,
+    Remainder,
+    UInt8SqrtBlock,
+    hash_bits,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -63,17 +72,17 @@ def test_eight_bits_keep_24_bits_of_a_weight_and_round_fairly() -> None:
     assert abs(mean) < 2.0**-22
 
 
-@pytest.mark.parametrize("codec", [Signed8(), Squares8()])
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("codec", [Int8Block(), UInt8SqrtBlock()])
+@pytest.mark.parametrize("length", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 1000])
 def test_eight_bits_are_within_a_step_of_the_largest_neighbour(codec: Codec, length: int) -> None:
-    value = torch.randn(length) if isinstance(codec, Signed8) else torch.rand(length)
+    value = torch.randn(length) if isinstance(codec, Int8Block) else torch.rand(length)
     parts = codec.encode(value, SEED)
-    assert [part.shape for part in parts] == [(length,), (-(-length // BLOCK),)]
-    assert [part.dtype for part in parts] == [part.dtype for part in codec.parts]
-    for start in range(0, length, BLOCK):
-        own = value[start : start + BLOCK]
-        back = codec.decode(parts)[start : start + BLOCK]
-        if isinstance(codec, Signed8):
+    assert [part.shape for part in parts] == [(length,), (-(-length // BLOCK_SIZE),)]
+    assert [part.dtype for part in parts] == [part.dtype for part in codec.storage]
+    for start in range(0, length, BLOCK_SIZE):
+        own = value[start : start + BLOCK_SIZE]
+        back = codec.decode(parts)[start : start + BLOCK_SIZE]
+        if isinstance(codec, Int8Block):
             bound = own.abs().max() / 253
         else:
             own, back, bound = own.sqrt(), back.sqrt(), own.max().sqrt() / 254
@@ -81,26 +90,31 @@ def test_eight_bits_are_within_a_step_of_the_largest_neighbour(codec: Codec, len
 
 
 def test_zeros_stay_zeros_and_what_is_above_zero_stays_above() -> None:
-    zero = torch.zeros(BLOCK)
-    for codec in (Signed8(), Squares8(), Bfloat16(), Bfloat16(by_chance=True), Remainder(8)):
+    zero = torch.zeros(BLOCK_SIZE)
+    for codec in (Int8Block(), UInt8SqrtBlock(), Bfloat16(), Bfloat16(stochastic=True), Remainder(8)):
         assert not codec.decode(codec.encode(zero, SEED)).any()
     mixed = torch.tensor([1.0, 1e-20, 1e-30, 0.0])
-    assert (Squares8().decode(Squares8().encode(mixed, SEED)) > 0).tolist() == [True, True, True, False]
+    assert (UInt8SqrtBlock().decode(UInt8SqrtBlock().encode(mixed, SEED)) > 0).tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
-@pytest.mark.parametrize("codec", [Bfloat16(by_chance=True), Squares8()])
+@pytest.mark.parametrize("codec", [Bfloat16(stochastic=True), UInt8SqrtBlock()])
 def test_a_second_moment_falls_when_gradients_do(codec: Codec) -> None:
     """Rounded to the nearest it would stay where it was for ever: a thousandth is less than half a step."""
-    value = torch.cat([torch.ones(4 * BLOCK), torch.full((4 * BLOCK,), 0.3)])
+    value = torch.cat([torch.ones(4 * BLOCK_SIZE), torch.full((4 * BLOCK_SIZE,), 0.3)])
     # One large neighbour in each block keeps the scale of the block where it is.
-    value[::BLOCK] = 1.0
+    value[::BLOCK_SIZE] = 1.0
     parts = codec.encode(value, SEED)
     for step in range(1, 1501):
         new = codec.decode(parts) * 0.999
-        new[::BLOCK] = 1.0
+        new[::BLOCK_SIZE] = 1.0
         parts = codec.encode(new, torch.tensor(float(step)))
-    falling = torch.ones(8 * BLOCK, dtype=torch.bool)
-    falling[::BLOCK] = False
+    falling = torch.ones(8 * BLOCK_SIZE, dtype=torch.bool)
+    falling[::BLOCK_SIZE] = False
     back = codec.decode(parts)
     for start in (value[1], value[-1]):
         expected = float(start) * 0.999**1500
@@ -109,23 +123,25 @@ def test_a_second_moment_falls_when_gradients_do(codec: Codec) -> None:
 
 def test_chance_is_fair_and_the_same_in_every_run() -> None:
     bits = torch.randn(100_000).view(torch.int32)
-    drawn = chance(bits, SEED)
-    assert torch.equal(drawn, chance(bits, SEED))
+    drawn = hash_bits(bits, SEED)
+    assert torch.equal(drawn, hash_bits(bits, SEED))
     assert int(drawn.min()) >= 0
     assert int(drawn.max()) < 2**16
     assert float(drawn.double().mean()) == pytest.approx(2**15, rel=0.01)
     counts = torch.histc(drawn.float(), 16, 0, 2**16)
     assert float((counts / 6250 - 1).abs().max()) < 0.1
-    fixed = torch.stack([chance(bits[:1], torch.tensor(float(step))) for step in range(4000)])
+    fixed = torch.stack([hash_bits(bits[:1], torch.tensor(float(step))) for step in range(4000)])
     assert float(fixed.double().mean()) == pytest.approx(2**15, rel=0.05)
 
 
-@pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
 @pytest.mark.parametrize("moments", [torch.bfloat16, "int8"])
-def test_the_roads_agree_with_the_rule_between_decoding_and_encoding(road: RoadName, moments: object) -> None:
+def test_the_backends_agree_with_the_rule_between_decoding_and_encoding(
+    backend: BackendName, moments: object
+) -> None:
     torch.manual_seed(0)
     parameters = parameters_of()
-    optimizer = FusedAdamW(parameters, lr=0.01, road=road, moments=moments)  # pyright: ignore[reportArgumentType]
+    optimizer = FusedAdamW(parameters, lr=0.01, backend=backend, moments=moments)  # pyright: ignore[reportArgumentType]
     plain = FusedAdamW(parameters_of(), lr=0.01)
     for step in range(3):
         give(parameters, gradients_for(parameters))
@@ -149,7 +165,7 @@ def decoded(optimizer: FusedAdamW, p: torch.Tensor) -> list[torch.Tensor]:
     row, (first, second) = optimizer.state[p], codecs_of(optimizer)
     out: list[torch.Tensor] = []
     for name, codec in (("exp_avg", first), ("exp_avg_sq", second)):
-        parts = [row[name + part.name] for part in codec.parts]
+        parts = [row[name + part.name] for part in codec.storage]
         value = codec.decode((in_memory_order(parts[0]), *parts[1:]))
         out.append(value.as_strided(parts[0].shape, parts[0].stride()).clone())
     return out
@@ -171,13 +187,13 @@ def near(optimizer: FusedAdamW, p: torch.Tensor, name: str, wanted: torch.Tensor
     assert float((value - wanted).abs().max()) <= float(wanted.abs().max()) / 120
 
 
-@pytest.mark.parametrize("road", ["eager", "compiled"])
-def test_parameters_longer_than_a_chunk(road: RoadName) -> None:
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_parameters_longer_than_a_chunk(backend: BackendName) -> None:
     torch.manual_seed(0)
-    start = torch.randn(ALONE + 2 * BLOCK + 3)
+    start = torch.randn(MIN_STANDALONE + 2 * BLOCK_SIZE + 3)
     weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
-    whole = FusedAdamW([weights[0]], lr=0.01, road=road)
-    small = FusedAdamW([weights[1]], lr=0.01, road=road, moments="int8")
+    whole = FusedAdamW([weights[0]], lr=0.01, backend=backend)
+    small = FusedAdamW([weights[1]], lr=0.01, backend=backend, moments="int8")
     for _ in range(3):
         gradient = torch.randn(len(start))
         give(weights, [gradient, gradient])
@@ -215,4 +231,4 @@ def test_an_unknown_form_is_refused(arguments: dict[str, object], message: str) 
 
 def test_whole_is_as_it_is() -> None:
     value = torch.randn(5)
-    assert torch.equal(Whole().decode(Whole().encode(value, SEED)), value)
+    assert torch.equal(Identity().decode(Identity().encode(value, SEED)), value)

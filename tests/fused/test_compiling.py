@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfpeak.fused.compiling import Bound, Kernel, Vector, compiled
-from halfpeak.fused.kernel import squares
+from halfpeak.fused.backends.inductor import BoundKernel, Kernel, Vector, compile_kernel
+from halfpeak.fused.backends.kernels import squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -23,10 +23,10 @@ def added(total: Tensor, grad: Tensor, factor: Tensor) -> tuple[()]:
 @pytest.fixture(scope="module")
 def adding() -> Kernel:
     vectors = (Vector(torch.float32, HOST, None), Vector(torch.bfloat16, HOST, None))
-    return compiled(added, (*vectors, Vector(torch.float32, HOST, ())))
+    return compile_kernel(added, (*vectors, Vector(torch.float32, HOST, ())))
 
 
-def bound(kernel: Kernel, *vectors: Tensor) -> Bound:
+def bound(kernel: Kernel, *vectors: Tensor) -> BoundKernel:
     found = kernel.bind(*vectors)
     assert found is not None
     return found
@@ -50,7 +50,7 @@ def test_binding_checks_what_is_bound(adding: Kernel) -> None:
 
 
 def test_two_that_are_bound_have_outputs_of_their_own() -> None:
-    kernel = compiled(squares, (Vector(torch.bfloat16, HOST, None), Vector(torch.float32, HOST, ())))
+    kernel = compile_kernel(squares, (Vector(torch.bfloat16, HOST, None), Vector(torch.float32, HOST, ())))
     first, second = (torch.full((64,), value).bfloat16() for value in (1.0, 2.0))
     one = torch.tensor(1.0)
     of_first, of_second = bound(kernel, first, one), bound(kernel, second, one)
@@ -62,7 +62,7 @@ def test_what_computes_in_between_is_called_as_the_compiler_made_it() -> None:
     def turned(vector: Tensor, factor: Tensor) -> tuple[Tensor]:
         return (vector.flip(0).cumsum(0) * vector.sum() * factor,)
 
-    kernel = compiled(turned, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
+    kernel = compile_kernel(turned, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
     vector, factor = torch.arange(40.0), torch.tensor(0.5)
     assert kernel.bind(vector, factor) is None
     torch.testing.assert_close(kernel(vector, factor)[0], turned(vector, factor)[0])
@@ -73,7 +73,7 @@ def test_measuring_is_shared_among_all_threads_of_a_large_machine(threads: int) 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        kernel = compiled(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
+        kernel = compile_kernel(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
     finally:
         torch.set_num_threads(before)
     assert f"#pragma omp parallel num_threads({threads})" in kernel._code.source_code
@@ -81,7 +81,7 @@ def test_measuring_is_shared_among_all_threads_of_a_large_machine(threads: int) 
 
 @pytest.mark.parametrize("length", [16, 18, 4099, 2**20])
 def test_four_stretches_give_the_sum_of_squares(length: int) -> None:
-    kernel = compiled(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
+    kernel = compile_kernel(squares, (Vector(torch.float32, HOST, None), Vector(torch.float32, HOST, ())))
     vector = torch.randn(length, generator=torch.Generator().manual_seed(0))
     wanted = (vector[: length // 4 * 4].double() * 0.25).square().sum()
     (total,) = kernel(vector, torch.tensor(0.25))

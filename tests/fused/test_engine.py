@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.amp.fp16_optimizer import FP16_Optimizer
-from halfpeak.engine.slots import Phase
+from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from halfpeak.engine.gradients.window import Unscaled
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
-from halfpeak.integrations.holder import scaled
+from halfpeak.integrations.engine_adapter import scale_loss
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from reliability.support import batch, net
 from support.nets import make_batch, make_net
@@ -65,7 +65,7 @@ def through_amp(level: str, kind: str) -> list[Any]:
         optimizer.zero_grad()
         with amp.scale_loss(loss_of(model, step), optimizer) as scaled_loss:
             scaled_loss.backward()
-        assert run.engine.lanes[0].phase is Phase.UNSCALED
+        assert isinstance(run.engine.context.prepared[0].window, Unscaled)
         optimizer.step()
     return values(model)
 
@@ -107,12 +107,14 @@ def test_the_amp_wrapper_agrees_with_a_wrapper_whose_gradients_never_wait() -> N
     def wrapper(optimizer: Optimizer) -> OptimWrapper:
         return AmpOptimWrapper(optimizer=optimizer, dtype="bfloat16", loss_scale="dynamic")
 
-    def hooked(optimizer: Optimizer) -> OptimWrapper:
+    def with_step_hooks(optimizer: Optimizer) -> OptimWrapper:
         # Somebody else's step hook is a look at gradients.
         optimizer.register_step_pre_hook(lambda *_: None)
         return wrapper(optimizer)
 
-    assert through_wrapper(wrapper, "AdamW", apart=True) == through_wrapper(hooked, "AdamW", apart=True)
+    assert through_wrapper(wrapper, "AdamW", apart=True) == through_wrapper(
+        with_step_hooks, "AdamW", apart=True
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
@@ -143,7 +145,7 @@ def test_loops_of_others_see_true_gradients_after_backward(level: str) -> None:
     )
     with engine.forward():
         loss = loss_of(model, 1)
-    with scaled(engine, loss, engine.lanes, delay=False) as product:
+    with scale_loss(engine, loss, delay=False) as product:
         product.backward()
     gradients = [p.grad for group in engine.optimizers[0].param_groups for p in group["params"]]
     assert all(grad is not None and grad.abs().max() < 10 for grad in gradients)
@@ -178,7 +180,7 @@ def test_a_backward_pass_without_gradients_waits_for_nothing() -> None:
     model = make_net()
     engine = halfpeak.prepare(model, KINDS["AdamW"](model.parameters()), "O2", clip=1.0)
     engine.backward(torch.zeros((), requires_grad=True) * 1.0)
-    assert not engine.lanes[0].has_gradients()
+    assert not engine.context.prepared[0].has_gradients()
     before = values(model)
     assert float(engine.step().grad_norm) == 0.0  # type: ignore[arg-type]
     assert values(model) == before
@@ -239,7 +241,7 @@ def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
 
     pairs = [make(), make()]
     optimizers = [
-        FusedAdamW(pairs[0], lr=0.1, road="eager"),
+        FusedAdamW(pairs[0], lr=0.1, backend="eager"),
         torch.optim.AdamW(pairs[1], lr=0.1, foreach=False),
     ]
     for _ in range(3):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
 
 BETAS = (0.8, 0.95)
 
@@ -180,8 +180,8 @@ def test_novograd(inside: bool, average: bool, correct: bool, inf: bool, from_ze
 
 
 BUILD: dict[str, Any] = {
-    "LAMB": lambda parameters: FusedLAMB(parameters, lr=0.01, road="eager"),
-    "NovoGrad": lambda parameters: FusedNovoGrad(parameters, lr=0.01, weight_decay=0.1, road="eager"),
+    "LAMB": lambda parameters: FusedLAMB(parameters, lr=0.01, backend="eager"),
+    "NovoGrad": lambda parameters: FusedNovoGrad(parameters, lr=0.01, weight_decay=0.1, backend="eager"),
 }
 
 

@@ -9,8 +9,8 @@ import torch
 
 from fused.reference import CASES, give, gradients_for
 from halfpeak.core.errors import ConfigError, ConfigTypeError, HalfpeakError, ParameterError, StateError
-from halfpeak.fused import FusedAdagrad, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
+from halfpeak.fused.base import FusedOptimizer
 
 
 def weight() -> torch.nn.Parameter:
@@ -28,7 +28,7 @@ REFUSED: list[tuple[type[FusedOptimizer], dict[str, Any], str]] = [
     (FusedAdamW, {"weight_decay": -1}, "weight_decay=-1 must be"),
     (FusedAdamW, {"eps": -1e-8}, "eps=-1e-08 must be"),
     (FusedAdamW, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers of at least 0 and below 1"),
-    (FusedAdamW, {"road": "cuda"}, "road='cuda' must be one of"),
+    (FusedAdamW, {"backend": "cuda"}, "backend='cuda' must be one of"),
     (FusedAdagrad, {"lr_decay": -1.0}, "lr_decay=-1.0 must be"),
     (FusedAdagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value=-1.0 must be"),
     (FusedLAMB, {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
@@ -125,7 +125,7 @@ BYTES = {"SGD": 0, "SGD momentum": 4, "Adam": 8, "Adam amsgrad": 12, "Adagrad": 
 def test_bytes_of_state_per_parameter(name: str, dtype: torch.dtype) -> None:
     kind, options = CASES[name]
     parameters = [torch.nn.Parameter(torch.randn(1024).to(dtype)) for _ in range(64)]
-    optimizer = kind(parameters, road="eager", **options)
+    optimizer = kind(parameters, backend="eager", **options)
     give(parameters, gradients_for(parameters))
     optimizer.step()
     held = {
@@ -137,3 +137,19 @@ def test_bytes_of_state_per_parameter(name: str, dtype: torch.dtype) -> None:
     assert sum(held.values()) <= BYTES[name] * 1024 * 64 + scalars
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     assert sum(weights.values()) == dtype.itemsize * 1024 * 64
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedSGD, FusedAdagrad, FusedLAMB, FusedNovoGrad])
+def test_road_is_the_former_name_of_backend(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.warns(DeprecationWarning, match="write backend='eager'") as caught:
+        optimizer = kind([weight], road="eager")
+    assert caught[0].filename == __file__
+    assert optimizer.backend == "eager"
+    with pytest.warns(DeprecationWarning, match=r"optimizer\.backend"):
+        assert optimizer.road == "eager"
+    with (
+        pytest.warns(DeprecationWarning, match="write backend"),
+        pytest.raises(ConfigError, match="backend='cuda'"),
+    ):
+        kind([weight], road="cuda")

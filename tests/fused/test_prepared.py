@@ -27,7 +27,7 @@ def test_masters_and_weights_are_bit_for_bit_those_of_a_loop_by_hand(name: str, 
 
     model = make()
     engine = halfpeak.prepare(
-        model, kind(model.parameters(), road="eager", **options), level, loss_scale=64.0
+        model, kind(model.parameters(), backend="eager", **options), level, loss_scale=64.0
     )
     for x in batches:
         with engine.forward():
@@ -38,7 +38,7 @@ def test_masters_and_weights_are_bit_for_bit_those_of_a_loop_by_hand(name: str, 
     twin = make()
     masters = [nn.Parameter(parameter.detach().clone()) for parameter in twin.parameters()]
     twin.to(LEVELS[level])
-    optimizer = kind(masters, road="eager", **options)
+    optimizer = kind(masters, backend="eager", **options)
     for x in batches:
         twin.zero_grad()
         (twin(x.to(LEVELS[level])).float().square().mean() * 64.0).backward()
@@ -62,7 +62,7 @@ def test_an_overflow_moves_nothing_and_does_not_count(name: str) -> None:
     runs: list[list[torch.Tensor]] = []
     for bad in (True, False):
         model = make()
-        optimizer = kind(model.parameters(), road="eager", **options)
+        optimizer = kind(model.parameters(), backend="eager", **options)
         engine = halfpeak.prepare(model, optimizer, "O2", loss_scale=64.0)
         torch.manual_seed(1)
         for factor in ((float("inf"),) if bad else ()) + (1.0, 1.0):
@@ -80,7 +80,9 @@ def test_a_run_resumes_bit_for_bit(name: str) -> None:
     kind, options = CASES[name]
     batches = [torch.randn(8, 6) for _ in range(6)]
     model = make()
-    engine = halfpeak.prepare(model, kind(model.parameters(), road="eager", **options), "O2", loss_scale=64.0)
+    engine = halfpeak.prepare(
+        model, kind(model.parameters(), backend="eager", **options), "O2", loss_scale=64.0
+    )
 
     def train(model: nn.Module, engine: halfpeak.Engine, batches: list[torch.Tensor]) -> None:
         for x in batches:
@@ -92,7 +94,9 @@ def test_a_run_resumes_bit_for_bit(name: str) -> None:
     train(model, engine, batches[:3])
     saved = copy.deepcopy(engine.state_dict())
     twin = make()
-    resumed = halfpeak.prepare(twin, kind(twin.parameters(), road="eager", **options), "O2", loss_scale=64.0)
+    resumed = halfpeak.prepare(
+        twin, kind(twin.parameters(), backend="eager", **options), "O2", loss_scale=64.0
+    )
     resumed.load_state_dict(saved)
     train(model, engine, batches[3:])
     train(twin, resumed, batches[3:])

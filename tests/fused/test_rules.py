@@ -1,4 +1,4 @@
-"""What every rule promises to the roads."""
+"""What every rule promises to the backends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_a_rule_writes_nothing_and_gives_weight_and_slots_in_float32(name: str) 
     optimizer = kind([torch.nn.Parameter(torch.ones(2))], **options)
     group = optimizer.param_groups[0]
     rule = optimizer.rule(group)
-    given = [torch.randn(5), torch.randn(5), *(torch.rand(5) for _ in rule.slots)]
-    if rule.scalars:
+    given = [torch.randn(5), torch.randn(5), *(torch.rand(5) for _ in rule.state_names)]
+    if rule.per_param_scalars:
         given[-1] = torch.rand(1)
     before = [tensor.clone() for tensor in given]
     constants = [torch.tensor(float(number)) for number in rule.constants(group, 3.0)]
@@ -35,6 +35,6 @@ def test_a_rule_writes_nothing_and_gives_weight_and_slots_in_float32(name: str) 
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
     assert [tensor.shape for tensor in moved] == [given[0].shape, *(slot.shape for slot in given[2:])]
     assert {tensor.dtype for tensor in moved} == {torch.float32}
-    assert len(rule.initial(group)) == len(rule.slots)
+    assert len(rule.initial(group)) == len(rule.state_names)
     assert hash(rule) == hash(optimizer.rule(group))
     assert rule == optimizer.rule(group)

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
-from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
@@ -34,7 +35,7 @@ PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] =
     ),
 }
 
-SHORT = {"rtol": 1e-5, "atol": 1e-6}
+MIN_COMPILED_LENGTH = {"rtol": 1e-5, "atol": 1e-6}
 """Over a few steps: what rounding may do to numbers of size one."""
 
 
@@ -45,7 +46,7 @@ class Twins:
         kind, theirs, options = PAIRS[name]
         self.ours = parameters_of()
         self.theirs = [torch.nn.Parameter(p.detach().clone()) for p in self.ours]
-        self.fused: Optimizer = kind(self.ours, road="eager", **copy.deepcopy({**options, **others}))
+        self.fused: Optimizer = kind(self.ours, backend="eager", **copy.deepcopy({**options, **others}))
         self.plain: Optimizer = theirs(self.theirs, **{**options, **others})
 
     def step(self, skip: set[int] = frozenset()) -> None:  # type: ignore[assignment]
@@ -58,7 +59,7 @@ class Twins:
         self.plain.step()
 
     def agree(self, **tolerance: float) -> None:
-        tolerance = tolerance or SHORT
+        tolerance = tolerance or MIN_COMPILED_LENGTH
         pairs = [*zip(self.ours, self.theirs, strict=True)]
         rows, plains = self.fused.state_dict()["state"], self.plain.state_dict()["state"]
         pairs += [
@@ -197,7 +198,7 @@ def test_momentum_switched_on_and_off() -> None:
 def test_saved_in_the_middle_it_goes_on_bit_for_bit(name: str) -> None:
     kind, _, options = PAIRS[name]
     parameters = parameters_of()
-    optimizer = kind(parameters, road="eager", **options)
+    optimizer = kind(parameters, backend="eager", **options)
     batches = [gradients_for(parameters) for _ in range(6)]
     for batch in batches[:3]:
         give(parameters, batch)
@@ -207,7 +208,7 @@ def test_saved_in_the_middle_it_goes_on_bit_for_bit(name: str) -> None:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     others = [torch.nn.Parameter(weight) for weight in saved["weights"]]
-    resumed = kind(others, road="eager", **options)
+    resumed = kind(others, backend="eager", **options)
     resumed.load_state_dict(saved["optimizer"])
     for batch in batches[3:]:
         give(parameters, batch)
@@ -268,7 +269,7 @@ def test_a_first_step_that_was_skipped_is_still_to_come() -> None:
     twins = Twins("SGD momentum")
     give(twins.ours, gradients_for(twins.ours))
     assert isinstance(twins.fused, FusedOptimizer)
-    twins.fused.measure(Feed([p.grad for p in twins.ours], twins.ours, torch.ones(())))
+    twins.fused.measure(StepInputs([p.grad for p in twins.ours], twins.ours, torch.ones(())))
     late = torch.nn.Parameter(torch.randn(3))
     for optimizer in (twins.fused, twins.plain):
         twin = torch.nn.Parameter(late.detach().clone())
@@ -328,7 +329,7 @@ def test_tied_weights_are_stepped_once() -> None:
             model(torch.arange(5)).square().sum().backward()
             optimizer.step()
     assert models[0].head.weight is models[0].embed.weight
-    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **SHORT)
+    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **MIN_COMPILED_LENGTH)
 
 
 def test_dtypes_mixed_in_one_group() -> None:

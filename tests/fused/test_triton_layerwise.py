@@ -11,12 +11,13 @@ import torch
 from fused.reference import CASES, Reference, agree, give
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
-from halfpeak.fused.optimizer import Feed, FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
 from support.triton import (
     DEVICES,
     ExactRoots,
     bits_of,
-    books,
+    decision_inputs,
     everything,
     gradients_on,
     parameters_on,
@@ -51,7 +52,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_update_is_the_rule_but_for_the_order_of_sums(name: str, dtype: torch.dtype, device: str) -> None:
     kind, options = CASES[name]
     parameters = parameters_on(device, dtype)
-    optimizer = kind(parameters, road="triton", **options)
+    optimizer = kind(parameters, backend="triton", **options)
     reference = Reference(optimizer)
     for _ in range(2):
         give(parameters, gradients_on(device, parameters, dtype))
@@ -59,17 +60,17 @@ def test_the_update_is_the_rule_but_for_the_order_of_sums(name: str, dtype: torc
             wanted = reference.step()
         optimizer.step()
         agree(optimizer, wanted, ulps=BOUND)
-    assert optimizer.road == "triton"
+    assert optimizer.backend == "triton"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_a_parameter_of_many_parts(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Sums over chunks come in several parts, as they do from a million elements on.
-    monkeypatch.setattr("halfpeak.ops.triton.step._PARTS", 2)
+    monkeypatch.setattr("halfpeak.ops.triton.launch._PARTS", 2)
     kind, options = CASES[name]
     parameters = [torch.nn.Parameter(torch.randn(n).to(device)) for n in (7 * 1024 + 5, 4 * 1024, 9)]
-    optimizer = kind(parameters, road="triton", **options)
+    optimizer = kind(parameters, backend="triton", **options)
     reference = Reference(optimizer)
     give(parameters, gradients_on(device, parameters, torch.float32))
     with ExactRoots():
@@ -82,7 +83,7 @@ def test_a_parameter_of_many_parts(name: str, device: str, monkeypatch: pytest.M
 def test_only_groups_with_decay_trust(device: str) -> None:
     parameters = parameters_on(device)
     groups = [{"params": parameters[:5], "weight_decay": 0.0}, {"params": parameters[5:]}]
-    optimizer = FusedLAMB(groups, lr=0.01, road="triton")
+    optimizer = FusedLAMB(groups, lr=0.01, backend="triton")
     reference = Reference(optimizer)
     for step in range(2):
         give(parameters, gradients_on(device, parameters, torch.float32))
@@ -98,7 +99,7 @@ def test_only_groups_with_decay_trust(device: str) -> None:
 def test_a_weight_or_a_move_of_zero_is_left_its_own_step(device: str) -> None:
     zero, still = (torch.nn.Parameter(torch.full((4,), value, device=device)) for value in (0.0, 2.0))
     optimizer = FusedLAMB(
-        [zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0, road="triton"
+        [zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0, backend="triton"
     )
     give([zero, still], [torch.ones(4, device=device), torch.zeros(4, device=device)])
     optimizer.step()
@@ -112,7 +113,7 @@ def test_a_weight_or_a_move_of_zero_is_left_its_own_step(device: str) -> None:
 def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, device: str) -> None:
     kind, options = CASES[name]
     parameters = parameters_on(device)
-    optimizer = kind(parameters, road="triton", **options)
+    optimizer = kind(parameters, backend="triton", **options)
     give(parameters, gradients_on(device, parameters, torch.float32))
     optimizer.step()
     before = bits_of(everything(optimizer))
@@ -132,7 +133,7 @@ def test_without_an_engine_a_gradient_that_is_no_number_goes_through(name: str, 
     kind, options = CASES[name]
     parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (1030, 3)]
     optimizer = kind(
-        parameters, road="triton", **{**options, "max_grad_norm": 0.0} if name == "LAMB" else options
+        parameters, backend="triton", **{**options, "max_grad_norm": 0.0} if name == "LAMB" else options
     )
     gradients = [torch.ones_like(parameter) for parameter in parameters]
     gradients[0][7] = math.nan
@@ -142,28 +143,28 @@ def test_without_an_engine_a_gradient_that_is_no_number_goes_through(name: str, 
     assert not bool(parameters[1].isnan().any())
 
 
-def accounted(optimizer: FusedOptimizer, feed: Feed, device: str, limit: float | None) -> torch.Tensor:
+def decided(optimizer: FusedOptimizer, inputs: StepInputs, device: str, limit: float | None) -> torch.Tensor:
     """A step as an engine takes it; its ``found_inf``."""
     config = ScaleConfig()
-    account = optimizer.account(feed, books(device, config, config.start(device), limit=limit))
-    assert account is not None
-    optimizer.feed(feed._replace(factor=account.factor))
-    optimizer.found_inf = account.found_inf
+    decision = optimizer.decide(inputs, decision_inputs(device, config, config.start(device), max_norm=limit))
+    assert decision is not None
+    optimizer.set_step_inputs(inputs._replace(multiplier=decision.multiplier))
+    optimizer.found_inf = decision.found_inf
     optimizer.step()
-    optimizer.feed(None)
-    return account.found_inf
+    optimizer.set_step_inputs(None)
+    return decision.found_inf
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_an_engines_step_is_the_rule_on_true_sized_clipped_gradients(
+def test_an_engines_step_is_the_rule_on_unscaled_clipped_gradients(
     name: str, limit: float | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = CASES[name]
     masters = parameters_on(device)
     lows = [master.detach().to(torch.bfloat16) for master in masters]
-    optimizer = kind(masters, road="triton", **options)
+    optimizer = kind(masters, backend="triton", **options)
     give(masters, [torch.zeros_like(master) for master in masters])
     optimizer.step()
     reference = Reference(optimizer, dict.fromkeys(masters, 1))
@@ -174,10 +175,10 @@ def test_an_engines_step_is_the_rule_on_true_sized_clipped_gradients(
     with ExactRoots():
         wanted = reference.step(0.25 * clip)
     give(masters, [None] * len(masters))
-    read = optimizer._road._kernels.measure
+    read = optimizer._backend._kernels.measure
     reads: list[Any] = []
-    monkeypatch.setattr(optimizer._road._kernels, "measure", lambda *args: reads.append(read(*args)))
-    skips = accounted(optimizer, Feed(gradients, lows, torch.tensor(0.25, device=device)), device, limit)
+    monkeypatch.setattr(optimizer._backend._kernels, "measure", lambda *args: reads.append(read(*args)))
+    skips = decided(optimizer, StepInputs(gradients, lows, torch.tensor(0.25, device=device)), device, limit)
     assert not bool(skips)
     agree(optimizer, wanted, ulps=2 * BOUND)
     assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
@@ -194,8 +195,8 @@ def test_the_same_bits_again_and_again(kind: Any, device: str) -> None:
     for _ in range(AGAIN):
         masters = [torch.nn.Parameter(value.clone()) for value in start]
         lows = [master.detach().to(torch.bfloat16) for master in masters]
-        optimizer = kind(masters, lr=0.01, road="triton")
-        optimizer.feed(Feed(gradients, lows, torch.ones((), device=device)))
+        optimizer = kind(masters, lr=0.01, backend="triton")
+        optimizer.set_step_inputs(StepInputs(gradients, lows, torch.ones((), device=device)))
         optimizer.step()
         found.add(bits_of([*everything(optimizer), *lows]))
     assert len(found) == 1

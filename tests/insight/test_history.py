@@ -12,8 +12,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight import history as history_module
-from halfpeak.insight.events import TensorBoard
-from halfpeak.insight.history import History, JsonLines, Row, read_rows
+from halfpeak.insight.history import History, JsonLines, Row, TensorBoard, read_rows
 
 
 class Collect:
@@ -72,7 +71,7 @@ def test_recording_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 class Slow:
-    """A transfer whose numbers arrive when the test says so."""
+    """A copy whose numbers arrive when the test says so."""
 
     made: ClassVar[list[Slow]] = []
 
@@ -80,17 +79,17 @@ class Slow:
         self.vector, self.is_there, self.waited = vector, False, False
         self.made.append(self)
 
-    def has_arrived(self) -> bool:
+    def is_ready(self) -> bool:
         return self.is_there
 
-    def numbers(self) -> list[float]:
+    def read(self) -> torch.Tensor:
         self.waited = not self.is_there
-        return self.vector.tolist()
+        return self.vector
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
-    monkeypatch.setattr(history_module, "Transfer", Slow)
+    monkeypatch.setattr(history_module, "AsyncCopy", Slow)
     monkeypatch.setattr(Slow, "made", [])
     return Slow.made
 
@@ -106,7 +105,7 @@ def test_rows_come_when_they_have_arrived_and_nobody_waits_for_them(slow: list[S
     arrived = history.record({"step": 5}, {"loss": torch.tensor(5.0)})
     assert arrived == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
     assert sink.batches == [arrived]
-    assert not any(transfer.waited for transfer in slow)
+    assert not any(copy.waited for copy in slow)
 
 
 def test_reading_waits_for_all_that_is_left(slow: list[Slow]) -> None:
@@ -114,7 +113,7 @@ def test_reading_waits_for_all_that_is_left(slow: list[Slow]) -> None:
     for step in range(1, 4):
         history.record({"step": step}, {"loss": torch.tensor(float(step))})
     assert [row["loss"] for row in history.read()] == [1.0, 2.0, 3.0]
-    assert [transfer.waited for transfer in slow] == [True, True]
+    assert [copy.waited for copy in slow] == [True, True]
     assert history.read() == []
 
 

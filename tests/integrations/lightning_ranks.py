@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from halfpeak.integrations.lightning import HalfpeakFabricPrecision
-from integrations.lightning_net import SCALE, adamw
+from integrations.plain_loop import SCALE, adamw
 from support.nets import make_batch, make_net
 
 

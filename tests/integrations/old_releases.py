@@ -36,7 +36,7 @@ def run_lightning(level: str) -> None:
     import pytorch_lightning
     from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
 
-    from integrations.lightning_net import loader, make_module, make_trainer, plain_run
+    from integrations.plain_loop import loader, make_module, make_trainer, plain_run
 
     class Module(type(make_module(pytorch_lightning))):  # type: ignore[misc]
         """apex casts at the boundary of the module it is given, so this one calls itself, as such modules did."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import halfpeak
-from integrations.lightning_net import SCALE, adamw, batches, plain_run
+from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import LEVELS, OPTIMIZERS, make_net, poison
 
 accelerate = pytest.importorskip("accelerate")
@@ -28,15 +28,6 @@ def fresh_state() -> Iterator[None]:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: value.float().clone() for name, value in net.state_dict().items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
 
 
 class Run:
@@ -97,6 +88,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, tmp_path: Path) -> None:
     resumed.train(start=5)
     assert_same(weights(resumed.net), weights(whole.net))
     assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+
+
+def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume(tmp_path: Path) -> None:
+    run = Run("O2", gradient_accumulation_steps=2)
+    run.train(start=4, stop=5)  # an overflow, and the window stays open
+    assert not run.net[1].running_mean.isfinite().all()
+    run.accelerator.save_state(str(tmp_path))
+    resumed = Run("O2", gradient_accumulation_steps=2)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.accelerator.step = 1
+    for each in (run, resumed):
+        assert each.train(start=5, stop=6) == [True]
+        assert_same(weights(each.net), weights(make_net()))
 
 
 def test_clipping_by_value_reaches_the_masters() -> None:

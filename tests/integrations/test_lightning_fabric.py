@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from integrations.lightning_net import SCALE, adamw, batches, plain_run
+from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import LEVELS, make_net
 
 PACKAGES = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -45,15 +45,6 @@ def train(run: SimpleNamespace, start: int = 0, stop: int = 8, clip: float | Non
         stepped.append(run.optimizer.step().stepped())
         run.optimizer.zero_grad()
     return stepped
-
-
-def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: value.float().clone() for name, value in net.state_dict().items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
 
 
 @pytest.mark.parametrize("clip", [None, 0.01], ids=["plain", "clip"])

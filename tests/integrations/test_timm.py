@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import halfpeak
 from halfpeak.integrations.timm import LossScaler
-from integrations.lightning_net import SCALE, adamw, batches, plain_run
+from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import LEVELS, make_batch, make_net
 
 MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda")
@@ -44,15 +44,6 @@ def timm_utils() -> Iterator[SimpleNamespace]:
     for name in set(sys.modules) - set(before):
         if name.partition(".")[0] == "timm":
             del sys.modules[name]
-
-
-def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: value.float().clone() for name, value in net.state_dict().items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
 
 
 def prepared(level: str) -> SimpleNamespace:
@@ -87,7 +78,7 @@ def test_a_run_is_the_engines_bit_for_bit(level: str, clip: str) -> None:
     run = prepared(level)
     train(run, **options)
     assert_same(weights(run.net), plain_run(level, clip=by_hand)[0])
-    assert (int(run.engine.taken), int(run.engine.skipped)) == (6, 2)
+    assert (int(run.engine.num_steps), int(run.engine.num_skipped)) == (6, 2)
 
 
 def test_accumulation_is_timms() -> None:
@@ -96,23 +87,20 @@ def test_accumulation_is_timms() -> None:
     assert_same(weights(run.net), plain_run("O2", accumulate=2)[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_resumed_run_goes_on_bit_for_bit(level: str) -> None:
-    whole = prepared(level)
-    train(whole)
-    half = prepared(level)
-    train(half, stop=5)
-    saved = {
-        "state_dict": weights(half.net),
-        "optimizer": half.optimizer.state_dict(),
-        half.loss_scaler.state_dict_key: half.loss_scaler.state_dict(),
-    }
-    resumed = prepared(level)
-    resumed.net.load_state_dict(saved["state_dict"])
-    resumed.optimizer.load_state_dict(saved["optimizer"])
-    resumed.loss_scaler.load_state_dict(saved[resumed.loss_scaler.state_dict_key])
-    train(resumed, start=5)
-    assert_same(weights(resumed.net), weights(whole.net))
+@pytest.mark.parametrize("with_buffers", [True, False])
+def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume(with_buffers: bool) -> None:
+    """States that were saved before they held the statistics load as well."""
+    half = prepared("O2")
+    train(half, start=4, stop=5, accumulate=2)  # an overflow, and the window stays open
+    saved = half.loss_scaler.state_dict()
+    if not with_buffers:
+        del saved["buffers"]
+    resumed = prepared("O2")
+    resumed.net.load_state_dict(weights(half.net))
+    resumed.loss_scaler.load_state_dict(saved)
+    train(resumed, start=5, stop=6)
+    assert not resumed.loss_scaler.last.stepped()
+    assert bool(resumed.net[1].running_mean.isfinite().all()) is with_buffers
 
 
 def test_adaptive_clipping_is_timms_own(timm_utils: SimpleNamespace) -> None:
@@ -152,10 +140,12 @@ def test_what_cannot_be_is_said() -> None:
     run = prepared("O2")
     with pytest.raises(halfpeak.ConfigError, match="clip_mode='median'"):
         run.loss_scaler(torch.zeros(()), run.optimizer, clip_grad=1.0, clip_mode="median")
-    with pytest.raises(halfpeak.OrderError, match="was not prepared by this engine"):
+    with pytest.raises(halfpeak.OrderError, match="was not prepared"):
         run.loss_scaler(torch.zeros(()), adamw(make_net().parameters()))
     with pytest.raises(halfpeak.StateError):
         run.loss_scaler.load_state_dict({"scale": 1.0})
+    with pytest.raises(halfpeak.StateError, match="saved statistics must be a list of tensors"):
+        run.loss_scaler.load_state_dict({**run.loss_scaler.state_dict(), "buffers": [1.0]})
     with pytest.raises(halfpeak.ConfigError, match="is not an engine"):
         LossScaler(run.optimizer)  # type: ignore[arg-type]
     net = make_net()

@@ -25,7 +25,7 @@ import halfpeak.shim
 
 halfpeak.shim.install()
 from apex import amp
-from integrations.lightning_net import adamw, batches, plain_run
+from integrations.plain_loop import adamw, batches, plain_run
 from support.nets import make_net
 
 for package in ("timm", "timm.utils"):  # importing timm itself needs torchvision, and these files torch alone

@@ -95,7 +95,7 @@ def test_it_learns_at_every_level(level: str, tmp_path: Path) -> None:
     assert {value.dtype for value in weights(trainer).values() if value.is_floating_point()} == {
         torch.float32
     }
-    assert trainer.accelerator.holder.engine.policy.masters is (level in ("O2", "O5"))
+    assert trainer.accelerator.adapter.engine.policy.masters is (level in ("O2", "O5"))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

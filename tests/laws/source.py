@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "halfpeak"
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package: ``halfpeak.core.dtypes``, its room ``core``, its text and its tree."""
+    """One file of the package: ``halfpeak.core.dtypes``, its package ``core``, its text and its tree."""
 
     name: str
     path: Path
@@ -22,8 +22,8 @@ class Module:
     tree: ast.Module
 
     @property
-    def room(self) -> str:
-        """The part of the package it lives in; empty for the files at the top."""
+    def package(self) -> str:
+        """The package of halfpeak that it lives in; empty for the files at the top."""
         parts = self.path.relative_to(PACKAGE).parts
         return parts[0] if len(parts) > 1 else ""
 

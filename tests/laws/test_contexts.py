@@ -14,42 +14,36 @@ from torch import nn
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.casting.device import DeviceCasts
-from halfpeak.casting.opcasts import OpCasts, disable_casts
-from halfpeak.integrations.holder import scaled
+from halfpeak.casting.casts import DeviceCasts, OpCasts, disable_casts
+from halfpeak.integrations.engine_adapter import scale_loss
 from laws.source import modules
 
 ELSEWHERE = {
     "amp/larc.py": "tests/amp",
-    "amp/old_entry.py": "tests/shim",
+    "amp/init_handle.py": "tests/shim",
     "checkpoint/temporary.py": "tests/checkpoint",
     "cli/interrupt.py": "tests/cli",
     "cli/progress.py": "tests/cli",
-    "cli/ranks.py": "tests/cli",
     "cli/script.py": "tests/shim",
-    "engine/capture.py": "tests/engine",
-    "engine/release.py": "tests/engine",
+    "engine/graphs/cuda_graph.py": "tests/engine",
     "engine/sync.py": "tests/distributed",
     "optim/wrapper.py": "tests/optim",
     "insight/extras.py": "tests/insight",
     "recipes/device.py": "tests/cli",
     "runner/hook_list.py": "tests/runner",
-    "shim/children.py": "tests/shim",
-    "shim/cuda_names.py": "tests/shim",
-    "shim/device.py": "tests/shim",
+    "shim/cuda_on_cpu.py": "tests/shim",
+    "shim/spawn.py": "tests/shim",
 }
 """Files whose context managers change no state of training, and where they are tested."""
 
 HERE = {
     "amp/ambient.py",
     "amp/handle.py",
-    "engine/block.py",
+    "engine/gradients/backward.py",
     "engine/engine.py",
-    "engine/phases.py",
-    "integrations/holder.py",
-    "casting/device.py",
-    "casting/entry.py",
-    "casting/opcasts.py",
+    "engine/step.py",
+    "integrations/engine_adapter.py",
+    "casting/casts.py",
     "casting/suspend.py",
     "casting/scope.py",
 }
@@ -105,11 +99,11 @@ class AmpRun(Run):
 CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager[Any]]]] = {
     "forward O1": (Run, "O1", lambda run: run.engine.forward()),
     "forward O2": (Run, "O2", lambda run: run.engine.forward()),
-    "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty(), lanes=run.engine.lanes)),
+    "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty())),
     "scaled in a loop of others": (
         Run,
         "O2",
-        lambda run: scaled(run.engine, run.penalty(), run.engine.lanes, delay=False),
+        lambda run: scale_loss(run.engine, run.penalty(), delay=False),
     ),
     "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
     "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),

@@ -27,12 +27,13 @@ PREPARE: dict[str, dict[str, Any]] = {
     "clip": {"clip": 1e-3},
     "restore_buffers": {"restore_buffers": False},
     "op_lists": {"level": "O4", "op_lists": "torch"},
-    "shadow_weights": {"shadow_weights": True},
-    "release_gradients": {"release_gradients": True},
     "keep_gradient_memory": {"keep_gradient_memory": False},
     "group": {"group": "world"},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""
+
+DEPRECATED = {"shadow_weights", "release_gradients"}
+"""Keywords that are still accepted and have no effect any more."""
 
 
 def seen(**options: Any) -> list[Any]:
@@ -69,7 +70,14 @@ def test_each_keyword_of_prepare_changes_something(keyword: str) -> None:
 
 def test_no_keyword_of_prepare_is_left_out() -> None:
     accepted = set(inspect.signature(halfpeak.prepare).parameters)
-    assert accepted - {"models", "optimizers"} == PREPARE.keys()
+    assert accepted - {"models", "optimizers"} == PREPARE.keys() | DEPRECATED
+
+
+@pytest.mark.parametrize("keyword", sorted(DEPRECATED))
+def test_a_deprecated_keyword_says_so_and_changes_nothing(keyword: str) -> None:
+    with pytest.warns(DeprecationWarning, match=keyword):
+        found = seen(level="O4", **{keyword: True})
+    assert repr(found) == repr(seen(level="O4"))
 
 
 INITIALIZE: dict[str, dict[str, Any]] = {

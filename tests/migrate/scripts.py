@@ -71,7 +71,7 @@ def argv(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def old_libraries() -> Iterator[None]:
-    """apex and mmcv 1.x as far as the corpus uses them: halfpeak's doors, and plain meanings of apex's layers."""
+    """apex and mmcv 1.x as far as the corpus uses them: halfpeak's modules, and torch's layers for apex's."""
     fake = {
         "apex": {"amp": amp, "fp16_utils": fp16_utils},
         "apex.amp": amp,

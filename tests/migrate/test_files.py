@@ -15,8 +15,8 @@ pytest.importorskip("libcst")
 from halfpeak.cli.main import main
 from halfpeak.core.errors import ConfigError
 from halfpeak.migrate import migrate
-from halfpeak.migrate.files import find, replace
 from halfpeak.migrate.findings import parse_target
+from halfpeak.migrate.project import find, replace
 from migrate.scripts import CORPUS, source
 
 OLD = "from apex import amp\n"
@@ -124,6 +124,38 @@ def test_one_bad_file_does_not_keep_the_others_from_it(capsys: pytest.CaptureFix
     assert main(["migrate", "p", "--to", "amp", "--write"]) == 2
     assert "p/b.py:2: the file: it cannot be read" in capsys.readouterr().err
     assert [Path(f"p/{name}.py").read_text() == NEW for name in "abc"] == [True, False, True]
+
+
+HOSTILE = {
+    "brackets": ("x = " + "(" * 50_000 + ")" * 50_000).encode(),
+    "blocks": "".join(f"{' ' * depth}if x:\n" for depth in range(400)).encode(),
+    "operators": ("x = " + "a + " * 50_000 + "a").encode(),
+    "attributes": ("x = a" + ".a" * 400).encode(),
+    "unary": ("x = " + "not " * 50_000 + "a").encode(),
+    "elif": b"if a:\n  pass\n" + b"elif a:\n  pass\n" * 50_000,
+    "formatted string": b"x = f'{" + b"(" * 5_000 + b")" * 5_000 + b"}'",
+    "size": b"x = 1\n" * 500_000,
+}
+
+
+def test_files_beyond_the_limits_are_said_and_the_others_rewritten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in HOSTILE.items():
+        put(f"p/{name}.py", "").write_bytes(OLD.encode() + text + b"\n")
+    put("p/utf16.py", "").write_bytes(OLD.encode("utf-16"))
+    put("p/z.py")
+    os.mkfifo("p/pipe.py")
+    os.mkfifo("pipe")
+    assert main(["migrate", "p", "pipe", "--to", "amp", "--write"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "rewritten p/z.py\n"
+    *said, summary = printed.err.splitlines()
+    unread = {line.partition(".py:")[0].partition(":")[0]: line for line in said}
+    assert unread.keys() == {*(f"p/{name}" for name in HOSTILE), "p/utf16", "pipe"}
+    assert all("the file: it cannot be read" in line for line in said)
+    assert "save it as UTF-8" in unread["p/utf16"]
+    assert summary == f"1 file rewritten, {len(said)} places left to look at, {len(said)} files not read"
 
 
 def test_what_is_left_is_listed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def left(text: str, to: Target = "halfpeak") -> list[tuple[int, str]]:
         ),
         (
             "from amp_C import multi_tensor_sgd",
-            "from halfpeak.amp.multi_tensor_steps import multi_tensor_sgd",
+            "from halfpeak.amp.multi_tensor import multi_tensor_sgd",
         ),
         (
             "import apex_C\nflat = apex_C.flatten(grads)",

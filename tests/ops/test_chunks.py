@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfpeak.ops import chunks, foreach, reference
+from halfpeak.ops import foreach, reference
 
 INV_SCALE = torch.tensor(2.0**-3)
-SIZES = [chunks.WORTH_IT, chunks.CHUNK, chunks.CHUNK + 1, 3 * chunks.CHUNK - 5]
+SIZES = [foreach.MIN_CHUNKED, foreach.CHUNK, foreach.CHUNK + 1, 3 * foreach.CHUNK - 5]
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -27,10 +27,10 @@ def test_same_bits_and_flag_as_the_reference(size: int, dtype: torch.dtype, bad:
             grad[position] = bad
         before, expected, flags = grad.clone(), into.clone(), [torch.zeros(()) for _ in range(4)]
         reference.accumulate_([expected], [grad], INV_SCALE, flags[0])
-        assert chunks.accumulate_into(into, grad, INV_SCALE, flags[1])
+        assert foreach._accumulate_chunks(into, grad, INV_SCALE, flags[1])
         (fresh,) = reference.unscaled([grad], [torch.float32], INV_SCALE, flags[2])
         other = torch.empty_like(fresh)
-        assert chunks.unscale_into(other, grad, INV_SCALE, flags[3])
+        assert foreach._unscale_chunks(other, grad, INV_SCALE, flags[3])
         assert torch.equal(into.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert torch.equal(other.nan_to_num(7.0), fresh.nan_to_num(7.0))
         assert torch.equal(grad.nan_to_num(7.0), before.nan_to_num(7.0))
@@ -38,9 +38,13 @@ def test_same_bits_and_flag_as_the_reference(size: int, dtype: torch.dtype, bad:
 
 
 def test_where_new_tensors_go_by_default_does_not_matter() -> None:
-    grad, into, flag = drawn(chunks.WORTH_IT, torch.bfloat16), torch.zeros(chunks.WORTH_IT), torch.zeros(())
+    grad, into, flag = (
+        drawn(foreach.MIN_CHUNKED, torch.bfloat16),
+        torch.zeros(foreach.MIN_CHUNKED),
+        torch.zeros(()),
+    )
     with torch.device("meta"):
-        assert chunks.accumulate_into(into, grad, INV_SCALE, flag)
+        assert foreach._accumulate_chunks(into, grad, INV_SCALE, flag)
     assert torch.equal(into, grad.float() * INV_SCALE)
 
 
@@ -53,15 +57,15 @@ def channels_last(size: int) -> Tensor:
     [
         (torch.zeros(64, 256), torch.ones(256, 64).T),
         (torch.zeros(64, 512)[:, ::2], torch.ones(64, 512)[:, ::2]),
-        (torch.zeros(chunks.WORTH_IT - 1), torch.ones(chunks.WORTH_IT - 1)),
+        (torch.zeros(foreach.MIN_CHUNKED - 1), torch.ones(foreach.MIN_CHUNKED - 1)),
         (torch.zeros(2**14, dtype=torch.float64), torch.ones(2**14, dtype=torch.float64)),
     ],
     ids=["another order", "gaps", "small", "float64"],
 )
 def test_what_is_left_to_lists(into: Tensor, grad: Tensor) -> None:
     before, found_inf = into.clone(), torch.zeros(())
-    assert not chunks.accumulate_into(into, grad, INV_SCALE, found_inf)
-    assert not chunks.unscale_into(into, grad, INV_SCALE, found_inf)
+    assert not foreach._accumulate_chunks(into, grad, INV_SCALE, found_inf)
+    assert not foreach._unscale_chunks(into, grad, INV_SCALE, found_inf)
     assert torch.equal(into, before)
     foreach.accumulate_([into], [grad], INV_SCALE, found_inf)
     assert torch.equal(into, before + grad / 8)
@@ -70,12 +74,12 @@ def test_what_is_left_to_lists(into: Tensor, grad: Tensor) -> None:
 def test_any_order_of_memory_that_both_share() -> None:
     into, grad = channels_last(2**14), channels_last(2**14)
     expected = into + grad * INV_SCALE
-    assert chunks.accumulate_into(into, grad, INV_SCALE, torch.zeros(()))
+    assert foreach._accumulate_chunks(into, grad, INV_SCALE, torch.zeros(()))
     assert torch.equal(into, expected)
 
 
 def test_a_scale_below_one_can_overflow_what_is_written() -> None:
     grad, found_inf = torch.full((2**14,), 3e38), torch.zeros(())
-    assert not chunks.accumulate_into(torch.zeros(2**14), grad, torch.tensor(2.0), found_inf)
+    assert not foreach._accumulate_chunks(torch.zeros(2**14), grad, torch.tensor(2.0), found_inf)
     foreach.accumulate_([torch.zeros(2**14)], [grad], torch.tensor(2.0), found_inf)
     assert bool(found_inf)

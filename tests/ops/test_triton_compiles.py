@@ -24,9 +24,9 @@ PROGRAM = textwrap.dedent(
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from halfpeak.ops.triton import step
+    from halfpeak.ops.triton import launch
     from halfpeak.ops.triton.control import control_kernel
-    from halfpeak.ops.triton.layerwise import follow_kernel, norm_kernel, trust_kernel, turn_kernel
+    from halfpeak.ops.triton.layerwise import lamb_update_kernel, norm_kernel, lamb_trust_kernel, lamb_moments_kernel
     from halfpeak.ops.triton.measure import measure_kernel
     from halfpeak.ops.triton.update import update_kernel
 
@@ -36,14 +36,14 @@ PROGRAM = textwrap.dedent(
     TYPES |= {name: "*fp32" for name in ("numbers", "squares", "factor", "found_inf", "scale", "floats")}
     TYPES |= {name: "*fp32" for name in ("each", "sums", "rates")}
     TYPES |= {name: "i32" for name in ("full", "count", "first", "partials", "interval", "hysteresis", "counters")}
-    TYPES |= {name: "fp32" for name in ("limit", "own_limit", "growth", "backoff", "floor", "ceiling")}
+    TYPES |= {name: "fp32" for name in ("max_norm", "own_max_norm", "growth", "backoff", "floor", "ceiling")}
     TYPES |= {"hyper": "*fp64"}
-    FORM = {"COLUMNS": step.COLUMNS, "CHUNK": step.CHUNK}
+    FORM = {"COLUMNS": launch.COLUMNS, "CHUNK": launch.CHUNK}
     REGISTERS = 65536
     DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-    def compiled(kernel, programs=step._MOVING, **constants):
+    def compile_kernel(kernel, programs=launch._MOVING, **constants):
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         # Aligned to 16 bytes is what a launch finds of what is not told to be of no account.
@@ -71,10 +71,10 @@ PROGRAM = textwrap.dedent(
 
     for grad, align in ((tl.bfloat16, 8), (tl.float16, 8), (tl.float32, 4)):
         for each in ("", "squares", "largest"):
-            code = compiled(measure_kernel, step._READING, GRAD=grad, ALIGN=align, EACH=each, **FORM)
+            code = compile_kernel(measure_kernel, launch._READING, GRAD=grad, ALIGN=align, EACH=each, **FORM)
             assert re.search(r"ld\\.global\\.v4\\.b32", code), "loads of gradients are not 16 bytes wide"
-        compiled(measure_kernel, step._READING, GRAD=grad, ALIGN=1, EACH="", **FORM)
-    WHOLE = {"MASTER": 0, "A": "whole", "B": "whole", "C": "whole"}
+        compile_kernel(measure_kernel, launch._READING, GRAD=grad, ALIGN=1, EACH="", **FORM)
+    IDENTITY = {"MASTER": 0, "A": "identity", "B": "identity", "C": "identity"}
     for rule, option, other in (
         ("adam", True, False), ("adam", False, True), ("sgd", "", False), ("sgd", "momentum", True),
         ("sgd", "nesterov", False), ("adagrad", False, False), ("adagrad", True, False), ("lamb", True, False),
@@ -82,18 +82,19 @@ PROGRAM = textwrap.dedent(
     ):
         for weight, low, grad in ((tl.float32, tl.bfloat16, tl.bfloat16), (tl.float32, None, tl.float32),
                                   (tl.float16, None, tl.float16)):
-            code = compiled(update_kernel, DTYPE=weight, LOWER=low,
-                            GRAD=grad, RULE=rule, OPTION=option, OTHER=other, ALIGN=4, **WHOLE, **FORM)
+            code = compile_kernel(update_kernel, DTYPE=weight, LOWER=low,
+                            GRAD=grad, RULE=rule, OPTION=option, OTHER=other, ALIGN=4, **IDENTITY, **FORM)
             if weight == tl.float32:
                 assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of weights are not 16 bytes wide"
     for master, a, b in (
-        (16, "whole", "whole"), (8, "whole", "whole"), (16, "nearest16", "chance16"), (8, "signed8", "squares8"),
-        (0, "signed8", "squares8"),
+        (16, "identity", "identity"), (8, "identity", "identity"), (16, "bf16", "bf16_stochastic"),
+        (8, "int8_block", "uint8_sqrt_block"),
+        (0, "int8_block", "uint8_sqrt_block"),
     ):
-        coded = a == "signed8"
+        coded = a == "int8_block"
         weight, low = (tl.bfloat16, None) if master else (tl.float32, tl.bfloat16)
         wide, narrow = (
-            compiled(update_kernel, DTYPE=weight, LOWER=low, GRAD=tl.bfloat16,
+            compile_kernel(update_kernel, DTYPE=weight, LOWER=low, GRAD=tl.bfloat16,
                      RULE="adam", OPTION=True, OTHER=coded, ALIGN=align, MASTER=master, A=a, B=b, C=b, **FORM)
             for align in (4, 1)
         )
@@ -101,16 +102,16 @@ PROGRAM = textwrap.dedent(
         assert 2 * wide.count("ld.global.b8") == narrow.count("ld.global.b8"), "8 bits are read one by one"
     for low in (tl.bfloat16, None):
         for option in (True, False):
-            compiled(turn_kernel, DTYPE=tl.float32, GRAD=tl.bfloat16, OPTION=option, ALIGN=4, **FORM)
-            compiled(follow_kernel, DTYPE=tl.float32, LOWER=low, OPTION=option, ALIGN=4, **FORM)
-    compiled(trust_kernel, COLUMNS=step.COLUMNS, BLOCK=step._PARTS)
+            compile_kernel(lamb_moments_kernel, DTYPE=tl.float32, GRAD=tl.bfloat16, OPTION=option, ALIGN=4, **FORM)
+            compile_kernel(lamb_update_kernel, DTYPE=tl.float32, LOWER=low, OPTION=option, ALIGN=4, **FORM)
+    compile_kernel(lamb_trust_kernel, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)
     for largest in (True, False):
-        compiled(norm_kernel, LARGEST=largest, COLUMNS=step.COLUMNS, BLOCK=step._PARTS)
+        compile_kernel(norm_kernel, LARGEST=largest, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)
     for rule in ("adam", "sgd", "adagrad", "lamb", "novograd"):
         for judges, keeps, dynamic, clean in ((False, False, False, False), (True, True, False, True), (True, True, True, True),
                                               (True, True, True, False)):
-            compiled(control_kernel, 1, JUDGES=judges, CLIPS=keeps, CLIPS_AGAIN=rule == "lamb", KEEPS_BOOKS=keeps,
-                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RULE=rule, HYPER=step.HYPER, BLOCK=2048)
+            compile_kernel(control_kernel, 1, JUDGES=judges, CLIPS=keeps, CLIPS_AGAIN=rule == "lamb", DECIDES=keeps,
+                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RULE=rule, HYPER=launch.HYPER, BLOCK=2048)
     print("compiled")
     """
 )

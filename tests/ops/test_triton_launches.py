@@ -51,33 +51,33 @@ PROGRAM = textwrap.dedent(
     driver.set_active(Absent())
     JITFunction.__getitem__ = launch
 
-    import halfpeak.fused.optimizer
+    import halfpeak.fused.base
     from halfpeak.core.schedule import ScaleConfig
     from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
-    from halfpeak.fused.optimizer import Feed
-    from halfpeak.fused.roads.triton import TritonRoad
-    from support.triton import books
+    from halfpeak.fused.decision import StepInputs
+    from halfpeak.fused.backends.triton import TritonBackend
+    from support.triton import decision_inputs
 
-    halfpeak.fused.optimizer.choose = lambda *_: TritonRoad(torch.device("cpu"))
-    halfpeak.fused.optimizer.leads_on = lambda *_: True
+    halfpeak.fused.base.choose = lambda *_: TritonBackend(torch.device("cpu"))
+    halfpeak.fused.base.still_fits = lambda *_: True
     SIZES = (5, 1030, 16, 1, 2048, 1024, 3073)
 
 
     def step(make, sizes, lr, scale, interval):
         weights = [torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in sizes]
-        optimizer = make(weights, lr=lr, road="triton")
+        optimizer = make(weights, lr=lr, backend="triton")
         gradients = [torch.zeros_like(weight) for weight in weights]
-        feed = Feed(gradients, weights, torch.tensor(scale))
-        optimizer.measure(feed)
+        inputs = StepInputs(gradients, weights, torch.tensor(scale))
+        optimizer.measure(inputs)
         launched.clear()
         config = ScaleConfig(interval=interval)
         for change in (1, 10):
             optimizer.param_groups[0]["lr"] *= change
-            account = optimizer.account(feed, books("cpu", config, config.start("cpu"), limit=scale * change))
-            optimizer.feed(feed._replace(factor=account.factor))
-            optimizer.found_inf = account.found_inf
+            decision = optimizer.decide(inputs, decision_inputs("cpu", config, config.start("cpu"), max_norm=scale * change))
+            optimizer.set_step_inputs(inputs._replace(multiplier=decision.multiplier))
+            optimizer.found_inf = decision.found_inf
             optimizer.step()
-            optimizer.feed(None)
+            optimizer.set_step_inputs(None)
 
 
     def compact(*args, **options):
@@ -88,7 +88,7 @@ PROGRAM = textwrap.dedent(
         (FusedAdamW, ["measure", "control", "update"]),
         (compact, ["measure", "control", "update"]),
         (FusedNovoGrad, ["measure", "control", "norm", "update"]),
-        (FusedLAMB, ["measure", "control", "turn", "trust", "follow"]),
+        (FusedLAMB, ["measure", "control", "lamb_moments", "lamb_trust", "lamb_update"]),
     ):
         step(make, SIZES, 0.1, 0.5, 2000)
         assert launched == 2 * wanted, launched

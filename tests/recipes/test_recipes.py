@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.recipes.catalog import RECIPES, draft, measure
+from halfpeak.recipes.catalog import build_config, build_recipe, complete
 from halfpeak.recipes.digits import Digits
 from halfpeak.recipes.gpt import SHAPES, ByteGPT, Shape
-from halfpeak.recipes.late import Late
 from halfpeak.recipes.pysource import PySource
 from halfpeak.recipes.training import Training
 
@@ -19,10 +18,10 @@ CPU = torch.device("cpu")
 
 
 def training(**values: object) -> Training:
-    plan = draft(values)
-    recipe = RECIPES[plan.recipe].build(plan, CPU)
-    plan, order = measure(plan, recipe)
-    return Training(plan, recipe, order, CPU)
+    config = build_config(values)
+    recipe = build_recipe(config, CPU)
+    config, sampler = complete(config, recipe)
+    return Training(config, recipe, sampler, CPU)
 
 
 @pytest.fixture
@@ -67,8 +66,6 @@ def test_pysource_validates_on_the_same_windows_each_time(library: Path) -> None
 def test_pysource_refuses_a_context_longer_than_its_text(library: Path) -> None:
     with pytest.raises(ConfigError, match="context=1000000"):
         PySource("tiny", 1_000_000, 8, CPU, library)
-    with pytest.raises(ConfigError, match="size='huge' must be one of tiny, small"):
-        RECIPES["pysource"].build(draft({"recipe": "pysource", "size": "huge"}), CPU)
 
 
 def test_pysource_without_python_files_says_so(tmp_path: Path) -> None:
@@ -92,13 +89,6 @@ def test_large_has_the_shape_of_gpt2() -> None:
     assert sum(parameter.numel() for parameter in model.blocks.parameters()) == 85_054_464
 
 
-def test_late_reads_the_value_at_the_time_it_was_made() -> None:
-    scalar = torch.tensor(1.0)
-    late = Late(scalar)
-    scalar.zero_()
-    assert late.read() == 1.0
-
-
 def test_the_learning_rate_follows_real_steps_only() -> None:
     run = training(level="O2", init_loss_scale=2.0**24, steps=8, batch=8, warmup=4)
     rates = [run.advance() for _ in range(8)]
@@ -110,7 +100,7 @@ def test_the_learning_rate_follows_real_steps_only() -> None:
         assert step.known["lr"] == pytest.approx(0.1 * min(4, taken + 1) / 4, rel=0.5 if taken > 4 else 1e-12)
         taken += not was_skipped
     run.state_dict()
-    assert run.taken == taken
+    assert run.num_steps == taken
 
 
 @pytest.mark.parametrize(
@@ -125,8 +115,8 @@ def test_the_learning_rate_follows_real_steps_only() -> None:
     ],
 )
 def test_a_short_run_warms_up_for_a_tenth_unless_told(values: dict[str, int], warmup: int) -> None:
-    plan, _ = measure(draft(values), Digits(CPU))
-    assert plan.warmup == warmup
+    config, _ = complete(build_config(values), Digits(CPU))
+    assert config.warmup == warmup
 
 
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.01}, {"clip_value": 1e-4}])
@@ -142,9 +132,9 @@ def test_accumulation_takes_the_mean_of_its_batches() -> None:
 
     def step(batch: int, accumulate: int) -> tuple[torch.Tensor, torch.Tensor]:
         run = training(level="O0", steps=1, batch=batch, accumulate=accumulate, warmup=0)
-        run.driver.model.eval()
+        run.model.eval()
         scalars = run.advance().scalars
-        return scalars["loss"], torch.cat([p.detach().flatten() for p in run.driver.model.parameters()])
+        return scalars["loss"], torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
     (loss, weights), (split_loss, split_weights) = step(16, 1), step(8, 2)
     torch.testing.assert_close(split_loss, loss)
@@ -159,7 +149,7 @@ def test_validation_leaves_training_as_it_was() -> None:
             found.append(float(run.advance().scalars["loss"]))
             if validate:
                 assert 0 <= float(run.validate().scalars["validation_accuracy"]) <= 1
-                assert run.driver.model.training
+                assert run.model.training
         return found
 
     assert losses(validate=True) == losses(validate=False)

@@ -16,7 +16,7 @@ import halfpeak
 
 ROOT = str(Path(halfpeak.__file__).parent)
 TORCH_OPTIM = str(Path(torch.optim.__file__).parent)
-FUSED = str(Path(ROOT) / "fused" / "optimizer.py")
+FUSED = str(Path(ROOT) / "fused" / "base.py")
 BATCH_NORM = torch.nn.modules.batchnorm.__file__
 EVERYBODYS = {"wrapper", "zero_grad"}
 """Functions of torch.optim that call step hooks, before or after an optimizer's own code, or have none."""
@@ -125,7 +125,7 @@ def _is_inside_fused(frame: FrameType) -> bool:
     """Whether a fused optimizer is writing: interrupted there, it is as half done as torch's own."""
     caller: FrameType | None = frame
     while caller is not None:
-        if (caller.f_code.co_filename, caller.f_code.co_name) == (FUSED, "_write"):
+        if (caller.f_code.co_filename, caller.f_code.co_name) == (FUSED, "_run"):
             return True
         caller = caller.f_back
     return False

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from halfpeak import Engine
 from halfpeak.fused import FusedAdamW, FusedSGD
-from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.state.loss_scaler import LossScaler
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -67,9 +67,9 @@ def state_hash(*things: Any) -> str:
 
 def _feed(digest: Any, thing: Any) -> None:
     if isinstance(thing, Engine):
-        thing.journal.settle()
+        thing.context.record.apply_pending()
         masters = [master for _, master in thing.masters]
-        counters = (int(thing.taken), int(thing.skipped), thing.index)
+        counters = (int(thing.num_steps), int(thing.num_skipped), thing.micro_step)
         _feed(digest, (thing.models, masters, thing.optimizers, thing.scalers, counters))
     elif isinstance(thing, nn.Module):
         _feed(digest, (dict(thing.named_parameters()), dict(thing.named_buffers())))

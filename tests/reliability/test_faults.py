@@ -204,7 +204,7 @@ def test_an_iteration_is_taken_or_never_begun(setup: Setup) -> None:
 def test_the_tool_reaches_every_part_of_a_step() -> None:
     run = Run(SETUPS[2])
     files = {point.file for point in record(lambda: run.iterate(FAULTY))}
-    engine = {f"engine/{name}.py" for name in ("engine", "lane", "block", "journal")}
-    parts = {f"parts/{name}.py" for name in ("masters", "loss_scaler", "buffers", "verdict", "lagged")}
+    engine = {f"engine/{name}.py" for name in ("engine", "optimizer", "gradients/backward", "step_record")}
+    parts = {f"state/{name}.py" for name in ("masters", "loss_scaler", "batch_norm", "found_inf")}
     assert files >= engine | parts | {"ops/foreach.py", "casting/modules.py", "core/schedule.py"}
     assert inject(lambda: None, 0, KINDS[0]) == (None, False)

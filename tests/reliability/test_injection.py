@@ -55,9 +55,9 @@ def build(case: Case) -> halfpeak.Engine:
     )
 
 
-def take_window(engine: halfpeak.Engine, window: int, poisoned: int | None = None) -> halfpeak.StepResult:
+def save_window(engine: halfpeak.Engine, window: int, poisoned: int | None = None) -> halfpeak.StepResult:
     """One window of backward passes and its step; ``poisoned`` is the backward pass that hooks may spoil."""
-    every = engine.plan.accumulation.every
+    every = engine.config.accumulation.every
     result = None
     for micro in range(every):
         POISON.now = micro == poisoned
@@ -101,51 +101,56 @@ def test_a_poisoned_window_never_was(case: Case) -> None:
     parameters = list(twin.model.parameters())
     tensors = (*twin.models, *twin.optimizers, [master for _, master in twin.masters])
     # The first step of a fused kernel makes zeros of state, even if it skips; see the test below.
-    take_window(calm, 0)
-    take_window(twin, 0)
+    save_window(calm, 0)
+    save_window(twin, 0)
     for window in range(1, WINDOWS):
         before, scale = state_hash(tensors), scaler.state
-        counters = (twin.taken, twin.skipped, twin.index)
+        counters = (twin.num_steps, twin.num_skipped, twin.micro_step)
         for parameter in parameters:
             handle = parameter.register_hook(POISON)
             for POISON.value in VALUES:
                 for micro in range(case.accumulate):
-                    result = take_window(twin, window, poisoned=micro)
+                    result = save_window(twin, window, poisoned=micro)
                     assert not result.stepped()
                     assert state_hash(tensors) == before
                     assert [float(part) for part in scaler.state] == by_hand(
                         scale, dynamic=scaler.config.dynamic
                     )
-                    assert (int(twin.taken), int(twin.skipped)) == (int(counters[0]), int(counters[1]) + 1)
-                    assert twin.index == counters[2] + case.accumulate
+                    assert (int(twin.num_steps), int(twin.num_skipped)) == (
+                        int(counters[0]),
+                        int(counters[1]) + 1,
+                    )
+                    assert twin.micro_step == counters[2] + case.accumulate
                     scaler.state = scale
-                    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
+                    twin.context.record.use_counters(*counters[:2])
+                    twin.context.record.micro_step = counters[2]
             handle.remove()
-        assert take_window(calm, window).stepped()
-        assert take_window(twin, window).stepped()
+        assert save_window(calm, window).stepped()
+        assert save_window(twin, window).stepped()
         assert state_hash(calm) == state_hash(twin) != before
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_poisons_in_one_window_and_in_two_that_follow(level: str) -> None:
     calm, twin = (build(Case(level, "AdamW", 3, "clip norm")) for _ in range(2))
-    take_window(calm, 0)
-    take_window(twin, 0)
+    save_window(calm, 0)
+    save_window(twin, 0)
     scale = twin.scalers[0].state
-    counters = (twin.taken, twin.skipped, twin.index)
+    counters = (twin.num_steps, twin.num_skipped, twin.micro_step)
     handles = [parameter.register_hook(POISON) for parameter in twin.model.parameters()]
     for POISON.value in (float("inf"), float("nan")):
-        take_window(twin, 1, poisoned=1)
-    assert int(twin.skipped) == 2
+        save_window(twin, 1, poisoned=1)
+    assert int(twin.num_skipped) == 2
     assert twin.read_scale() == (
         float(scale.scale) / 4 if twin.scalers[0].config.dynamic else float(scale.scale)
     )
     for handle in handles:
         handle.remove()
     twin.scalers[0].state = scale
-    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
-    take_window(calm, 1)
-    take_window(twin, 1)
+    twin.context.record.use_counters(*counters[:2])
+    twin.context.record.micro_step = counters[2]
+    save_window(calm, 1)
+    save_window(twin, 1)
     assert state_hash(calm) == state_hash(twin)
 
 
@@ -156,7 +161,7 @@ def test_the_first_overflows_of_a_run_and_the_scale_that_fits() -> None:
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", scale=scale)
     before = state_hash(engine.models)
     skips = 0
-    while not take_window(engine, 0).stepped():
+    while not save_window(engine, 0).stepped():
         skips += 1
         assert state_hash(engine.models) == before
         assert engine.read_scale() == 2.0 ** (24 - skips)
@@ -168,15 +173,16 @@ def test_the_first_overflows_of_a_run_and_the_scale_that_fits() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_that_begins_with_poison(level: str, optimizer: str) -> None:
     calm, twin = (build(Case(level, optimizer, 1, "no clip")) for _ in range(2))
-    scale, counters = twin.scalers[0].state, (twin.taken, twin.skipped, twin.index)
+    scale, counters = twin.scalers[0].state, (twin.num_steps, twin.num_skipped, twin.micro_step)
     handles = [parameter.register_hook(POISON) for parameter in twin.model.parameters()]
     POISON.value = float("nan")
-    assert not take_window(twin, 0, poisoned=0).stepped()
+    assert not save_window(twin, 0, poisoned=0).stepped()
     for handle in handles:
         handle.remove()
     twin.scalers[0].state = scale
-    twin.journal.taken, twin.journal.skipped, twin.journal.index = counters
+    twin.context.record.use_counters(*counters[:2])
+    twin.context.record.micro_step = counters[2]
     for window in range(3):
-        take_window(calm, window)
-        take_window(twin, window)
+        save_window(calm, window)
+        save_window(twin, window)
     assert state_hash(calm) == state_hash(twin)

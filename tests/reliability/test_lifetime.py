@@ -73,7 +73,7 @@ def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any
     refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
     if door == "native":
         engine = halfpeak.prepare(model, optimizer, level, clip=1.0)
-        refs += [weakref.ref(engine), weakref.ref(engine.lanes[0]), weakref.ref(engine.masters)]
+        refs += [weakref.ref(engine), weakref.ref(engine.context.prepared[0]), weakref.ref(engine.masters)]
     else:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         run = amp._amp_state.run_of(optimizer)

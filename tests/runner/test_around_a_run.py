@@ -34,8 +34,8 @@ from halfpeak.runner import (
     save_checkpoint,
     set_random_seed,
 )
-from halfpeak.runner.data_parallel import is_module_wrapper
 from halfpeak.runner.optimizer_builder import OPTIMIZER_BUILDERS
+from halfpeak.runner.parallel import is_module_wrapper
 from halfpeak.runner.utilities import get_logger, mkdir_or_exist, symlink
 
 
@@ -116,7 +116,7 @@ def test_shared_parameters_keep_their_first_group() -> None:
     assert len(optimizer.param_groups) == 3
 
 
-def test_constructors_of_ones_own() -> None:
+def test_a_registered_constructor() -> None:
     class Halved(DefaultOptimizerConstructor):
         def add_params(self, params: Any, module: Any, prefix: str = "", is_dcn_module: Any = None) -> None:
             params.append(
@@ -133,7 +133,7 @@ def test_constructors_of_ones_own() -> None:
     [
         (["SGD"], ConfigTypeError, "cfg must be a dict"),
         ({"type": "SDG", "lr": 0.1}, RegistryError, "did you mean 'SGD'"),
-        ({**SGD, "constructor": "Nobody"}, RegistryError, "optimizer constructor"),
+        ({**SGD, "constructor": "Unknown"}, RegistryError, "optimizer constructor"),
         ({**SGD, "momentun": 0.9}, ConfigTypeError, "did you mean 'momentum'"),
         ({**SGD, "paramwise_cfg": {"norm_decay": 0.0}}, ConfigTypeError, "norm_decay_mult"),
         ({**SGD, "paramwise_cfg": {"flat_decay_mult": 0.0}}, ConfigTypeError, "takes no 'flat_decay_mult'"),
@@ -207,7 +207,7 @@ def test_modules_initialise_their_children_once() -> None:
     assert model.is_init
 
 
-def test_an_init_cfg_is_mmengines_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_init_cfg_is_read_by_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Sequential(nn.Linear(2, 2), init_cfg={"type": "Constant", "layer": "Linear", "val": 0.5})
     monkeypatch.setitem(sys.modules, "mmengine.model", None)
     with pytest.raises(ConfigError, match="pip install mmengine-lite"):
@@ -227,7 +227,9 @@ def random_states() -> Iterator[None]:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
 
 
-def test_a_seed_is_everybodys(random_states: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_random_seed_seeds_python_torch_and_numpy(
+    random_states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     np = pytest.importorskip("numpy")
     set_random_seed(3, deterministic=True)
@@ -299,7 +301,7 @@ def test_a_hook_that_steps_by_itself_may_use_a_prepared_optimizer() -> None:
 
 
 @pytest.mark.parametrize("tmpl", [None, "my_{}.pth"])
-def test_a_runner_of_ones_own_saves_its_way(tmp_path: Path, tmpl: str | None) -> None:
+def test_save_checkpoint_of_a_subclass_is_called(tmp_path: Path, tmpl: str | None) -> None:
     class Own(EpochBasedRunner):
         def save_checkpoint(  # type: ignore[override]
             self,

@@ -13,9 +13,15 @@ import torch.distributed
 from torch import nn
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.runner import dist
-from halfpeak.runner.allreduce import allreduce_grads, allreduce_params, broadcast_tensors
-from halfpeak.runner.dist import get_dist_info, init_dist, master_only
+from halfpeak.runner import distributed
+from halfpeak.runner.distributed import (
+    allreduce_grads,
+    allreduce_params,
+    broadcast_tensors,
+    get_dist_info,
+    init_dist,
+    master_only,
+)
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODELIST": "node[07-08]"}
@@ -37,8 +43,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, A
         calls.append({**kwargs, **{name: os.environ.get(name) for name in LAUNCHED}})
 
     monkeypatch.setattr(torch.distributed, "init_process_group", start)
-    monkeypatch.setattr(dist.mp, "set_start_method", lambda method: calls.append({"method": method}))
-    monkeypatch.setattr(dist.mp, "get_start_method", lambda allow_none: None)
+    monkeypatch.setattr(distributed.mp, "set_start_method", lambda method: calls.append({"method": method}))
+    monkeypatch.setattr(distributed.mp, "get_start_method", lambda allow_none: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     return calls
 
@@ -146,7 +152,7 @@ def test_master_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2 * x + more
 
     assert (double(2, more=1), double.__doc__) == (5, "Twice.")
-    monkeypatch.setattr(dist, "get_dist_info", lambda: (1, 2))
+    monkeypatch.setattr(distributed, "get_dist_info", lambda: (1, 2))
     assert double(2) is None
 
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
-from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError, StateError
-from halfpeak.runner.epoch import EpochBasedRunner
+from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, StateError
 from halfpeak.runner.fp16_decorators import auto_fp16
-from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
-from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
-from halfpeak.runner.scale_rules import MMCV_RULE, TORCH_RULE
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.loop.epoch import EpochBasedRunner
+from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE, LossScaler
 from laws.test_waits import Waits
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
@@ -201,7 +200,7 @@ class Written(nn.Module):
                 loss = mse_loss(self(x), y)
             case "loss in forward":
                 loss = self(x, y)
-            case "past forward":
+            case "without forward":
                 loss = self.criterion(self.net(x), y)
             case "a function of weights":
                 loss = mse_loss(nn.functional.linear(self.net[:3](x), self.net[3].weight), y)
@@ -214,11 +213,11 @@ class Written(nn.Module):
         return self.train_step(data, optimizer)
 
 
-WAYS = ["forward", "loss in forward", "past forward", "a function of weights", "own autocast"]
+WAYS = ["forward", "loss in forward", "without forward", "a function of weights", "own autocast"]
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_masters_train_what_was_written_for_autocast(how: str) -> None:
+def test_masters_train_models_written_for_autocast(how: str) -> None:
     """As autocast does up to rounding; in validation too."""
     found: dict[str, Any] = {}
     for mode in ("autocast", "master"):
@@ -245,7 +244,7 @@ def test_autocast_is_as_it_was_where_forward_raises() -> None:
 
 
 @pytest.mark.parametrize("mode", ["autocast", "master"])
-def test_a_low_dtype_is_really_used(mode: Any) -> None:
+def test_layers_compute_in_the_low_dtype(mode: Any) -> None:
     for make in (Decorated, make_plain):
         seen: list[torch.dtype] = []
         net = make()
@@ -318,44 +317,7 @@ def test_an_iteration_waits_for_its_step_only(mode: Any, kind: str, waits: int) 
 
 
 @pytest.mark.parametrize("mode", ["autocast", "master"])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("at", [1, 3, 5, 6, 10])
-def test_resume_is_bitwise(mode: Any, every: int, at: int) -> None:
-    def fresh() -> tuple[Any, Any]:
-        scale = {"init_scale": 256.0, "interval": 2}
-        return make_loop(make_net(), "adamw"), GradientCumulativeFp16OptimizerHook(
-            every, loss_scale=scale, mode=mode
-        )
-
-    whole, hook = fresh()
-    run(whole, hook, range(12), OVERFLOWS)
-    first, hook = fresh()
-    run(first, hook, range(at), OVERFLOWS)
-    saved = {
-        "model": first.model.state_dict(),
-        "optimizer": first.optimizer.state_dict(),
-        "meta": first.meta,
-        "hook": hook.state_dict(),
-    }
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    second, hook = fresh()
-    second.model.load_state_dict(saved["model"])
-    second.optimizer.load_state_dict(saved["optimizer"])
-    second.meta, second.iter = saved["meta"], at
-    hook.before_run(second)
-    if saved["hook"]:
-        hook.load_state_dict(saved["hook"])
-    for number in range(at, 12):
-        step(second, hook, number, overflow=number in OVERFLOWS)
-    assert values(second.model, second.optimizer) == values(whole.model, whole.optimizer)
-    assert dict(second.meta["fp16"]["loss_scaler"]) == dict(whole.meta["fp16"]["loss_scaler"])
-
-
-@pytest.mark.parametrize("mode", ["autocast", "master"])
-def test_states_of_either_form_are_taken_up(mode: Any) -> None:
+def test_states_of_mmcv_and_of_torch_are_restored(mode: Any) -> None:
     rule = {"mode": "dynamic", "scale_factor": 2.0, "scale_window": 1000}
     theirs = {"cur_scale": 128.0, "cur_iter": 9, "last_overflow_iter": 5, **rule}
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -392,17 +354,6 @@ def test_gradients_that_stay_infinite_end_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "mode", "expected"),
-    [
-        ("dynamic", "autocast", TORCH_RULE),
-        ("dynamic", "master", MMCV_RULE),
-    ],
-)
-def test_dynamic_constants(loss_scale: Any, mode: Any, expected: Any) -> None:
-    assert Fp16OptimizerHook(loss_scale=loss_scale, mode=mode)._scale == expected
-
-
-@pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"init_scale": 8.0, "mode": "static"}, {"init": 8.0, "dynamic": False}),
@@ -417,6 +368,8 @@ def test_dynamic_constants(loss_scale: Any, mode: Any, expected: Any) -> None:
 )
 def test_dicts_of_every_vocabulary(given: dict[str, Any], expected: dict[str, Any]) -> None:
     kept = dict(given)
+    for mode, rule in (("autocast", TORCH_RULE), ("master", MMCV_RULE)):
+        assert Fp16OptimizerHook(loss_scale="dynamic", mode=mode)._scale == rule  # type: ignore[arg-type]
     scale = Fp16OptimizerHook(loss_scale=given, mode="master")._scale
     assert {key: getattr(scale, key) for key in expected} == expected
     assert given == kept
@@ -451,9 +404,46 @@ def test_wrong_arguments(kind: str, options: dict[str, Any], error: type[Excepti
             KINDS[kind](**options)
 
 
-def test_the_scale_before_the_run() -> None:
-    with pytest.raises(OrderError, match="after before_run"):
-        _ = Fp16OptimizerHook().loss_scaler
+def test_the_loss_scaler_of_a_hook_is_one_from_the_constructor_on() -> None:
+    hook = Fp16OptimizerHook(loss_scale={"init_scale": 8.0, "scale_window": 2})
+    assert isinstance(hook.loss_scaler, LossScaler)
+    assert not hook.loss_scaler.has_overflow([])
+    hook.loss_scaler.update_scale(True)
+    loop = make_loop(make_net())
+    del loop.meta  # a runner with only the documented attributes
+    run(loop, hook, range(2))
+    state = hook.loss_scaler.state_dict()
+    assert (hook.loss_scaler.cur_scale, hook.loss_scaler.get_scale(), state["scale_window"]) == (8.0, 8.0, 2)
+    assert loop.meta["fp16"]["loss_scaler"]["cur_scale"] == 8.0
+
+
+def test_an_override_that_would_not_be_called_is_refused() -> None:
+    for name in ("copy_grads_to_fp32", "copy_params_to_fp16"):
+        own = {name: lambda self, model, weights: None}
+        with pytest.raises(ConfigError, match=f"Own overrides {name}, which is not called"):
+            type("Own", (Fp16OptimizerHook,), own)()
+        type("Own", (Fp16OptimizerHook,), {**own, "after_train_iter": lambda self, runner: None})()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_an_override_of_clip_grads_is_called_with_unscaled_gradients(kind: str, mode: str) -> None:
+    norms: list[Tensor] = []
+
+    def clip_grads(self: Any, params: Any) -> Any:
+        norms.append(super(own, self).clip_grads(params))
+        return norms[-1]
+
+    own: Any = type("Own", (KINDS[kind],), {"clip_grads": clip_grads})
+    options: dict[str, Any] = {"grad_clip": {"max_norm": 0.25}, "loss_scale": 64.0, "mode": mode}
+    ours = run(make_loop(make_net(), "adamw"), own(**options), range(4), (2,))
+    theirs = run(make_loop(make_net(), "adamw"), KINDS[kind](**options), range(4), (2,))
+    assert values(ours.model, ours.optimizer) == values(theirs.model, theirs.optimizer)
+    logged = [[entry["grad_norm"] for entry, _ in loop.log_buffer.entries] for loop in (ours, theirs)]
+    assert len(norms) == len(logged[0]) == 4
+    finite = [norm for norm in norms if norm.isfinite()]
+    assert 0 < len(finite) < 4
+    assert all(torch.equal(a, b) for a, b in zip(*logged, strict=True) if b.isfinite())
 
 
 def test_only_the_window_is_positional() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed.launching import Seen, launch
-from halfpeak.runner.gather import gather
+from halfpeak.runner.distributed import gather
 from runner.resume_ranks import KINDS, OPEN, STOPS, WINDOWS, build_window, run, whole_batch
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, RegistryError
 from halfpeak.optim import OptimWrapper, OptimWrapperDict
-from halfpeak.runner.stepping import val_step
+from halfpeak.runner.model_step import val_step
 from runner import zoo
 
 DATA = [torch.ones(2, 3)] * 4
@@ -87,7 +87,7 @@ def test_refused_arguments(options: dict[str, Any], error: type[Exception], mess
         epochs(**options)
 
 
-def test_the_callers_meta_stays_his(tmp_path: Path) -> None:
+def test_the_callers_meta_is_not_changed(tmp_path: Path) -> None:
     meta = {"seed": 1}
     made = epochs(meta=meta, work_dir=tmp_path / "deep" / "run")
     made.meta["more"] = 2
@@ -258,7 +258,7 @@ def test_contexts_of_hooks_surround_the_step_and_end_with_it() -> None:
     assert events == ["in", "out"] * 2
 
 
-def test_what_hooks_put_around_validation_is_around_evaluation_too() -> None:
+def test_contexts_of_validation_surround_evaluation_too() -> None:
     seen: list[tuple[str, torch.dtype]] = []
 
     class Casts(hr.Hook):
@@ -285,7 +285,7 @@ def test_what_hooks_put_around_validation_is_around_evaluation_too() -> None:
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def test_hooks_are_called_by_priority_and_then_by_age() -> None:
+def test_hooks_are_called_by_priority_and_then_in_order_of_registration() -> None:
     calls: list[str] = []
     made = epochs()
     for name, priority in (
@@ -340,7 +340,7 @@ def test_unknown_stages(hooks: list[hr.Hook]) -> None:
         made.call_hook("after_step")
 
 
-def test_what_is_deferred_comes_when_the_iteration_is_over() -> None:
+def test_deferred_actions_run_when_the_iteration_is_over() -> None:
     seen: list[Any] = []
 
     class Defer(hr.Hook):
@@ -443,6 +443,7 @@ def test_a_wrapper_gets_its_hook() -> None:
         (lambda m: OptimWrapperDict(a=OptimWrapper(sgd(m))), "OptimWrapperHook", "optimizer_config=None"),
         (lambda m: sgd(m), "OptimWrapperHook", "pass optimizer=OptimWrapper"),
         (lambda m: OptimWrapper(sgd(m)), "OptimizerHook", "cannot step a OptimWrapper"),
+        (lambda m: None, "OptimizerHook", "pass optimizer="),
     ],
 )
 def test_an_optimizer_that_its_hook_cannot_step(optimizer: Any, kind: str, message: str) -> None:
@@ -454,7 +455,7 @@ def test_an_optimizer_that_its_hook_cannot_step(optimizer: Any, kind: str, messa
 
 
 @pytest.mark.parametrize("kind", ["OptimizerHook", "OptimWrapperHook"])
-@pytest.mark.parametrize("outputs", [{}, {"loss": 1.0}])
+@pytest.mark.parametrize("outputs", [{}, {"loss": 1.0}, {"loss": None}])
 def test_a_step_without_a_loss(kind: str, outputs: dict[str, Any]) -> None:
     model = Steps()
     made = epochs(model, optimizer=sgd(model) if kind == "OptimizerHook" else OptimWrapper(sgd(model)))
@@ -494,7 +495,7 @@ def test_a_runner_alone() -> None:
     assert (made.epoch, made.iter, made.inner_iter, made.steps, made.scheduled_iter) == (0, 0, 0, 0, 0)
 
 
-def test_steps_count_what_moved(tmp_path: Path) -> None:
+def test_steps_counts_steps_that_were_not_skipped(tmp_path: Path) -> None:
     """Overflow in iteration 6: with windows of three, the iterations 6, 7 and 8 are lost together."""
     for setup, steps, lost in (
         ("plain", 11, 1),
@@ -506,7 +507,7 @@ def test_steps_count_what_moved(tmp_path: Path) -> None:
         assert (setup, made.steps, made.iter - made.scheduled_iter) == (setup, steps, lost)
 
 
-def test_a_loop_of_ones_own_still_ends(tmp_path: Path) -> None:
+def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
     """Subclasses written for mmcv replace ``train`` and know nothing of places to resume at."""
 
     class Own(hr.EpochBasedRunner):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
 from halfpeak.optim import OptimWrapper, OptimWrapperDict
-from halfpeak.runner.progress import Progress
+from halfpeak.runner.step_counter import StepCounter
 from runner import zoo
 
 DATA = [torch.ones(2, 3)] * 4
@@ -113,18 +113,18 @@ def test_warm_up_waits_for_real_steps() -> None:
 
 def test_a_result_is_read_when_the_next_one_comes() -> None:
     """Nothing waits for a step that has only just begun."""
-    progress = Progress()
+    progress = StepCounter()
     first = result(overflow=True)
-    progress.note(0, first)
+    progress.record(0, first)
     first.found_inf.fill_(0)
     assert (progress.read_steps(), progress.read_lost()) == (1, 0)
-    progress.note(0, result())
+    progress.record(0, result())
     assert progress.read_steps() == 1
-    progress.note(1, None)
-    progress.note(2, result(boundary=False))
-    again = Progress()
+    progress.record(1, None)
+    progress.record(2, result(boundary=False))
+    again = StepCounter()
     again.load_state_dict(progress.state_dict())
-    again.note(3, result(overflow=True))
+    again.record(3, result(overflow=True))
     assert (again.read_steps(), again.read_lost()) == (2, 2)
 
 

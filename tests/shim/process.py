@@ -13,7 +13,8 @@ import torch
 import torch._dynamo  # torch imports it at the first optimizer, and then renews some of its names
 from torch import nn
 
-from halfpeak.shim.table import SHIMS
+from halfpeak.shim.finder import RowLister
+from halfpeak.shim.installing import SHIMS
 from laws.source import ROOT
 
 OWNERS = {
@@ -45,7 +46,7 @@ def process_state() -> dict[str, Any]:
         "path": list(sys.path),
         "argv": list(sys.argv),
         "importers": {
-            path for path in sys.path_importer_cache if any(shim.has(path) for shim in SHIMS.values())
+            path for path, finder in sys.path_importer_cache.items() if isinstance(finder, RowLister)
         },
         "function modes": torch._C._len_torch_function_stack(),
         **{name: names_of(owner) for name, owner in OWNERS.items()},

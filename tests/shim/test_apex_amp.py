@@ -43,10 +43,10 @@ def test_a_run_is_bit_for_bit_the_native_one(level: str) -> None:
     from apex import amp
 
     results: list[Any] = []
-    for door in (amp, native):
+    for front_end in (amp, native):
         model, optimizer = make()
-        model, optimizer = door.initialize(model, optimizer, opt_level=level, verbosity=0)
-        losses = train(model, optimizer, door)
+        model, optimizer = front_end.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(model, optimizer, front_end)
         results.append((losses, [value.tolist() for value in model.state_dict().values()]))
     assert results[0] == results[1]
 
@@ -63,37 +63,7 @@ def test_it_is_a_package() -> None:
     assert importlib.reload(amp) is amp
 
 
-SUBMODULES = {
-    "_amp_state": ["_amp_state", "master_params", "maybe_print"],
-    "_process_optimizer": ["AmpOptimizerState"],
-    "amp": ["init", "half_function", "register_half_function"],
-    "compat": ["filter_attrs", "is_floating_point"],
-    "frontend": ["initialize", "state_dict", "Properties", "opt_levels", "O3"],
-    "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts"],
-    "lists": ["functional_overrides", "tensor_overrides", "torch_overrides"],
-    "opt": ["OptimWrapper"],
-    "rnn_compat": ["has_old_rnns"],
-    "scaler": ["LossScaler"],
-    "utils": ["is_fp_tensor", "maybe_half", "type_string"],
-}
-
-
-@pytest.mark.parametrize("name", SUBMODULES)
-def test_submodules(name: str) -> None:
-    module = importlib.import_module(f"apex.amp.{name}")
-    assert not [one for one in SUBMODULES[name] if not hasattr(module, one)]
-
-
-def test_the_state_is_an_object_although_a_module_has_its_name() -> None:
-    from apex import amp
-    from apex.amp import _amp_state
-    from apex.amp._amp_state import _amp_state as by_module
-
-    importlib.import_module("apex.amp._amp_state")
-    assert amp._amp_state is _amp_state is by_module is native._amp_state
-
-
-def test_the_small_questions() -> None:
+def test_helpers() -> None:
     from apex.amp import compat, rnn_compat, utils
 
     assert rnn_compat.has_old_rnns() is False
@@ -129,7 +99,7 @@ def test_scalers_can_be_read_and_written() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_mark_of_an_initialised_optimizer(level: str) -> None:
+def test_the_attributes_of_an_initialised_optimizer(level: str) -> None:
     from apex import amp
 
     model, optimizer = make()
@@ -158,7 +128,7 @@ def test_the_mark_of_an_initialised_optimizer(level: str) -> None:
     assert not stash.params_have_scaled_gradients
 
 
-def test_the_mark_neither_travels_nor_stays() -> None:
+def test_the_attributes_are_not_copied_and_go_with_the_shim() -> None:
     from apex import amp
 
     model, optimizer = make()
@@ -175,7 +145,7 @@ def test_the_mark_neither_travels_nor_stays() -> None:
     train(model, optimizer, native, 1)
 
 
-def test_lists_of_models_and_optimizers_are_marked() -> None:
+def test_each_optimizer_of_a_list_has_attributes() -> None:
     from apex import amp
 
     (one, first), (two, second) = make(), make()

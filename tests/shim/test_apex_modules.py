@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -271,43 +270,9 @@ def test_fp16_utils_by_hand() -> None:
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(low, masters, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", ["FP16_Optimizer", "FP16Model", "BN_convert_float", "DynamicLossScaler", "LossScaler"]
-)
-def test_fp16_utils_are_halfpeaks(name: str) -> None:
-    from apex import fp16_utils
-
-    from halfpeak.amp import fp16_utils as native
-
-    assert getattr(fp16_utils, name) is getattr(native, name)
-
-
 def test_the_warning_of_25_04_is_there_to_be_filtered() -> None:
     import apex
 
     assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
     with pytest.warns(apex.DeprecatedFeatureWarning, match="gone"):
         apex.deprecated_warning("gone")
-
-
-ABSENT = {
-    "apex.contrib.xentropy": "functions of torch.nn",
-    "apex.contrib.optimizers.distributed_fused_adam": "FullyShardedDataParallel",
-    "apex.transformer": "Megatron-Core",
-    "apex.pyprof": "torch.profiler",
-    "apex.RNN": "torch.nn.LSTM",
-    "apex.mlp": "torch.nn.Linear",
-    "apex.fused_dense": "torch.nn.Linear",
-    "apex.reparameterization": "weight_norm",
-}
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_what_is_not_provided_says_so_and_what_to_use(name: str) -> None:
-    with pytest.raises(ImportError, match=f"halfpeak does not provide {name}.*{ABSENT[name]}"):
-        importlib.import_module(name)
-
-
-def test_an_optimizer_that_moved_says_where_to() -> None:
-    with pytest.raises(ImportError, match=r"from apex\.contrib\.optimizers"):
-        from apex.optimizers import FP16_Optimizer  # noqa: F401

@@ -163,39 +163,6 @@ def test_an_unknown_shim(clean: None) -> None:
     assert not changes(before)
 
 
-MISSING = {
-    "import apex.transformer": (ImportError, r"apex\.transformer; use Megatron-Core"),
-    "from apex import transformer": (ImportError, r"apex\.transformer; use Megatron-Core"),
-    "from apex.transformer.tensor_parallel import layers": (ImportError, r"apex\.transformer; use"),
-    "from apex import pyprof": (ImportError, r"apex\.pyprof; use torch\.profiler"),
-    "from apex.RNN import LSTM": (ImportError, r"apex\.RNN; use torch\.nn\.LSTM"),
-    "from apex.parallel import multiproc": (ImportError, r"multiproc; use torchrun"),
-    "from apex.contrib.sparsity import ASP": (ImportError, r"apex\.contrib.*use"),
-    "from apex import nothere": (ImportError, r"apex\.nothere; docs/compat/apex\.md"),
-    "from apex.amp import nothere": (ImportError, r"apex\.amp\.nothere; docs/compat/apex\.md"),
-    "import apex.amp.nothere": (ImportError, r"apex\.amp\.nothere; docs/compat/apex\.md"),
-    "import apex; apex.amp.nothere": (AttributeError, r"apex\.amp\.nothere; docs/compat/apex\.md"),
-    "import apex; apex.pyprof": (AttributeError, r"apex\.pyprof; use torch\.profiler"),
-}
-
-
-@pytest.mark.parametrize("statement", MISSING)
-def test_a_missing_name_is_named_with_what_to_use(statement: str, apex_installed: None) -> None:
-    kind, message = MISSING[statement]
-    with pytest.raises(kind, match=message):
-        exec(statement, {})
-
-
-def test_asking_for_a_missing_name_is_no_error(apex_installed: None) -> None:
-    import apex
-
-    assert importlib.util.find_spec("apex.transformer") is None
-    assert importlib.util.find_spec("apex.amp") is not None
-    assert not hasattr(apex, "transformer")
-    assert hasattr(apex, "amp")
-    assert getattr(apex.amp, "nothere", None) is None
-
-
 @pytest.fixture
 def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of that name that has optimizers and neither amp nor parallel, as newer ones."""

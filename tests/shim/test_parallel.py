@@ -112,16 +112,6 @@ class TestOneProcess:
 
     pytestmark = pytest.mark.usefixtures("apex_installed")
 
-    def test_the_names(self) -> None:
-        import apex.parallel
-        from apex.parallel import ReduceOp
-        from apex.parallel.LARC import LARC
-        from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
-
-        assert ReduceOp is torch.distributed.ReduceOp
-        assert apex.parallel.LARC is LARC is halfpeak.amp.larc.LARC
-        assert apex.parallel.SyncBatchNorm is SyncBatchNorm
-
     def test_ddp_wants_a_process_group(self) -> None:
         from apex.parallel import DistributedDataParallel
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 import torch
 
 from halfpeak.cli.main import main
-from laws.source import ROOT
 from shim.process import changes, halfpeak_run, process_state, run_python
 
 LOOKS = """
@@ -254,19 +251,8 @@ torch.distributed.destroy_process_group()
 def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANKS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfpeak"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "run", "--device", "cpu", "script.py", str(tmp_path)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [*launcher, "run", "--device", "cpu", "script.py", str(tmp_path)]
+    done = run_python(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("halfpeak run: halfpeak") == 1
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))

@@ -190,7 +190,7 @@ def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
     for name, stand_in in _stand_ins(device).items():
         patch.setattr(name, stand_in)
     if is_installed():
-        for name in ("measure", "control", "norm", "update", "trusting_update"):
+        for name in ("measure", "control", "norm", "update", "lamb_trust_update"):
             patch.setattr(kernels(), name, device.launch(name))
     with torch.no_grad(), device.fake, device:
         yield device
@@ -260,8 +260,8 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         "torch.cuda.CUDAGraph": MagicMock,
         "torch.cuda.graph": device.capture,
         # What is on the device is a fake tensor, which is no plain one.
-        "halfpeak.fused.optimizer.check_parameter": lambda _: None,
-        "halfpeak.fused.layout.check_parameter": lambda _: None,
+        "halfpeak.fused.base.check_parameter": lambda _: None,
+        "halfpeak.fused.flat.layout.check_parameter": lambda _: None,
     }
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState
-from halfpeak.fused.books import Books
-from halfpeak.fused.optimizer import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import DecisionInputs
 from halfpeak.ops.triton import is_installed
 
 INTERPRETED = pytest.mark.skipif(
@@ -50,12 +50,12 @@ def gradients_on(device: str, parameters: list[torch.nn.Parameter], dtype: torch
     return gradients
 
 
-def books(device: str, config: ScaleConfig, state: ScaleState, **others: Any) -> Books:
+def decision_inputs(device: str, config: ScaleConfig, state: ScaleState, **others: Any) -> DecisionInputs:
     """What a step knows before its gradients are read."""
     zero = torch.zeros((), dtype=torch.int32, device=device)
-    known: dict[str, Any] = {"taken": zero, "skipped": zero, "limit": None}
+    known: dict[str, Any] = {"num_steps": zero, "num_skipped": zero, "max_norm": None}
     known["found_inf"] = torch.zeros((), device=device)
-    return Books(config, state, **{**known, **others})
+    return DecisionInputs(config, state, **{**known, **others})
 
 
 def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:

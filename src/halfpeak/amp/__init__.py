@@ -1,12 +1,13 @@
-"""The door for scripts written for ``apex.amp``: write ``from halfpeak import amp`` and change nothing else.
+"""The front end for scripts written for ``apex.amp``: write ``from halfpeak import amp`` and change nothing else.
 
-Answers to apex 25.04 and, for O4 and O5, to its ROCm fork; ``docs/compat/apex.md`` lists every name and difference.
+Compatible with apex 25.04 and, for O4 and O5, to its ROCm fork; ``docs/compat/apex.md`` lists every name and difference.
 """
 
 from halfpeak.amp.checkpointing import load_state_dict, state_dict
 from halfpeak.amp.frontend import initialize
 from halfpeak.amp.handle import disable_casts, master_params, scale_loss
-from halfpeak.amp.old_entry import init
+from halfpeak.amp.init_handle import init
+from halfpeak.amp.overflow_report import last_step
 from halfpeak.amp.registration import (
     bfloat16_function,
     float_function,
@@ -18,7 +19,6 @@ from halfpeak.amp.registration import (
     register_promote_function,
 )
 from halfpeak.amp.session import _amp_state
-from halfpeak.amp.stepping import last_step
 
 __all__ = [
     "_amp_state",

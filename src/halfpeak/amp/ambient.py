@@ -1,8 +1,8 @@
-"""Per-operation casts that hold for the whole thread, as scripts written for apex expect of O1.
+"""Per-operation casts for the whole thread, as scripts written for apex expect at O1.
 
-Their losses are computed outside the model, so casts that end with ``forward`` would change them. The casts of the
-latest O1 or O4 run stay on until its models are gone. Where runs with different casts live side by side, each model
-runs its ``forward`` under the casts of its own run.
+Such scripts compute losses outside the model, where casts that end with ``forward`` would not apply. So the casts of the
+latest O1 or O4 run stay on until its models are gone. Where several runs with different casts are alive, each model runs
+its ``forward`` under the casts of its own run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.casting import suspend
-from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.casts import OpCasts
 
 
 @contextmanager
 def disable_casts() -> Generator[None]:
     """Run the block without casts on this thread, also in models that have casts of their own.
 
-    Nests, survives exceptions, and does nothing where no casts are on.
+    Nests, restores the casts after an exception, and does nothing where no casts are on.
     """
     _amp_state.suspended.depth += 1
     try:
@@ -35,7 +35,7 @@ def disable_casts() -> Generator[None]:
 
 
 class Handle:
-    """Casts that are on for the thread: what ``amp.init`` returns and ``amp._amp_state.handle`` holds."""
+    """Casts that are on for the thread; ``amp.init`` returns one, and ``amp._amp_state.handle`` holds it."""
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
@@ -71,7 +71,7 @@ class Handle:
 
 
 def enter_ambient(run: Run) -> None:
-    """Switch the thread to the casts of a new run, and keep older runs that live under their own."""
+    """Switch the thread to the casts of a new run; models of older runs keep their own casts in ``forward``."""
     handle = None
     if run.casts is not None:
         previous = _amp_state.handle
@@ -90,32 +90,32 @@ def enter_ambient(run: Run) -> None:
 
 
 def _end_if_unused(handle: weakref.ref[Handle], models: list[weakref.ref[nn.Module]]) -> None:
-    """The last model of a run is gone: its casts end, and those of the latest run that still has one come back."""
+    """End the casts of a run whose last model is gone; those of the latest run that still has a model come back."""
     ended = handle()
     if ended is None or not ended.is_active() or any(model() is not None for model in models):
         return
     ended._deactivate()
-    heirs = [own for _, own in _amp_state.models.items() if own is not None and own is not ended]
-    if heirs:
-        heirs[-1]._activate()
+    others = [own for _, own in _amp_state.models.items() if own is not None and own is not ended]
+    if others:
+        others[-1]._activate()
 
 
-def pause_in_step(run: Run) -> None:
-    """Run every ``optimizer.step()`` without casts: an optimizer's own products are meant in float32.
+def suspend_casts_in_step(run: Run) -> None:
+    """Run every ``optimizer.step()`` without casts, because the products in an optimizer's update are meant in float32.
 
-    A step with a closure keeps them, because the closure computes a loss.
+    A step with a closure keeps the casts, because the closure computes a loss.
     """
     if run.casts is None:
         return
     for optimizer in run.engine.optimizers:
-        optimizer.register_step_pre_hook(_pause)
+        optimizer.register_step_pre_hook(_suspend)
         optimizer.register_step_post_hook(_resume)
 
 
-def _pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _suspend(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _has_closure(args, kwargs):
-        # If the step raises, its post-hook never runs; casts come back as soon as this frame is left.
-        suspend.pause_until_return(sys._getframe(1))
+        # If the step raises, its post-hook never runs; then casts come back when this frame is left.
+        suspend.suspend_until_return(sys._getframe(1))
 
 
 def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _OwnCasts:
-    """Forward hooks of a model that put its own run's casts in force, and take them back even if it raises."""
+    """Forward hooks of a model that enter the casts of its own run, and leave them even if it raises."""
 
     def __init__(self, casts: OpCasts | None) -> None:
         self._casts = casts

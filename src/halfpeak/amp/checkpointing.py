@@ -14,9 +14,9 @@ from halfpeak.core.errors import StateError
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss scaler.
 
-    With ``model.state_dict()``, which carries the masters' values, and ``optimizer.state_dict()``, this is everything
-    that a bitwise resume needs. Where several ``initialize`` calls train side by side, their scalers follow one another
-    in the order of the calls. Empty before ``initialize``. Waits for the device.
+    Together with ``model.state_dict()``, which holds the masters' values, and ``optimizer.state_dict()``, this is
+    everything that a bitwise resume needs. The scalers of several runs are listed in the order of the ``initialize`` calls;
+    before the first there are none. Waits for the device.
 
     Args:
         destination: filled and returned, if given.
@@ -28,9 +28,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Restore what :func:`state_dict` gave; also what apex saved.
+    """Restore what :func:`state_dict` returned, or what apex saved.
 
-    Entries go to the scalers in their order. A different number of scalers is said and what fits is loaded, as in
+    Entries are loaded into the scalers in order. If their number differs, a warning is printed and what fits is loaded, as in
     apex. A static scale keeps its configured value.
 
     Raises:
@@ -41,8 +41,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         listed = ", ".join(f'"{key}"' for key in unexpected)
         raise StateError(f"unexpected key(s) in the amp state: {listed}; pass what amp.state_dict() gave")
     entries = list(state_dict.values())
-    everyone, latest = _amp_state.all_scalers(), _amp_state.loss_scalers
-    scalers = everyone if len(entries) == len(everyone) else latest
+    all_scalers, latest = _amp_state.all_scalers(), _amp_state.loss_scalers
+    scalers = all_scalers if len(entries) == len(all_scalers) else latest
     if len(entries) != len(scalers):
         print(f"Warning: the amp state holds {len(entries)} loss scaler(s), this run has {len(scalers)}")
     for index in range(len(scalers), len(entries)):

@@ -1,4 +1,4 @@
-"""``initialize``: answers to ``apex.amp.initialize`` 25.04, and the levels O4 and O5 of its ROCm fork."""
+"""``initialize``: compatible with ``apex.amp.initialize`` 25.04, and with the levels O4 and O5 of its ROCm fork."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from halfpeak.amp.ambient import enter_ambient, pause_in_step
+from halfpeak.amp.ambient import enter_ambient, suspend_casts_in_step
 from halfpeak.amp.messages import print_properties, warn_or_err
+from halfpeak.amp.overflow_report import report_steps
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import Run, _amp_state
-from halfpeak.amp.stepping import report_steps
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 from halfpeak.core.levels import Properties, get_level, resolve
 from halfpeak.core.policy import NormRule
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.checks import is_low_model, wrapper_of
-from halfpeak.engine.plan import Plan
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
+from halfpeak.engine.validation import is_low_model, wrapper_of
 
 
 def initialize(
@@ -46,7 +46,7 @@ def initialize(
     """Prepare models and optimizers, in place, for an opt level; the same objects come back.
 
     Call it after the models are on their device and before ``DistributedDataParallel`` wraps them. A refused call
-    leaves everything as it was. Each call is a run of its own with its own loss scalers; it takes nothing from a run
+    leaves everything as it was. Each call makes a run with its own loss scalers and does not change a run
     that is still training.
 
     Args:
@@ -56,16 +56,16 @@ def initialize(
         opt_level: ``"O0"`` to ``"O5"``.
         cast_model_type: dtype of the model; False casts nothing. None, here and below, means the level's own value.
         patch_torch_functions: cast per operation.
-        keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are taken too.
+        keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are accepted too.
         master_weights: the optimizer steps float32 copies.
         loss_scale: a number, a string with a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
         verbosity: 0 prints nothing, 1 the properties and skipped steps, 2 also every cast at O1 and O4.
-        min_loss_scale: floor of a dynamic scale; None means 2**-14, so that it can never reach 0.
-        max_loss_scale: ceiling of a dynamic scale.
+        min_loss_scale: lower bound of a dynamic scale; None means 2**-14, so that it can never reach 0.
+        max_loss_scale: upper bound of a dynamic scale.
         patch_torch_functions_type: the low dtype of per-operation casts.
-        norms: what ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's own rule.
+        norms: which layers ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's own rule.
         patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; None
             never raises it.
 
@@ -73,9 +73,9 @@ def initialize(
         ``model``, ``(model, optimizer)``, or lists, as they were passed.
 
     Raises:
-        ConfigError: an unknown level, or a value or override that makes no sense.
+        ConfigError: an unknown level, a bad value, or an override that contradicts the level.
         ConfigTypeError: something that is not a module, an optimizer, or a list of them.
-        ParameterError: a model that is wrapped, or low already.
+        ParameterError: a model is wrapped, or has low parameters already.
         OrderError: a model or an optimizer that was initialised before.
 
     Example:
@@ -107,17 +107,17 @@ def initialize(
     }
     properties = resolve(opt_level, **overrides, refuse=warn_or_err)
     outputs = None if cast_model_outputs is None else parse_dtype(cast_model_outputs)
-    plan = Plan(
+    config = EngineConfig(
         properties=properties,
         policy=properties.policy(norms=norms, output=outputs),
         scale=properties.scale_config(ScaleConfig.bounded(min_loss_scale, max_loss_scale, patience=patience)),
         num_losses=num_losses,
-        steps_itself=False,
+        engine_steps=False,
     )
     optimizer_list = _check_optimizers(optimizers)
     model_list = _check_models(models)
-    casts = make_casts(plan.policy.compute, verbosity) if plan.policy.per_op else None
-    engine = build(plan, model_list, optimizer_list, casts=casts)
+    casts = make_casts(config.policy.compute, verbosity) if config.policy.per_op else None
+    engine = build(config, model_list, optimizer_list, casts=casts)
     run = Run(
         number=_amp_state.next_number(),
         engine=engine,
@@ -126,7 +126,7 @@ def initialize(
         casts=casts,
     )
     report_steps(run)
-    pause_in_step(run)
+    suspend_casts_in_step(run)
     enter_ambient(run)
     _amp_state.opt_properties = properties
     _amp_state.verbosity = verbosity

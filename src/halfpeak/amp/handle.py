@@ -12,10 +12,9 @@ from torch import Tensor
 from halfpeak.amp.ambient import disable_casts
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
-from halfpeak.engine.checks import lane_of
-from halfpeak.engine.lane import Lane
-from halfpeak.parts.keeper import keeper_of
-from halfpeak.parts.loss_scaler import LossScaler as Part
+from halfpeak.engine.prepare import is_prepared
+from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.remainder_store import remainder_store_of
 
 
 @contextmanager
@@ -29,25 +28,25 @@ def scale_loss(
 ) -> Generator[Tensor]:
     """The loss times its scale, for ``scaled_loss.backward()`` in the body.
 
-    When the body ends, the gradients are divided by the scale and added, true-sized, to what the optimizers will read:
-    the parameters' ``.grad``, or the masters' (``amp.master_params(optimizer)``). The loss scale moves. If a gradient
-    was not finite, the next ``optimizer.step()`` of each of ``optimizers`` does nothing and says so.
+    When the body ends, the gradients are unscaled and added to what the optimizers will read: the parameters' ``.grad``, or
+    the masters' (``amp.master_params(optimizer)``). The loss scale is updated. If a gradient was not finite, the next
+    ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed.
 
     If the body raises, gradients and scale are as they were before it.
 
     Args:
-        loss: any shape; it is widened to float32 before it is multiplied.
+        loss: any shape; it is upcast to float32 before it is multiplied.
         optimizers: every optimizer whose parameters get gradients in the body: one, or any iterable of them.
         loss_id: which of the ``num_losses`` scalers to use; negative numbers count from the end.
         model: ignored, as in apex.
-        delay_unscale: leave the gradients scaled; a later block without it takes in the sum. For reducing gradients
+        delay_unscale: leave the gradients scaled; a later block without it unscales the sum. For reducing gradients
             over ranks once per several backward passes.
-        delay_overflow_check: take the gradients in and remember an overflow for the coming ``optimizer.step()``, but
+        delay_overflow_check: unscale the gradients and remember an overflow for the coming ``optimizer.step()``, but
             count this block together with the next one of this ``loss_id`` when the scale moves.
 
     Raises:
         ConfigError: ``initialize`` was not called.
-        OrderError: an optimizer that ``initialize`` has not seen; or gradients wait scaled by another loss scale.
+        OrderError: an optimizer was not passed to ``initialize``; or gradients of the window are scaled by another loss scale.
         LossIdError: ``loss_id`` is not below ``num_losses``.
     """
     _amp_state.require_started()
@@ -58,21 +57,27 @@ def scale_loss(
         yield loss
         return
     run = active[0][1]
-    lanes = [_lane(optimizer) for optimizer, _ in active]
+    for optimizer, _ in active:
+        if not is_prepared(optimizer):
+            raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
 
-    def report(part: Part, found_inf: Tensor) -> None:
+    def record(part: LossScaler, found_inf: Tensor) -> None:
         scaler = run.scalers[run.engine.scalers.index(part)]
         number = loss_id % len(run.scalers)
         for optimizer, owner in active:
             found = owner.overflows.setdefault(id(optimizer), {})
             _, so_far = found.get(scaler, (number, found_inf))
             found[scaler] = number, torch.maximum(so_far, found_inf)
-        # Last: until here an exception drops the block, and nothing of it may be left to be counted.
+        # Last: an exception before this drops the block, which must not have been counted then.
         scaler.take(found_inf, delay=delay_overflow_check)
 
     try:
         with run.engine.scaled(
-            loss, lanes=lanes, loss_id=loss_id, delay=delay_unscale, report=report
+            loss,
+            optimizers=[optimizer for optimizer, _ in active],
+            loss_id=loss_id,
+            delay=delay_unscale,
+            on_found_inf=record,
         ) as scaled:
             yield scaled
     finally:
@@ -81,16 +86,16 @@ def scale_loss(
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """What the optimizer steps: the float32 masters where there are some, else the parameters themselves.
+    """The tensors that the optimizer steps: float32 masters where there are some, else the parameters themselves.
 
     >>> parameters = [torch.nn.Parameter(torch.ones(1))]
     >>> len(list(master_params(torch.optim.SGD(parameters, lr=0.1))))
     1
 
     Raises:
-        OrderError: the optimizer keeps remainders: its weights have no float32 masters that one could read or write.
+        OrderError: the optimizer stores remainders of its weights, so there are no float32 masters to read or write.
     """
-    if keeper_of(optimizer) is not None:
+    if remainder_store_of(optimizer) is not None:
         raise OrderError(
             f"{type(optimizer).__name__} keeps remainders of its weights, and float32 masters lie nowhere; read their values "
             "in model.state_dict(), clip with halfpeak.prepare(..., clip=...), or make the optimizer without master="
@@ -109,13 +114,6 @@ def _run_of(optimizer: Any) -> Run | None:
             f"this {type(optimizer).__name__} was not passed to amp.initialize; write "
             "model, optimizer = amp.initialize(model, optimizer)"
         ) from None
-
-
-def _lane(optimizer: Any) -> Lane:
-    lane = lane_of(optimizer)
-    if lane is None:
-        raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
-    return lane
 
 
 __all__ = ["disable_casts", "master_params", "scale_loss"]

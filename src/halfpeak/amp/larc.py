@@ -1,4 +1,4 @@
-"""``apex.parallel.LARC`` as of apex 25.04: layer-wise adaptive rates around any optimizer."""
+"""``apex.parallel.LARC`` as of apex 25.04: layer-wise adaptive learning rates around any optimizer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class LARC(Optimizer):
         if clip: a = min(a / lr, 1)         # LARC; else LARS
         g = (g + wd * p) * a                # and the optimizer inside sees no weight decay
 
-    Where |p| or |g| is 0, g stays and nothing decays, as in apex. Norms are taken in float32 at least, and nothing
-    waits for the device. With weight decay, a sparse gradient becomes dense, because every row decays.
+    Where |p| or |g| is 0, g stays and nothing decays, as in apex. Norms are computed in float32 at least, without waiting for
+    the device. With weight decay, a sparse gradient becomes dense, because every row decays.
 
     It is an :class:`~torch.optim.Optimizer` without groups or state of its own: ``param_groups``, ``state``,
     ``defaults``, state dicts and their hooks are those of the optimizer inside, :attr:`optim`. Step hooks are its own
-    and run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` take it.
+    and run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` accept it.
 
     Args:
         optimizer: the optimizer inside.
         trust_coefficient: see above.
-        clip: never step further than the optimizer would on its own.
+        clip: limit the local rate to the optimizer's own (LARC); False scales without a limit (LARS).
         eps: keeps the quotient finite.
 
     Raises:
@@ -66,7 +66,7 @@ class LARC(Optimizer):
             )
         if eps != 0:
             require_scale("eps", eps)
-        # Not super().__init__(), which makes groups; this makes what step hooks and schedulers need, and nothing else.
+        # Not super().__init__(), which makes groups; this makes only what step hooks and schedulers need.
         self.__setstate__(
             {
                 "optim": optimizer,
@@ -118,7 +118,7 @@ class LARC(Optimizer):
         self.optim.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside: a run can take LARC up or drop it."""
+        """That of the optimizer inside, so a run can be resumed with or without LARC."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class LARC(Optimizer):
 
         Weight decay is back in its groups afterwards, also when the optimizer inside raises.
         """
-        with self._decay_taken() as decays:
+        with self._without_decay() as decays:
             if closure is None:
                 self._adapt(decays)
                 return self.optim.step()
@@ -151,8 +151,8 @@ class LARC(Optimizer):
             return self.optim.step(adapted)
 
     @contextmanager
-    def _decay_taken(self) -> Generator[list[float]]:
-        """Weight decay is 0 in the body, which gets what it was."""
+    def _without_decay(self) -> Generator[list[float]]:
+        """Set weight decay to 0 in the body; yields its former values."""
         groups = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
@@ -172,15 +172,15 @@ class LARC(Optimizer):
 
     def _adapted(self, parameter: Tensor, grad: Tensor, lr: float | Tensor, decay: float) -> Tensor:
         grad = grad.coalesce() if grad.is_sparse else grad
-        size, slope = _norm(parameter), _norm(grad.values() if grad.is_sparse else grad)
-        moves = (size != 0) & (slope != 0)
-        rate = self.trust_coefficient * size / (slope + decay * size + self.eps)
+        param_norm, grad_norm = _norm(parameter), _norm(grad.values() if grad.is_sparse else grad)
+        adapts = (param_norm != 0) & (grad_norm != 0)
+        rate = self.trust_coefficient * param_norm / (grad_norm + decay * param_norm + self.eps)
         if self.clip:
             rate = torch.clamp(rate / lr, max=1.0)
         if decay:
             grad = grad.to_dense() if grad.is_sparse else grad
-            grad.add_(parameter * torch.where(moves, decay, 0.0))
-        return grad.mul_(torch.where(moves, rate, 1.0))
+            grad.add_(parameter * torch.where(adapts, decay, 0.0))
+        return grad.mul_(torch.where(adapts, rate, 1.0))
 
 
 _SHARED_HOOKS: Final = (

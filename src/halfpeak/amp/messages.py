@@ -1,4 +1,4 @@
-"""What the door prints. The wording of the overflow line is kept for the scripts that search logs for it."""
+"""What ``amp`` prints. The line of a skipped step reads as in apex, because scripts search logs for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import Properties, get_level
-from halfpeak.parts.verdict import is_first_rank
+from halfpeak.state.found_inf import is_first_rank
 
 
 def maybe_print(message: str, *, verbosity: int, rank0: bool = False) -> None:
@@ -17,10 +17,10 @@ def maybe_print(message: str, *, verbosity: int, rank0: bool = False) -> None:
 
 
 def warn_or_err(message: str) -> None:
-    """Refuse an override that makes no sense.
+    """Raise ConfigError for an override that contradicts the level.
 
     Raises:
-        ConfigError: unless ``amp._amp_state.hard_override`` is true, which prints the message and lets the value pass.
+        ConfigError: unless ``amp._amp_state.hard_override`` is true; then the message is printed and the value accepted.
     """
     if not _amp_state.hard_override:
         raise ConfigError(message)
@@ -28,7 +28,7 @@ def warn_or_err(message: str) -> None:
 
 
 def print_properties(opt_level: str, defaults: Properties, effective: Properties, verbosity: int) -> None:
-    """Print a level, what it sets, and what overrides made of it, on the first rank."""
+    """Print a level, its properties, and the properties after overrides, on the first rank."""
     level = get_level(opt_level)
     lines = [
         f"Selected optimization level {level.name}: {level.brief}",

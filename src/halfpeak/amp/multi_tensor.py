@@ -3,11 +3,15 @@
 Every operation takes ``(chunk_size, noop_flag, tensor_lists, *args)``, the calling convention of :class:`MultiTensorApply`.
 ``chunk_size`` steered apex's kernels and has no effect here. ``noop_flag`` is a tensor of one element, of any dtype; an
 operation sets it to 1 and never back to 0.
+
+The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32 whatever the dtypes of weights,
+gradients and moments. As in apex, they check nothing: inf and nan reach the weights. Only :func:`multi_tensor_sgd` does
+nothing where the flag is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +20,13 @@ from torch import Tensor
 from halfpeak.core.dtypes import is_low, largest
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
+from halfpeak.fused.backends.kernels import update_of
+from halfpeak.fused.rules.adagrad import AdagradRule
+from halfpeak.fused.rules.adam import AdamRule
+from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.rules.lamb import LAMBRule
+from halfpeak.fused.rules.novograd import NovoGradRule
+from halfpeak.fused.rules.sgd import SGDRule
 from halfpeak.ops import foreach
 
 T = TypeVar("T")
@@ -48,7 +59,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """``out = in * scale`` for ``tensor_lists = [in, out]``; the flag is raised if an input is not finite.
+    """``out = in * scale`` for ``tensor_lists = [in, out]``; the flag is set if an input is not finite.
 
     Low tensors are multiplied in float32 and rounded once. Outputs are written in any case; they may be the inputs.
     """
@@ -57,7 +68,7 @@ def multi_tensor_scale(
         return
     _check(sources, noop_flag)
     with torch.no_grad():
-        foreach.copy_cast_(targets, torch._foreach_mul(_wide(sources), scale))
+        foreach.copy_cast_(targets, torch._foreach_mul(_upcast(sources), scale))
 
 
 def multi_tensor_axpby(
@@ -68,7 +79,7 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int = -1,
 ) -> None:
-    """``out = a * x + b * y`` for ``tensor_lists = [x, y, out]``; the flag is raised if a checked input is not finite.
+    """``out = a * x + b * y`` for ``tensor_lists = [x, y, out]``; the flag is set if a checked input is not finite.
 
     Args:
         arg_to_check: 0 checks x, 1 checks y, -1 both.
@@ -80,21 +91,21 @@ def multi_tensor_axpby(
         return
     _check([*(x if arg_to_check != 1 else ()), *(y if arg_to_check != 0 else ())], noop_flag)
     with torch.no_grad():
-        total = torch._foreach_mul(_wide(x), a)
-        torch._foreach_add_(total, torch._foreach_mul(_wide(y), b))
+        total = torch._foreach_mul(_upcast(x), a)
+        torch._foreach_add_(total, torch._foreach_mul(_upcast(y), b))
         foreach.copy_cast_(out, total)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements of ``tensor_lists = [x]``; the flag is raised if it is not finite.
+    """The 2-norm of all elements of ``tensor_lists = [x]``; the flag is set if it is not finite.
 
     Returns:
         The norm, and that of each tensor (empty unless ``per_tensor``), in float32.  # f32[1], f32[n] or f32[0]
     """
     (x,) = _lists(tensor_lists, 1)
-    return _norms(_wide(x), noop_flag, per_tensor)
+    return _norms(_upcast(x), noop_flag, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
@@ -103,7 +114,7 @@ def multi_tensor_unscale_l2norm(
     """The 2-norm of ``x * inv_scale`` as in :func:`multi_tensor_l2norm`; x is not changed."""
     (x,) = _lists(tensor_lists, 1)
     with torch.no_grad():
-        unscaled = torch._foreach_mul(_wide(x), inv_scale.reshape(())) if x else []
+        unscaled = torch._foreach_mul(_upcast(x), inv_scale.reshape(())) if x else []
     return _norms(unscaled, noop_flag, per_tensor)
 
 
@@ -119,7 +130,7 @@ def update_scale_hysteresis(
 ) -> Tensor:
     """Move a loss scale in place by the rule of :func:`halfpeak.core.schedule.advance`, and return it.
 
-    ``hysteresis`` overflows are forgiven before the scale falls; a clean update gives them all back. apex's kernel let
+    The scale falls after ``hysteresis`` overflows; an update without overflow restores that count. apex's kernel let
     the scale fall to 0; here it stops at the smallest normal float32.
 
     Args:
@@ -147,6 +158,155 @@ def update_scale_hysteresis(
     return scale.copy_(state.scale)
 
 
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """:class:`~halfpeak.fused.rules.sgd.SGDRule` on ``[gradients, weights, buffers]``, and where there are four lists, the
+    new weights into the last. Does nothing where the flag is set; reading it waits for the device.
+
+    Args:
+        wd: weight decay.
+        first_run: the gradient is copied into the momentum buffer.
+        wd_after_momentum: decay after the momentum.
+        scale: factor for the gradients.
+    """
+    if bool(noop_flag):
+        return
+    grads, weights, buffers, *low_weights = tensor_lists
+    rule = SGDRule(momentum=momentum != 0, nesterov=nesterov, late=wd_after_momentum)
+    group = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": wd}
+    states = [buffers] if momentum != 0 else []
+    _apply(
+        rule, group, 1 if first_run else 2, grads, weights, states, low_weights=low_weights, multiplier=scale
+    )
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """:class:`~halfpeak.fused.rules.adam.AdamRule` on ``[gradients, weights, first moments, second moments]``.
+
+    Args:
+        mode: 1 decouples the weight decay, 0 adds it to the gradient.
+    """
+    grads, weights, *moments = tensor_lists
+    rule = AdamRule(decoupled=_mode(mode), correct=bool(bias_correction))
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    _apply(rule, group, step, grads, weights, moments)
+
+
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    eps: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """:class:`~halfpeak.fused.rules.adagrad.AdagradRule` on ``[gradients, weights, sums]``.
+
+    Args:
+        mode: 1 decouples the weight decay, 0 adds it to the gradient.
+    """
+    grads, weights, sums = tensor_lists
+    rule = AdagradRule(decoupled=_mode(mode), counts=False)
+    _apply(rule, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, 1, grads, weights, [sums])
+
+
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool = False,
+) -> None:
+    """:class:`~halfpeak.fused.rules.lamb.LAMBRule` on ``[gradients, weights, first moments, second moments]``.
+
+    Args:
+        mode: 1 decouples the weight decay, 0 adds it to the gradient.
+        global_grad_norm: the norm of all gradients; above ``max_grad_norm`` they are scaled down to it.  # f32[1]
+    """
+    grads, weights, *moments = tensor_lists
+    rule = LAMBRule(
+        decoupled=_mode(mode),
+        average=bool(grad_averaging),
+        correct=bool(bias_correction),
+        trusts=use_nvlamb or weight_decay != 0,
+    )
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    norm = global_grad_norm.detach().reshape(())
+    multiplier = torch.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
+    _apply(rule, group, step, grads, weights, moments, multiplier=multiplier)
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """:class:`~halfpeak.fused.rules.novograd.NovoGradRule` on ``[gradients, weights, first moments]``.
+
+    Args:
+        grad_norms: the running norms, one per tensor, updated in place; the caller initialises them.  # f32[n]
+        mode: 1 decays beside the moment, 0 inside it.
+        norm_type: 2, or 0 for the largest absolute value.
+    """
+    if norm_type not in (0, 2):
+        raise ConfigError(f"norm_type={norm_type!r} must be 2, or 0 for the largest absolute value")
+    grads, weights, moments = tensor_lists
+    rule = NovoGradRule(
+        inside=not _mode(mode),
+        average=bool(grad_averaging),
+        correct=bool(bias_correction),
+        largest=norm_type == 0,
+        from_zero=True,
+    )
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    _apply(rule, group, step, grads, weights, [moments, list(grad_norms.detach().unbind())])
+
+
 def _lists(tensor_lists: TensorLists, count: int) -> list[list[Tensor]]:
     lists = [list(tensors) for tensors in tensor_lists]
     if len(lists) != count or len({len(tensors) for tensors in lists}) != 1:
@@ -157,7 +317,7 @@ def _lists(tensor_lists: TensorLists, count: int) -> list[list[Tensor]]:
     return lists
 
 
-def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _upcast(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().float() if is_low(tensor) else tensor.detach() for tensor in tensors]
 
 
@@ -176,3 +336,39 @@ def _norms(
     norm = torch.linalg.vector_norm(norms).reshape(1)
     noop_flag.copy_(torch.maximum(noop_flag, (~torch.isfinite(norm)).to(noop_flag).reshape(noop_flag.shape)))
     return norm, norms if per_tensor else norms[:0]
+
+
+@torch.no_grad()
+def _apply(
+    rule: Rule,
+    group: Mapping[str, Any],
+    step: int | Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    *,
+    low_weights: Sequence[Sequence[Tensor]] = (),
+    multiplier: float | Tensor = 1.0,
+) -> None:
+    """One step of ``rule`` for each tensor."""
+    lengths = [len(tensors) for tensors in (grads, weights, *states, *low_weights)]
+    if len(set(lengths)) != 1:
+        raise ConfigError(
+            f"tensor_lists has lists of lengths {lengths}; this operation takes lists of one length"
+        )
+    update = update_of(rule)
+    constants = [float(number) for number in rule.constants(group, float(step))]
+    written: Sequence[Tensor | None] = low_weights[0] if low_weights else [None] * len(weights)
+    for i, weight in enumerate(weights):
+        if not weight.numel():
+            continue
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        numbers = torch.tensor([0.0, *constants], dtype=dtype, device=weight.device)
+        numbers[0] = multiplier
+        update(weight.detach(), written[i], [state[i] for state in states], grads[i].detach(), numbers)
+
+
+def _mode(mode: int) -> bool:
+    if mode not in (0, 1):
+        raise ConfigError(f"mode={mode!r} must be 1 (decay beside the gradient) or 0 (inside it)")
+    return mode == 1

@@ -1,4 +1,4 @@
-"""Functions that the user wants cast: registered by name before ``initialize``, or decorated."""
+"""Functions that the user registers to be cast, by name before ``initialize`` or with a decorator."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any, Final
 
 import torch
 
-from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.casts import OpCasts
 from halfpeak.casting.registry import Place, Registrations, float_function, low_function, promote_function
 
 half_function = low_function
-"""Decorator: run the function's floating arguments in the low dtype of the casts that are on."""
+"""Decorator: cast the function's floating arguments to the low dtype of the casts that are on."""
 bfloat16_function = low_function
-"""Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on decide."""
+"""Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on determine the dtype."""
 
 
 Saved = list[tuple[list[Place], list[Place]]]
-"""Each list of registrations with what it held."""
+"""Each list of registrations with a copy of its content."""
 
 
-class _Book:
-    """What has been registered in this process. Later casts take all of it; earlier ones stay as they were."""
+class _Registered:
+    """The functions registered in this process. They apply to casts made later, not to earlier ones."""
 
     def __init__(self) -> None:
         self.low: list[Place] = []
@@ -32,7 +32,7 @@ class _Book:
 
     def add(self, kind: list[Place], module: Any, name: str) -> None:
         place = (module, name)
-        Registrations(low=(place,))  # refuses what no later call of initialize could take
+        Registrations(low=(place,))  # raises for a function that no later initialize could use
         for other in (self.low, self.float32, self.promote):
             # The last registration of a name wins.
             if place in other:
@@ -43,11 +43,11 @@ class _Book:
         return Registrations(low=tuple(self.low), float32=tuple(self.float32), promote=tuple(self.promote))
 
 
-_book: Final = _Book()
+_registered: Final = _Registered()
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run ``module.name`` low at O1 and O4. Call it before ``initialize``.
+    """Run ``module.name`` in the low dtype at O1 and O4. Call it before ``initialize``.
 
     For a torch function it replaces the built-in rule; a function of another module is replaced there while casts are
     on.
@@ -55,26 +55,26 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ConfigError: ``module`` has no such function.
     """
-    _book.add(_book.low, module, name)
+    _registered.add(_registered.low, module, name)
 
 
 register_bfloat16_function = register_half_function
-"""For scripts of the ROCm fork: the same as :func:`register_half_function`; the level decides the dtype."""
+"""For scripts of the ROCm fork: the same as :func:`register_half_function`; the level determines the dtype."""
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Run ``module.name`` in float32 at O1 and O4. See :func:`register_half_function`."""
-    _book.add(_book.float32, module, name)
+    _registered.add(_registered.float32, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Run ``module.name`` in the widest dtype of its arguments. See :func:`register_half_function`."""
-    _book.add(_book.promote, module, name)
+    _registered.add(_registered.promote, module, name)
 
 
 def saved() -> Saved:
     """Everything registered so far, for :func:`restore`."""
-    return _book.saved()
+    return _registered.saved()
 
 
 def restore(state: Saved) -> None:
@@ -91,7 +91,7 @@ def make_casts(
         return None
     return OpCasts(
         dtype,
-        registrations=_book.registrations(),
+        registrations=_registered.registrations(),
         cache=cache,
         allow_banned=allow_banned,
         on_cast=print if verbosity == 2 else None,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import StateError
-from halfpeak.parts import loss_scaler
+from halfpeak.state import loss_scaler
 
 
 class LossScaler:
-    """What ``amp._amp_state.loss_scalers`` holds: reads and writes one loss scaler of a run.
+    """A view of one loss scaler of a run under apex's names, as in ``amp._amp_state.loss_scalers``.
 
-    Reading a value waits for the device; halfpeak itself reads none of them in a step.
+    Reading a value waits for the device; a step of halfpeak reads none of them.
     """
 
     def __init__(self, scaler: loss_scaler.LossScaler) -> None:
@@ -74,17 +74,17 @@ class LossScaler:
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
-        # Who lends a flag for one update gives the old one back, which must not be counted then.
-        lent = value.detach().reshape(()).to(self.found_inf, copy=True)
+        # A script that sets its own flag for one update restores the old one, which must not be counted then.
+        given = value.detach().reshape(()).to(self.found_inf, copy=True)
         self.found_inf.zero_()
-        self.found_inf = lent
+        self.found_inf = given
 
     def clear_overflow_state(self) -> None:
         """Forget an overflow that was not counted yet."""
         self.found_inf = torch.zeros_like(self.found_inf)
 
     def update_scale(self) -> bool:
-        """Count the backward passes since the last update as one; returns whether they overflowed. Waits.
+        """StepScope the backward passes since the last update as one; returns whether they overflowed. Waits.
 
         Needed only after blocks with ``delay_overflow_check=True``.
         """
@@ -93,7 +93,7 @@ class LossScaler:
         return skip
 
     def take(self, found_inf: Tensor, *, delay: bool) -> None:
-        """Move the scale by what one more backward pass found, or keep it to be counted later. Does not wait."""
+        """Update the scale with the ``found_inf`` of a backward pass, or keep that for a later update. Does not wait."""
         found_inf = torch.maximum(self.found_inf, found_inf)
         if delay:
             self.found_inf = found_inf
@@ -107,7 +107,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def parse(self, state: dict[str, float | int]) -> dict[str, float | int]:
-        """What our own scaler would load.
+        """The entry in the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
 
         Raises:
             StateError: a key is missing, or a value is out of range.

@@ -1,7 +1,7 @@
-"""What the door keeps in the process: the one place in halfpeak with mutable global state.
+"""The session of ``amp`` in this process: the one place in halfpeak with mutable global state.
 
-apex keeps one configuration for everybody; a second ``initialize`` takes it from whoever is training. Here every call
-is a :class:`Run` of its own, found through its optimizers, which the session holds weakly: a run ends with them.
+apex has one configuration, which a second ``initialize`` replaces while the first run is training. Here each call makes
+its own :class:`Run`, found through its optimizers. The session holds those weakly, so a run ends with them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.scaler import LossScaler
-from halfpeak.casting.opcasts import OpCasts
+from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import Properties
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 
 Overflows = dict[LossScaler, tuple[int, Tensor]]
@@ -30,13 +30,13 @@ class Run:
 
     Attributes:
         number: which call it was.
-        engine: what takes its steps.
-        verbosity: how much it prints.
+        engine: the engine that takes its steps.
+        verbosity: as given to ``initialize``.
         scalers: its loss scalers under apex's names.
         casts: its casting scope (O1, O4), or None.
-        overflows: per optimizer, the scalers used in this window (a block may name optimizers of several runs, and uses
-            those of the first), each with its number and its ``found_inf``.
-        results: per optimizer, what its last step did.
+        overflows: per optimizer, the scalers of the ``scale_loss`` blocks since its last step, each with its ``loss_id`` and
+            its ``found_inf``. A block over optimizers of several runs uses the scalers of the first run.
+        results: per optimizer, the result of its last step.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Run:
 
 
 class _Suspended(threading.local):
-    """How many ``amp.disable_casts()`` are open on a thread."""
+    """The number of ``amp.disable_casts()`` blocks that are open on a thread."""
 
     depth = 0
 
@@ -59,15 +59,15 @@ class AmpState:
 
     Attributes:
         hard_override: print a warning instead of refusing an override that makes no sense.
-        allow_incoming_model_not_fp32: let ``initialize`` take a model that is low already.
+        allow_incoming_model_not_fp32: let ``initialize`` accept a model in a low dtype.
         verbosity: of the last ``initialize``.
         opt_properties: of the last ``initialize``; None before the first.
         loss_scalers: of the last ``initialize`` that was enabled.
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
-        handle: of the last O1 or O4 ``initialize`` or ``init`` whose model lives; None without.
-        suspended: the ``disable_casts()`` that are open.
-        models: every initialised model that lives, with the handle of its casts or None.
+        handle: of the last O1 or O4 ``initialize`` or ``init`` whose model is alive, or None.
+        suspended: counts the open ``disable_casts()`` blocks.
+        models: every initialised model that is alive, with the handle of its casts or None.
     """
 
     def __init__(self) -> None:
@@ -90,26 +90,26 @@ class AmpState:
         return self._count
 
     def add(self, run: Run, optimizers: list[Any]) -> None:
-        """Make a run the latest."""
+        """Register a run and its optimizers; its scalers become :attr:`loss_scalers`."""
         for optimizer in optimizers:
             self._runs[optimizer] = run
         self.loss_scalers = run.scalers
 
     def add_disabled(self, optimizers: list[Any]) -> None:
-        """Remember optimizers that an ``initialize(enabled=False)`` saw."""
+        """Register optimizers that were passed to ``initialize(enabled=False)``."""
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):
                 self._runs.setdefault(optimizer, None)
 
     def optimizers(self) -> list[Any]:
-        """Every optimizer that lives and that an ``initialize`` saw."""
+        """Every optimizer that is alive and was passed to ``initialize``."""
         return list(self._runs)
 
     def run_of(self, optimizer: object) -> Run | None:
         """The run of an optimizer; None where amp was disabled for it.
 
         Raises:
-            KeyError: ``initialize`` has never seen it.
+            KeyError: it was never passed to ``initialize``.
         """
         try:
             return self._runs[optimizer]
@@ -121,7 +121,7 @@ class AmpState:
         return sorted({run for run in self._runs.values() if run is not None}, key=lambda run: run.number)
 
     def all_scalers(self) -> list[LossScaler]:
-        """The loss scalers of every run that lives, oldest first."""
+        """The loss scalers of every run that is alive, oldest first."""
         scalers = [scaler for run in self.runs() for scaler in run.scalers]
         return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
 

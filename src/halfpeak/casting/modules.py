@@ -1,4 +1,4 @@
-"""Low modules (O2, O3, O5) and float32 ones (O0): converting what they store, casting at their boundary with hooks.
+"""Casting per module (O0, O2, O3, O5): converting parameters and buffers, and hooks that cast inputs and outputs.
 
 Nothing is assigned on the module: the casts are forward hooks, picklable and without a reference to any module, so a
 deep copy or a pickle of the model casts for itself.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.containers import cast_tree
+from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.policy import NormRule, Policy
 
@@ -38,8 +38,8 @@ def is_kept_fp32(module: nn.Module, norms: NormRule) -> bool:
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the module's own parameters, their gradients and its buffers in place; children are left alone.
 
-    Parameters keep their identity. A low ``dtype`` leaves float64 and complex tensors alone: who stores float64 in a
-    low model means it. float32 as ``dtype`` takes every real floating-point tensor, as opt level O0 does.
+    Parameters keep their identity. A low ``dtype`` leaves float64 and complex tensors alone, because float64 in a low
+    model is deliberate. float32 as ``dtype`` casts every real floating-point tensor, as opt level O0 does.
     """
     for parameter in module.parameters(recurse=False):
         if is_convertible(parameter, dtype):
@@ -85,7 +85,7 @@ def converted_parameters(network: nn.Module, dtype: torch.dtype, norms: NormRule
                     yield parameter
 
 
-# Without slots: the compiler of torch 2.11 looks into the __dict__ of a hook.
+# Without slots: the compiler of torch 2.11 reads the __dict__ of a hook.
 @dataclass(frozen=True)
 class CastInputs:
     """A forward pre-hook that casts positional and keyword arguments, through nested containers."""
@@ -124,7 +124,7 @@ def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
         stored = torch.float32 if _needs_fp32_inputs(model, policy.norms) else policy.param
         handles.append(model.register_forward_pre_hook(CastInputs(stored), with_kwargs=True))
     if policy.output is not None:
-        # First among the hooks, so that the user's own hooks see what the caller gets.
+        # First among the hooks, so that the user's own hooks see what the caller will see.
         handles.append(model.register_forward_hook(CastOutput(policy.output), prepend=True))
     return handles
 

@@ -2,12 +2,12 @@
 
 The lists are apex's (25.04, with ``bmm`` and its kin low, as on CUDA 9.1 and later). Where apex says nothing and
 torch's CUDA autocast list speaks, the row follows torch's. The lists are the same on every device and for both low
-dtypes: what a run on a laptop shows is what happens on the accelerator, and O4 is O1 with another dtype. (The ROCm fork
+dtypes: a run on a laptop shows what happens on the accelerator, and O4 is O1 with another dtype. (The ROCm fork
 leaves ``prelu`` and ``bmm`` out of its bfloat16 list; bfloat16 has float32's range, so nothing argues for that.)
 
-Names are those under which torch announces a call. It announces operators as methods (``x - y`` is ``Tensor.sub``,
-``x += y`` is ``Tensor.add_``), so an operator's rule also holds for the method. A name that the installed torch lacks
-is skipped.
+Names are those under which torch dispatches a call to ``__torch_function__``. Operators are dispatched as methods
+(``x - y`` is ``Tensor.sub``, ``x += y`` is ``Tensor.add_``), so the rule of an operator also holds for the method. A name
+that the installed torch lacks is skipped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FLOAT32: Final[Rows] = (
 )
 """Floating arguments are cast to float32."""
 
-WIDEN: Final[Rows] = (("torch.Tensor", "cpu"),)
+UPCAST: Final[Rows] = (("torch.Tensor", "cpu"),)
 """Low arguments are cast to float32; wider ones are left as they are."""
 
 PROMOTE: Final[Rows] = (
@@ -92,7 +92,7 @@ PROMOTE: Final[Rows] = (
 )
 """Where low and float32 arguments meet, also 0-dimensional ones, the low ones are cast to float32."""
 
-MATCH_SELF: Final[Rows] = (
+CAST_TO_SELF: Final[Rows] = (
     # apex's list
     (
         "torch.Tensor",
@@ -127,26 +127,26 @@ COMPOSITE: Final[Rows] = (
     ("torch.Tensor", "backward"),
     ("torch.autograd", "backward grad"),
 )
-"""Functions written in Python, announced as one call, whose inner calls the rules above must see."""
+"""Functions written in Python, dispatched as one call, to whose inner calls the rules above must apply."""
 
 LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
 """Functions written in Python that call listed ones and run as written: factorisations have no low kernels."""
 
-ESCAPES: Final[Rows] = (
+EXPOSES_MEMORY: Final[Rows] = (
     (
         "torch.Tensor",
         "data.__get__ numpy __array__ untyped_storage storage _typed_storage data_ptr __dlpack__ "
         "__cuda_array_interface__.__get__ share_memory_",
     ),
 )
-"""Calls that hand out a tensor's memory, which can then change without the tensor's version counter showing it."""
+"""Calls that expose a tensor's memory, which can then be written without increasing the tensor's version counter."""
 
-OVERWRITES: Final[Rows] = (
+UNCOUNTED_WRITES: Final[Rows] = (
     ("torch.Tensor", "data.__set__ set_"),
     ("torch", "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"),
     ("torch.distributed", "all_reduce broadcast recv reduce scatter"),
 )
-"""Calls that change their first argument without its version counter showing it."""
+"""Calls that change their first argument without increasing its version counter."""
 
-AS_FUNCTION: Final[Rows] = (("torch.Tensor", "unflatten"),)
+CALL_AS_FUNCTION: Final[Rows] = (("torch.Tensor", "unflatten"),)
 """Methods whose Python body :func:`torch.compile` cannot trace inside a function mode, because it calls ``super()``."""

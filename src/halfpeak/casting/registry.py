@@ -1,4 +1,4 @@
-"""Functions that the user says run low, in float32 or promoted: by registration or by decoration."""
+"""Functions that the user registers or decorates to run low, in float32, or promoted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from halfpeak.casting.resolve import announced_path
 from halfpeak.casting.scope import find_rule
+from halfpeak.casting.torch_functions import dispatched_path
 from halfpeak.core.errors import ConfigError
 
 P = ParamSpec("P")
@@ -55,12 +55,14 @@ class Registrations:
                 )
 
     def changes(self) -> dict[str, str]:
-        """The rules of torch functions, by the path under which torch announces them."""
-        return {path: kind for kind, module, name in self._rows() for path in _announced(module, name)}
+        """The rules of torch functions, by the path under which torch dispatches them."""
+        return {path: kind for kind, module, name in self._rows() for path in _dispatched_paths(module, name)}
 
     def places(self) -> dict[Place, str]:
         """The rules of all other functions, by place."""
-        return {(module, name): kind for kind, module, name in self._rows() if not _announced(module, name)}
+        return {
+            (module, name): kind for kind, module, name in self._rows() if not _dispatched_paths(module, name)
+        }
 
     def _rows(self) -> Iterator[tuple[str, Any, str]]:
         for kind, places in (("low", self.low), ("float32", self.float32), ("promote", self.promote)):
@@ -97,37 +99,37 @@ def _by_scope(function: Callable[P, R], key: Any) -> Callable[P, R]:
         found = find_rule(key)
         if found is not None:
             scope, rule = found
-            with scope.unseen():
+            with scope.without_casts():
                 args, kwargs = rule(scope, collect, args, kwargs)
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def _announced(module: Any, name: str) -> list[str]:
-    """The paths under which torch announces a call of this function; none if it is not a torch function."""
+def _dispatched_paths(module: Any, name: str) -> list[str]:
+    """The paths under which torch dispatches a call of this function; none if it is not a torch function."""
     functions = [getattr(module, name)]
-    if module is torch.Tensor and name.startswith("__"):  # `x @ y` is announced as Tensor.matmul
+    if module is torch.Tensor and name.startswith("__"):  # `x @ y` is dispatched as Tensor.matmul
         functions.append(getattr(module, name.strip("_"), None))
-    return [path for path in map(announced_path, functions) if path is not None]
+    return [path for path in map(dispatched_path, functions) if path is not None]
 
 
 class _Replacement:
-    """One attribute that holds a wrapper instead of the user's function, and how many scopes need it."""
+    """An attribute in which a wrapper replaces the user's function, with the number of scopes that need it."""
 
     def __init__(self, module: Any, name: str) -> None:
         function: Any = getattr(module, name)
         wrapper: Any = _by_scope(function, (module, name))
         self.original: Any = vars(module).get(name, _INHERITED)
         if isinstance(module, type) and not isinstance(self.original, FunctionType):
-            wrapper = staticmethod(wrapper)  # what was fetched from the class is bound already, or never is
+            wrapper = staticmethod(wrapper)  # what getattr returned is bound already, or a plain callable
         self.count = 0
         self.wrapper = wrapper
         setattr(module, name, wrapper)
 
     def undo(self, module: Any, name: str) -> None:
         if vars(module).get(name) is not self.wrapper:
-            return  # someone has replaced it since; theirs stays
+            return  # replaced by other code since: leave that
         if self.original is _INHERITED:
             delattr(module, name)
         else:
@@ -140,10 +142,10 @@ _lock: Final = threading.Lock()
 
 
 def replace(places: Iterable[Place]) -> None:
-    """Put wrappers in ``places`` that decide by the active scope; counted, so scopes may overlap.
+    """Replace the functions in ``places`` by wrappers that cast by the active scope. Counted, so scopes may overlap.
 
     Raises:
-        ConfigError: an owner does not let its attributes be set; then no place has changed.
+        ConfigError: an owner does not let its attributes be set. No place has changed then.
     """
     done: list[Place] = []
     for module, name in places:
@@ -156,7 +158,7 @@ def replace(places: Iterable[Place]) -> None:
 
 
 def restore(places: Iterable[Place]) -> None:
-    """Undo one :func:`replace`; the last puts back exactly what was there."""
+    """Undo one :func:`replace`; the last one restores the original functions."""
     with _lock:
         for module, name in reversed(list(places)):
             _replacements[module, name].count -= 1

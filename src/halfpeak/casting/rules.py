@@ -1,7 +1,7 @@
-"""What each list of :mod:`halfpeak.casting.oplists` means.
+"""One rule for each list of :mod:`halfpeak.casting.oplists`.
 
-A rule gets the scope, the function and its arguments, and runs the function. A call with ``out=`` runs as written: the
-caller has chosen a dtype and a place.
+A rule takes the scope, the function and its arguments, casts the arguments and calls the function. A call with ``out=``
+runs as written, because the caller has chosen the dtype of the result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from halfpeak.casting.cache import WeightCache
-from halfpeak.casting.composites import BODIES
-from halfpeak.casting.walk import Cast, cast_arguments, cast_value, tensors, to, to_float32
+from halfpeak.casting.torch_functions import COMPOSITE_BODIES
+from halfpeak.casting.tree import Cast, cast_arguments, cast_value, tensors, to, to_float32
+from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import BannedOpError
 
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 class Casting(TorchFunctionMode):
-    """What a rule knows of a scope: where it casts to, and that it can be put on the stack again."""
+    """What rules use of a scope: its low dtype, its weight cache, and that it is a function mode."""
 
     dtype: torch.dtype
     cache: WeightCache | None
@@ -40,19 +40,19 @@ _UP_TO_FLOAT32: Final = LOW | {torch.float32}
 def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast floating arguments to the low dtype, weights through the cache."""
     dtype = scope.dtype
-    if is_dynamo_compiling():  # a trace shares what it can by itself
+    if is_dynamo_compiling():  # the compiler removes repeated casts itself
         return _run(func, args, kwargs, lambda tensor: to(tensor, dtype))
     cache = scope.cache
 
     def cast(tensor: Tensor) -> Tensor:
-        # The exact class: what a subclass stores, or does when it is cast, is its own affair.
+        # The exact class: a subclass may store something else, or cast in its own way.
         if type(tensor) is _Parameter and cache is not None and tensor.dtype is _FLOAT32:
             return cache.cast(tensor)
         return to(tensor, dtype)
 
     if kwargs:
         return _run(func, args, kwargs, cast)
-    # Most arguments are tensors or None: those are told here, without a function call each.
+    # Most arguments are tensors or None: testing for them here saves a function call each.
     return func(
         *[
             cast(arg) if isinstance(arg, Tensor) else arg if arg is None else cast_value(arg, cast)
@@ -66,14 +66,14 @@ def float32(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
     return _run(func, args, kwargs, to_float32)
 
 
-def widen(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def upcast(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast low arguments to float32."""
     return _run(func, args, kwargs, _low_to_float32)
 
 
 def promote(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast low arguments to float32 where dtypes up to float32 are mixed; any other mix is torch's own affair."""
-    if len(args) == 2 and not kwargs:  # `x + y`, by far the commonest call, without building sets
+    """Cast low arguments to float32 where dtypes up to float32 are mixed; torch promotes any other mix."""
+    if len(args) == 2 and not kwargs:  # fast path for `x + y`, the commonest call
         first, second = args
         if not isinstance(second, Tensor) or (isinstance(first, Tensor) and first.dtype is second.dtype):
             return func(first, second)
@@ -83,7 +83,7 @@ def promote(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
     return func(*args, **kwargs)
 
 
-def match_self(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cast_to_self(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast the other floating arguments to the dtype of the tensor that is written to."""
     dtype = args[0].dtype if args and isinstance(args[0], Tensor) else None
     if dtype not in _UP_TO_FLOAT32:
@@ -117,44 +117,44 @@ def banned(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def composite(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function that is written in Python with the scope in force for the calls it makes."""
+    """Run a function that is written in Python, with the scope applied to the calls it makes."""
     with scope:
-        return BODIES[func.__qualname__](*args, **kwargs)
+        return COMPOSITE_BODIES[func.__qualname__](*args, **kwargs)
 
 
-def escape(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run as written, and share no more casts of a weight whose memory is handed out."""
+def expose_memory(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run as written, and cache no more casts of a weight whose memory the call exposes."""
     if not is_dynamo_compiling() and scope.cache is not None:
         for weight in _weights(args[:1], kwargs):
-            scope.cache.escape(weight)
+            scope.cache.exclude(weight)
     return func(*args, **kwargs)
 
 
-def overwrite(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run as written, and forget the casts of the weights that are written to."""
+def uncounted_write(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run as written, and drop the cached casts of the weights that the call writes."""
     if not is_dynamo_compiling() and scope.cache is not None:
         for weight in _weights(args[:1], kwargs):
             scope.cache.drop(weight)
     return func(*args, **kwargs)
 
 
-def as_function(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the function of torch in place of the method of the same name."""
+def call_as_function(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function of torch instead of the method of the same name."""
     return getattr(torch, func.__name__)(*args, **kwargs)
 
 
 RULES: Final[dict[str, Rule]] = {
     "low": low,
     "float32": float32,
-    "widen": widen,
+    "upcast": upcast,
     "promote": promote,
-    "match_self": match_self,
+    "cast_to_self": cast_to_self,
     "banned_in_place": banned_in_place,
     "banned": banned,
     "composite": composite,
-    "escape": escape,
-    "overwrite": overwrite,
-    "as_function": as_function,
+    "expose_memory": expose_memory,
+    "uncounted_write": uncounted_write,
+    "call_as_function": call_as_function,
 }
 """Every rule by its name."""
 

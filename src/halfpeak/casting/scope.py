@@ -1,7 +1,7 @@
-"""One scope of per-operation casts: a torch function mode that gives each announced call to its rule.
+"""One scope of per-operation casts: a torch function mode that runs each dispatched call by its rule.
 
 Scopes live on torch's stack of function modes, which belongs to a thread. There is no other global state: whether
-casting is active, and which scope decides, is read off that stack.
+casting is active, and which scope applies, is read from that stack.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from halfpeak.casting.cache import WeightCache
+from halfpeak.casting.rule_table import Table, traced_rule
 from halfpeak.casting.rules import RULES, Casting, Function, Rule
-from halfpeak.casting.tables import Table, traced_rule
-from halfpeak.core.tracing import traced_inline
+from halfpeak.casting.weight_casts import WeightCache
+from halfpeak.core.torch_compat import traced_inline
 
 
 class Lookup(Protocol):
-    """What a scope asks for a call's rule: a dict, or something that stands in for one."""
+    """Where a scope looks up the rule of a call: a dict, or an object that replaces it for a while."""
 
     def get(self, function: Any, /) -> Rule | None:
         """The rule of ``function``, or None to run it as written."""
@@ -31,7 +31,7 @@ class Lookup(Protocol):
 
 
 NO_RULES: Final[dict[Any, Rule]] = {}
-"""The lookup of a scope that is held: every call runs as written."""
+"""The lookup of a suspended scope: every call runs as written."""
 
 
 class Scope(Casting):
@@ -41,9 +41,9 @@ class Scope(Casting):
         dtype: the low dtype.
         cache: the weight cache, or None to cast at every use.
         table: the rules of the scope.
-        lookup: the rules now in force: the table's, or none while the scope is held or paused.
+        lookup: the rules now in force: the table's, or none while the scope is suspended.
         key: the key of the table while its rules are in force, else None.
-        installed: whether the scope was put below the modes of the user.
+        installed: whether the scope was put below the user's own modes.
     """
 
     def __init__(self, dtype: torch.dtype, table: Table, cache: WeightCache | None) -> None:
@@ -54,9 +54,9 @@ class Scope(Casting):
         self.lookup: Lookup = table.rules
         self.key: str | None = table.key
         self.installed = False
-        self._idle: Lookup = table.rules
-        self._holders: set[object] = set()
-        self._holding: list[Scope] = []
+        self._unsuspended_lookup: Lookup = table.rules
+        self._suspenders: set[object] = set()
+        self._suspended: list[Scope] = []
 
     @traced_inline
     def __torch_function__(
@@ -68,31 +68,31 @@ class Scope(Casting):
             return rule(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def hold(self, holder: object) -> None:
-        """Stop casting until :meth:`release` by the same holder; several may hold. Twice is as good as once."""
-        self._holders.add(holder)
-        self._settle()
+    def suspend(self, suspender: object) -> None:
+        """Stop casting until :meth:`resume` by the same suspender. Several may suspend; a second call changes nothing."""
+        self._suspenders.add(suspender)
+        self._update_lookup()
 
-    def release(self, holder: object) -> None:
-        """Undo :meth:`hold`. Copies of weights go, unless the holder has watched over them meanwhile."""
-        self._holders.discard(holder)
-        self._settle()
-        if self.cache is not None and not (isinstance(holder, Scope) and holder.cache is self.cache):
+    def resume(self, suspender: object) -> None:
+        """Undo :meth:`suspend` and drop the cached casts of weights, because writes meanwhile were not seen."""
+        self._suspenders.discard(suspender)
+        self._update_lookup()
+        if self.cache is not None:
             self.cache.clear()
 
-    def stand_in(self, lookup: Lookup | None) -> None:
-        """Ask ``lookup`` whenever the scope is not held; None puts the table back."""
-        self._idle = self.table.rules if lookup is None else lookup
-        self._settle()
+    def override_lookup(self, lookup: Lookup | None) -> None:
+        """Use ``lookup`` in place of the table whenever the scope is not suspended; None restores the table."""
+        self._unsuspended_lookup = self.table.rules if lookup is None else lookup
+        self._update_lookup()
 
-    def _settle(self) -> None:
-        lookup = NO_RULES if self._holders else self._idle
+    def _update_lookup(self) -> None:
+        lookup = NO_RULES if self._suspenders else self._unsuspended_lookup
         # In one statement, so that an exception cannot come between the two.
         self.lookup, self.key = lookup, self.table.key if lookup is self.table.rules else None
 
     @contextmanager
-    def unseen(self) -> Generator[None]:
-        """Let calls pass that casting itself makes outside a rule, such as reading a weight's address."""
+    def without_casts(self) -> Generator[None]:
+        """Run the body without casts in this scope: for calls that casting itself makes outside a rule."""
         lookup, self.lookup = self.lookup, NO_RULES
         try:
             yield
@@ -125,7 +125,7 @@ def scopes() -> list[Scope]:
 
 
 def find_rule(key: Any) -> tuple[Scope, Rule] | None:
-    """The scope that decides on this thread and its rule for ``key``, or None where that is to run as written."""
+    """The innermost scope of this thread with a rule for ``key``, and that rule; None where the call runs as written."""
     for scope in reversed(scopes()):
         rule = scope.lookup.get(key)
         if rule is not None:
@@ -134,7 +134,7 @@ def find_rule(key: Any) -> tuple[Scope, Rule] | None:
 
 
 def enter(scope: Scope) -> None:
-    """Put ``scope`` on top; it alone decides until it is left."""
+    """Push ``scope`` and suspend all others until it is left."""
     try:
         _suppress_others(scope)
         _push_mode(scope)
@@ -145,10 +145,10 @@ def enter(scope: Scope) -> None:
 
 
 def install(scope: Scope) -> None:
-    """Put ``scope`` below every function mode that could be left before it is.
+    """Put ``scope`` below every function mode that may be left before it.
 
-    A context entered earlier pops what it finds on top, so a scope that outlives it must not be there. The default
-    device (:func:`torch.set_default_device`) insists on the lowest place and keeps it.
+    A context that was entered earlier pops whatever is on top, so a scope that outlives it must lie below it. The mode of
+    :func:`torch.set_default_device` must be the lowest and stays so.
     """
     scope.installed = True
     stack = [_pop_mode() for _ in _get_current_function_mode_stack()][::-1]
@@ -164,25 +164,25 @@ def install(scope: Scope) -> None:
     for mode in stack[place:]:
         _push_mode(mode)
         if isinstance(mode, Scope):
-            mode._holding.append(scope)
-            scope.hold(mode)
+            mode._suspended.append(scope)
+            scope.suspend(mode)
     _allow_mixed_rnn_inputs.enter(scope)
 
 
 def leave(scope: Scope) -> None:
-    """Take ``scope`` off the stack, wherever it is by now, and release what it held. Twice is as good as once."""
+    """Remove ``scope`` from the stack, wherever it is, and resume what it suspended. Calling it twice changes nothing."""
     others = [mode for mode in _get_current_function_mode_stack() if mode is not scope]
     try:
         _leave(scope, others)
     except BaseException:
-        # Ctrl-C comes at any line. Half way out, casts would stay on for good.
+        # KeyboardInterrupt can come at any line; a scope that is only half removed would cast for ever.
         _leave(scope, others)
         raise
 
 
 @contextmanager
-def contained() -> Generator[None]:
-    """Leave every scope that the body has entered and not left, because an exception came in its very ``__exit__``."""
+def restoring_scopes() -> Generator[None]:
+    """Leave every scope that the body entered and did not leave, as when an exception interrupts its ``__exit__``."""
     before = scopes()
     try:
         yield
@@ -194,9 +194,9 @@ def contained() -> Generator[None]:
 
 def _leave(scope: Scope, others: list[Any]) -> None:
     _set_stack(others)
-    for held in scope._holding:
-        held.release(scope)
-    scope._holding.clear()
+    for other in scope._suspended:
+        other.resume(scope)
+    scope._suspended.clear()
     _allow_mixed_rnn_inputs.leave(scope)
 
 
@@ -211,15 +211,15 @@ def _set_stack(modes: list[Any]) -> None:
 
 def _suppress_others(scope: Scope) -> None:
     for other in scopes():
-        scope._holding.append(other)
-        other.hold(scope)
+        scope._suspended.append(other)
+        other.suspend(scope)
 
 
 class _AllowMixedRnnInputs(threading.local):
     """Lets ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` take a low input beside float32 weights.
 
-    Their ``forward`` refuses that unless autocast is on for some device type, before any call is announced. So it is
-    switched on for a device type that torch names but no longer runs on; that changes the outcome of no operation.
+    Their ``forward`` refuses that unless autocast is on for some device type, before any call is dispatched. So it
+    is switched on for a device type that torch still names but no longer supports, which affects no operation.
     """
 
     DEVICE = "ipu"

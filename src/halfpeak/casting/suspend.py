@@ -1,4 +1,4 @@
-"""Switching casts off for a while: for a block, or until a function that is now running has returned."""
+"""Suspending casts: for a block, or until a running function returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def disable_casts() -> Generator[None]:
     Nests, survives exceptions, and does nothing where no scope is open. A scope entered inside casts as usual.
 
     >>> import torch
-    >>> from halfpeak.casting.opcasts import OpCasts
+    >>> from halfpeak.casting.casts import OpCasts
     >>> x = torch.ones(2, 2)
     >>> with OpCasts(torch.bfloat16):
     ...     with disable_casts():
@@ -29,45 +29,45 @@ def disable_casts() -> Generator[None]:
     >>> exact.dtype, low.dtype
     (torch.float32, torch.bfloat16)
     """
-    held, holder = scopes(), object()
+    open_scopes, suspender = scopes(), object()
     try:
-        for scope in held:
-            scope.hold(holder)
+        for scope in open_scopes:
+            scope.suspend(suspender)
         yield
     finally:
-        for scope in held:
-            scope.release(holder)
+        for scope in open_scopes:
+            scope.resume(suspender)
 
 
-def pause_until_return(frame: FrameType) -> None:
+def suspend_until_return(frame: FrameType) -> None:
     """Suspend casting on this thread until :func:`resume`, or until the function running in ``frame`` is left.
 
-    This is for a pair of hooks of which the second does not run when the function between them raises, such as the
-    step hooks of :class:`torch.optim.Optimizer`. Pauses nest.
+    For a pair of hooks whose second does not run when the function between them raises, such as the step hooks of
+    :class:`torch.optim.Optimizer`. Suspensions nest.
     """
     found = find_rule("low")
     if found is not None:
         scope = found[0]
-        scope.stand_in(_Paused(scope, frame))
+        scope.override_lookup(_SuspendedLookup(scope, frame))
         return
     for scope in reversed(scopes()):
-        if isinstance(scope.lookup, _Paused):
+        if isinstance(scope.lookup, _SuspendedLookup):
             scope.lookup.frames.append(frame)
             return
 
 
 def resume() -> None:
-    """End the innermost :func:`pause_until_return` of this thread; does nothing if there is none."""
+    """End the innermost :func:`suspend_until_return` of this thread; does nothing if there is none."""
     for scope in reversed(scopes()):
-        if isinstance(scope.lookup, _Paused):
+        if isinstance(scope.lookup, _SuspendedLookup):
             scope.lookup.resume()
             return
 
 
-class _Paused:
-    """A table without rules, as long as one of ``frames`` is still running.
+class _SuspendedLookup:
+    """A lookup without rules, as long as one of ``frames`` is still running.
 
-    An exception that leaves a frame is noticed at the next announced call: the frame is no longer among the callers.
+    An exception that left a frame is noticed at the next dispatched call: the frame is no longer among the callers.
     """
 
     def __init__(self, scope: Scope, frame: FrameType) -> None:
@@ -76,7 +76,7 @@ class _Paused:
         self._thread = threading.get_ident()
 
     def get(self, function: Any, /) -> Rule | None:
-        """None while paused; afterwards what the scope's own rules say."""
+        """None while suspended; afterwards the rule in the scope's own table."""
         if (
             threading.get_ident() != self._thread
         ):  # a backward thread of the step's closure; its callers are elsewhere
@@ -89,13 +89,13 @@ class _Paused:
         return self._scope.table.rules.get(function)
 
     def resume(self) -> None:
-        """End the innermost pause."""
+        """End the innermost suspension."""
         self.frames.pop()
         if not self.frames:
             self._end()
 
     def _end(self) -> None:
-        self._scope.stand_in(None)
+        self._scope.override_lookup(None)
         if self._scope.cache is not None:
             self._scope.cache.clear()
 

@@ -1,7 +1,9 @@
 """Checkpoint files: atomic, verified and made of plain data; and those of other libraries, inspected and converted."""
 
+from halfpeak.checkpoint.conversion import Conversion, convert
 from halfpeak.checkpoint.file import load, load_plain, previous_path, save, verify
-from halfpeak.checkpoint.foreign import (
+from halfpeak.checkpoint.inspection import Report, inspect
+from halfpeak.checkpoint.scaler_states import (
     ScalerState,
     from_apex,
     from_grad_scaler,
@@ -15,8 +17,6 @@ from halfpeak.checkpoint.foreign import (
     to_mmengine,
     translate,
 )
-from halfpeak.checkpoint.forms.conversion import Conversion, convert
-from halfpeak.checkpoint.forms.inspection import Report, inspect
 
 __all__ = [
     "Conversion",

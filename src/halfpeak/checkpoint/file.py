@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from halfpeak.checkpoint import trailer
+from halfpeak.checkpoint.archives import check_pickles
 from halfpeak.checkpoint.plain import plain
 from halfpeak.checkpoint.temporary import remove_stale, temporary
 from halfpeak.core.errors import CheckpointError, ConfigTypeError
@@ -112,6 +113,7 @@ def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu"
     target = _as_path(path)
     with trailer.open_regular(target) as file:
         try:
+            check_pickles(file)
             return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
         except Exception as error:
             raise CheckpointError(f"{target} is not a file of plain data: {_reason(error)}") from None
@@ -205,6 +207,7 @@ def _sync_directory(target: Path) -> None:
 
 def _unpickle(payload: Any, target: Path, map_location: Any) -> dict[str, Any]:
     try:
+        check_pickles(payload)
         loaded = torch.load(payload, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:
         raise CheckpointError(
@@ -217,7 +220,9 @@ def _unpickle(payload: Any, target: Path, map_location: Any) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What torch found, without its advice to turn the protection off."""
+    """What is wrong; of torch's words without the advice to turn the protection off."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     lines = (line.rpartition("WeightsUnpickler error: ")[2] for line in str(error).splitlines())
     found = (
         line for line in lines if line.strip() and "weights_only" not in line and "two options" not in line

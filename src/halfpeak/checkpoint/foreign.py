@@ -1,301 +1,33 @@
-"""Loss-scaler states of other libraries, translated to and from halfpeak's. Pure functions of plain dicts.
+"""The former name of :mod:`halfpeak.checkpoint.scaler_states`, for programs that import it."""
 
-One scaler of halfpeak is ``{"scale", "clean", "grace", "stuck"}`` (:class:`~halfpeak.core.schedule.ScaleState` as plain
-numbers). The others:
-
-=============  ======================================================================================================
-apex           ``amp.state_dict()``: ``{"loss_scaler0": {"loss_scale", "unskipped"}, "loss_scaler1": ...}``
-grad_scaler    ``torch.amp.GradScaler.state_dict()``
-mmengine       an ``OptimWrapper``'s state: the key ``loss_scaler`` (grad_scaler) or ``apex_amp`` (apex) among others
-mmcv           the ``LossScaler`` of mmcv 1.x, or grad_scaler, inside a whole checkpoint or its ``meta``; or the former
-               on its own
-=============  ======================================================================================================
-
-What a state says about the rule (growth factor, interval) rather than about where the scale stands is configuration:
-:func:`read_config` gives it, and the ``to_`` functions take it.
-"""
-
-from __future__ import annotations
-
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, Literal, TypedDict
-
-from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, require_scale
-
-Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
-
-_OURS: Final = frozenset({"scale", "clean", "grace", "stuck"})
-_GRAD_SCALER: Final = frozenset(
-    {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+from halfpeak.checkpoint.scaler_states import (
+    Format,
+    ScalerState,
+    from_apex,
+    from_grad_scaler,
+    from_mmcv,
+    from_mmengine,
+    read_config,
+    recognise,
+    to_apex,
+    to_grad_scaler,
+    to_mmcv,
+    to_mmengine,
+    translate,
 )
-_APEX_ENTRY: Final = frozenset({"loss_scale", "unskipped"})
-_MMCV: Final = frozenset(
-    {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
-)
-_APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
 
-
-class ScalerState(TypedDict):
-    """Where one loss scale stands, as plain numbers (see :class:`~halfpeak.core.schedule.ScaleState`)."""
-
-    scale: float
-    clean: int
-    grace: int
-    stuck: int
-
-
-def recognise(state: Mapping[str, Any]) -> Format:
-    """Whose state this is, by its keys.
-
-    Raises:
-        StateError: nobody's that halfpeak knows.
-
-    >>> recognise({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
-    'apex'
-    """
-    keys = frozenset(_require_mapping(state))
-    if keys == _OURS:
-        return "halfpeak"
-    if keys == _GRAD_SCALER:
-        return "grad_scaler"
-    if keys == _MMCV or _find_mmcv(state) is not None:
-        return "mmcv"
-    if "apex_amp" in keys or "loss_scaler" in keys:
-        return "mmengine"
-    if keys and all(_APEX_KEY.fullmatch(str(key)) for key in keys):
-        return "apex"
-    raise StateError(
-        f"the keys {_show_keys(state)} are of no known loss-scaler state; known are halfpeak's, apex's "
-        "amp.state_dict(), torch's GradScaler, mmengine's OptimWrapper and mmcv's LossScaler or checkpoint"
-    )
-
-
-def translate(state: Mapping[str, Any]) -> list[ScalerState]:
-    """The loss scalers that a state of any known format holds.
-
-    Raises:
-        StateError: the format is unknown, or a value is out of range.
-
-    >>> translate({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
-    [{'scale': 65536.0, 'clean': 7, 'grace': 1, 'stuck': 0}]
-    """
-    readers: dict[Format, Callable[[Mapping[str, Any]], list[ScalerState]]] = {
-        "halfpeak": lambda ours: [_check(ours)],
-        "apex": from_apex,
-        "grad_scaler": lambda theirs: [from_grad_scaler(theirs)],
-        "mmengine": from_mmengine,
-        "mmcv": lambda theirs: [from_mmcv(theirs)],
-    }
-    return readers[recognise(state)](state)
-
-
-def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
-    """The scalers of ``apex.amp.state_dict()``, in the order of their numbers.
-
-    Raises:
-        StateError: a key that is not ``loss_scaler<number>``, or an entry that does not fit.
-    """
-    numbered: dict[int, ScalerState] = {}
-    for key, entry in _require_mapping(state).items():
-        match = _APEX_KEY.fullmatch(str(key))
-        if match is None:
-            raise StateError(
-                f"unexpected key {key!r} in apex's state; its keys are 'loss_scaler0', 'loss_scaler1', ..."
-            )
-        values = _require_keys(entry, _APEX_ENTRY, str(key))
-        numbered[int(match[1])] = _start(values["loss_scale"], values["unskipped"], "loss_scale", "unskipped")
-    return [numbered[number] for number in sorted(numbered)]
-
-
-def to_apex(scalers: Sequence[ScalerState]) -> dict[str, dict[str, float | int]]:
-    """What ``apex.amp.state_dict()`` would hold; ``amp.load_state_dict`` takes it.
-
-    >>> to_apex(translate({"scale": 8.0, "clean": 3, "grace": 1, "stuck": 0}))
-    {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
-    """
-    checked = [_check(scaler) for scaler in scalers]
-    return {
-        f"loss_scaler{i}": {"loss_scale": s["scale"], "unskipped": s["clean"]} for i, s in enumerate(checked)
-    }
-
-
-def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
-    """The scaler of ``torch.amp.GradScaler.state_dict()``.
-
-    Raises:
-        StateError: the keys or values do not fit; also for ``{}``, which a disabled ``GradScaler`` gives.
-    """
-    if not _require_mapping(state):
-        raise StateError("{} is the state of a disabled GradScaler, which has no scale; leave it out")
-    values = _require_keys(state, _GRAD_SCALER, "the GradScaler")
-    return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
-
-
-def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int]:
-    """What ``GradScaler.load_state_dict`` takes, with the rule of ``config``."""
-    rule = config or ScaleConfig()
-    ours = _check(scaler)
-    return {
-        "scale": ours["scale"],
-        "growth_factor": rule.growth,
-        "backoff_factor": rule.backoff,
-        "growth_interval": rule.interval,
-        "_growth_tracker": ours["clean"],
-    }
-
-
-def from_mmengine(state: Mapping[str, Any]) -> list[ScalerState]:
-    """The scalers in the state of an mmengine ``OptimWrapper``; the optimizer's part is not looked at.
-
-    Raises:
-        StateError: it has neither ``loss_scaler`` nor ``apex_amp``, or that entry does not fit.
-    """
-    if "apex_amp" in _require_mapping(state):
-        return from_apex(state["apex_amp"])
-    if "loss_scaler" in state:
-        return [from_grad_scaler(state["loss_scaler"])]
-    raise StateError(f"no 'loss_scaler' and no 'apex_amp' among the keys {_show_keys(state)}")
-
-
-def to_mmengine(
-    scalers: Sequence[ScalerState], config: ScaleConfig | None = None, *, apex: bool = False
-) -> dict[str, Any]:
-    """The entry to add to an optimizer's state for ``AmpOptimWrapper``, or with ``apex`` for ``ApexOptimWrapper``.
-
-    Raises:
-        StateError: ``AmpOptimWrapper`` has one scaler, and ``scalers`` are not one.
-    """
-    if apex:
-        return {"apex_amp": to_apex(scalers)}
-    if len(scalers) != 1:
-        raise StateError(f"AmpOptimWrapper has one loss scaler, not {len(scalers)}; write apex=True")
-    return {"loss_scaler": to_grad_scaler(scalers[0], config)}
-
-
-def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
-    """The scaler of mmcv 1.x: a ``LossScaler``'s state, or a checkpoint or its ``meta`` with one inside.
-
-    mmcv counts all updates and remembers the last overflow; the scale grows whenever their distance is a multiple of
-    the window. So the clean updates since the last overflow or growth are
-    ``(cur_iter - last_overflow_iter - 1) % window``.
-
-    Raises:
-        StateError: the keys or values do not fit.
-
-    >>> from_mmcv({"cur_scale": 8.0, "cur_iter": 5, "mode": "dynamic", "last_overflow_iter": 2,
-    ...            "scale_factor": 2.0, "scale_window": 1000})["clean"]
-    2
-    """
-    found = _find_mmcv(_require_mapping(state))
-    if found is not None:
-        state = found
-    if frozenset(state) == _GRAD_SCALER:
-        return from_grad_scaler(state)
-    values = _require_keys(state, _MMCV, "mmcv's LossScaler")
-    passed = _require_int("cur_iter", values["cur_iter"])
-    last = _require_int("last_overflow_iter", values["last_overflow_iter"], least=-1)
-    window = _require_int("scale_window", values["scale_window"], least=1)
-    if last >= passed:
-        raise StateError(f"last_overflow_iter={last} must lie before cur_iter={passed}")
-    return _start(values["cur_scale"], (passed - last - 1) % window, "cur_scale", "clean")
-
-
-def to_mmcv(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int | str]:
-    """What the ``LossScaler`` of mmcv 1.x takes, with the rule of ``config``. Its count of updates starts anew."""
-    rule = config or ScaleConfig()
-    ours = _check(scaler)
-    return {
-        "cur_scale": ours["scale"],
-        "cur_iter": ours["clean"],
-        "mode": "dynamic" if rule.dynamic else "static",
-        "last_overflow_iter": -1,
-        "scale_factor": rule.growth,
-        "scale_window": rule.interval,
-    }
-
-
-def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> ScaleConfig:
-    """``base`` with the rule that a state of torch, mmengine or mmcv carries; unchanged for the others.
-
-    Raises:
-        StateError: the format is unknown, or the rule is not one.
-
-    >>> read_config({"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10,
-    ...              "_growth_tracker": 0}).growth
-    4.0
-    """
-    config = base or ScaleConfig()
-    found = recognise(state)
-    if found == "mmengine" and "loss_scaler" in state:
-        state = _require_mapping(state["loss_scaler"])
-    elif found == "mmcv":
-        state = _find_mmcv(state) or state
-    try:
-        if frozenset(state) == _GRAD_SCALER:
-            growth, backoff = state["growth_factor"], state["backoff_factor"]
-            return replace(config, growth=growth, backoff=backoff, interval=state["growth_interval"])
-        if frozenset(state) == _MMCV:
-            growth = require_scale("scale_factor", state["scale_factor"])
-            dynamic = state["mode"] != "static"
-            interval = state["scale_window"]
-            return replace(config, growth=growth, backoff=1 / growth, interval=interval, dynamic=dynamic)
-    except ConfigError as error:
-        raise StateError(str(error)) from None
-    return config
-
-
-def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The loss-scaler state inside an mmcv checkpoint or its meta."""
-    meta = state.get("meta", state)
-    fp16 = meta.get("fp16") if isinstance(meta, Mapping) else None
-    found = fp16.get("loss_scaler") if isinstance(fp16, Mapping) else None
-    return found if isinstance(found, Mapping) else None
-
-
-def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
-    """A state of a library without hysteresis."""
-    return ScalerState(
-        scale=_require_scale(scale_name, scale), clean=_require_int(clean_name, clean), grace=1, stuck=0
-    )
-
-
-def _check(scaler: Mapping[str, Any]) -> ScalerState:
-    values = _require_keys(scaler, _OURS, "a loss scaler")
-    return ScalerState(
-        scale=_require_scale("scale", values["scale"]),
-        clean=_require_int("clean", values["clean"]),
-        grace=_require_int("grace", values["grace"], least=-(2**31)),
-        stuck=_require_int("stuck", values["stuck"]),
-    )
-
-
-def _require_scale(name: str, value: Any) -> float:
-    try:
-        return require_scale(name, value)
-    except ConfigError as error:
-        raise StateError(f"{error}; nothing was loaded") from None
-
-
-def _require_int(name: str, value: Any, *, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise StateError(f"{name}={value!r} must be an integer from {least} to 2**31 - 1")
-    return value
-
-
-def _require_mapping(state: Any) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise StateError(f"a loss-scaler state is a dict, not {type(state).__qualname__}")
-    return state
-
-
-def _require_keys(state: Any, keys: frozenset[str], what: str) -> Mapping[str, Any]:
-    if frozenset(_require_mapping(state)) != keys:
-        raise StateError(f"the state of {what} has the keys {sorted(keys)}, not {_show_keys(state)}")
-    return state
-
-
-def _show_keys(state: Mapping[str, Any]) -> list[str]:
-    return sorted(map(str, state))
+__all__ = [
+    "Format",
+    "ScalerState",
+    "from_apex",
+    "from_grad_scaler",
+    "from_mmcv",
+    "from_mmengine",
+    "read_config",
+    "recognise",
+    "to_apex",
+    "to_grad_scaler",
+    "to_mmcv",
+    "to_mmengine",
+    "translate",
+]

@@ -5,23 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from halfpeak.checkpoint.forms.conversion import Conversion, convert
-from halfpeak.checkpoint.forms.targets import TARGETS
+from halfpeak.checkpoint.conversion import Conversion, convert
+from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.inspect import printable
-
-_WARNING = (
-    "warning: --unsafe-execute-pickle runs the code in {path} in another process, with your rights "
-    "and without a sandbox\n"
-)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     given = _parser().parse_args(arguments)
-    if given.unsafe_execute_pickle:
-        sys.stderr.write(_WARNING.format(path=printable(given.file)))
-        sys.stderr.flush()
     done = convert(
         given.file,
         given.to.replace("-", "_"),
@@ -29,7 +21,6 @@ def main(arguments: Sequence[str]) -> int:
         drop=[name for names in given.drop for name in names.split(",")],
         scale=given.scale,
         level=given.level,
-        unsafe_execute_pickle=given.unsafe_execute_pickle,
     )
     sys.stdout.write(_as_text(done))
     return 0
@@ -56,11 +47,6 @@ def _parser() -> Arguments:
         "--scale", type=float, metavar="NUMBER", help="the loss scale to begin with, where there is none"
     )
     parser.add_argument("--level", metavar="LEVEL", help="the opt level to note, where the file names none")
-    parser.add_argument(
-        "--unsafe-execute-pickle",
-        action="store_true",
-        help="run the code in a file that is not plain data, in another process: for files whose author you trust",
-    )
     return parser
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from halfpeak.checkpoint.forms.inspection import Report, inspect
+from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.cli.arguments import Arguments
 
 _DESCRIPTION = """Say what is in a checkpoint: who wrote it, at which level, loss scales, masters, optimizers, sizes,

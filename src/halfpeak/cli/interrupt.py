@@ -22,7 +22,7 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Whether a signal asked to stop."""
         return self.signal is not None
 
     @property

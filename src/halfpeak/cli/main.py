@@ -79,12 +79,14 @@ def _guarded(name: str, rest: Sequence[str]) -> int:
     except LossScaleCollapse as error:
         return _fail(title, str(error), FAILED)
     except HalfpeakError as error:
+        if os.environ.get("RANK", "0") != "0":  # every process that torchrun starts refuses the same
+            return BAD_INPUT
         return _fail(title, str(error), BAD_INPUT)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         return _fail(title, f"{reason}. Write a smaller --batch and a larger --accumulate", FAILED)
     except BrokenPipeError:
-        # Who reads has left, as head does. The interpreter would complain once more when it flushes.
+        # The reader has closed the pipe, as head does. The interpreter would fail once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:

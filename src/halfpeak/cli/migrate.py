@@ -1,4 +1,4 @@
-"""``halfpeak migrate``: shows what would change in old code, or changes it, and lists what is left to do."""
+"""``halfpeak migrate``: show what would change in old code, or change it, and list what is left to do."""
 
 from __future__ import annotations
 
@@ -37,32 +37,31 @@ def main(arguments: Sequence[str]) -> int:
         the others were done.
     """
     options = _parser().parse_args(arguments)
-    # The room needs libcst, which is optional; everything else of the command line must work without it.
+    # The package needs libcst, which is optional; all other commands must work without it.
     with needs("migrate"):
-        room: Any = import_module("halfpeak.migrate")
-        files: Any = import_module("halfpeak.migrate.files")
-    changed, left, failed = 0, 0, False
-    for one in room.migrate(files.find([Path(path) for path in options.paths]), options.to):
+        project: Any = import_module("halfpeak.migrate.project")
+    changed, left, unread, failed = 0, 0, 0, False
+    for one in project.migrate(project.find([Path(path) for path in options.paths]), options.to):
         if one.result.source != one.old:
             changed += 1
             if options.write:
-                failed = not _write(one, files) or failed
+                failed = not _write(one, project) or failed
             else:
                 sys.stdout.write(_diff(one))
         for finding in one.result.findings:
             left += 1
             sys.stderr.write(f"{one.path}:{finding}\n")
-        failed = failed or one.result.unreadable
-    sys.stderr.write(_summary(changed, left, written=options.write))
-    if failed:
+        unread += one.result.unreadable
+    sys.stderr.write(_summary(changed, left, unread, written=options.write))
+    if failed or unread:
         return _FAILED
     return _CHANGED if options.check and changed else 0
 
 
-def _write(one: Migrated, files: Any) -> bool:
-    """Put the new file in place; one that cannot be written must not keep the others from it."""
+def _write(one: Migrated, project: Any) -> bool:
+    """Replace a file. One that cannot be written does not stop the others."""
     try:
-        files.replace(one.path, one.result.source)
+        project.replace(one.path, one.result.source)
     except OSError as error:
         sys.stderr.write(f"{one.path}: it is left as it was: {error.strerror}\n")
         return False
@@ -86,9 +85,11 @@ def _lines(text: str) -> list[str]:
     ]
 
 
-def _summary(changed: int, left: int, *, written: bool) -> str:
+def _summary(changed: int, left: int, unread: int, *, written: bool) -> str:
     files = f"{changed} file{'' if changed == 1 else 's'}"
     places = f"{left} place{'' if left == 1 else 's'} left to look at"
+    if unread:
+        places += f", {unread} file{'' if unread == 1 else 's'} not read"
     hint = "; --write applies it" if changed and not written else ""
     return f"{files} {'rewritten' if written else 'would change'}, {places}{hint}\n"
 

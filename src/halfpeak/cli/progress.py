@@ -1,4 +1,4 @@
-"""What a person sees while a run is under way: a live display in a terminal, plain lines elsewhere."""
+"""What a run shows of itself: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from halfpeak.cli.job import Job
 from halfpeak.insight.extras import needs
 from halfpeak.insight.history import Row
 from halfpeak.recipes.loop import Reporter
+from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,15 +19,11 @@ LINES = 20
 
 
 @contextmanager
-def progress(console: Console, run: Job, *, lines: bool = True) -> Generator[Reporter]:
-    """The reporter that suits the console.
-
-    Args:
-        lines: print a line now and then where there is no terminal; False where somebody else does.
-    """
+def progress(console: Console, run: Training) -> Generator[Reporter]:
+    """The reporter that suits the console."""
     status = Status(run)
     if not console.is_terminal:
-        yield PlainLines(console, status) if lines else Silent()
+        yield PlainLines(console, status)
         return
     with LiveDisplay(console, status) as display:
         yield display
@@ -36,27 +32,27 @@ def progress(console: Console, run: Job, *, lines: bool = True) -> Generator[Rep
 class Status:
     """The newest numbers of a run, as text."""
 
-    def __init__(self, run: Job) -> None:
-        self.total = run.plan.steps or 0
+    def __init__(self, run: Training) -> None:
+        self.total = run.config.steps or 0
         self.step = run.step
-        self.skipped = run.step - run.taken
-        self.name = f"{run.plan.recipe} {run.plan.level}"
+        self.skipped = run.step - run.num_steps
+        self.name = f"{run.config.recipe} {run.config.level}"
         self._unit = run.recipe.unit
         self._row: Row = {}
         self._speed = 0.0
         self._validation: Row = {}
 
-    def take(self, rows: Sequence[Row], speed: float) -> None:
+    def update(self, rows: Sequence[Row], speed: float) -> None:
         """Newer rows."""
         self.step, self._row, self._speed = rows[-1]["step"], rows[-1], speed
         self.skipped += sum(row["skipped"] > 0 for row in rows)
 
-    def take_validation(self, row: Row) -> None:
+    def update_validation(self, row: Row) -> None:
         """A newer validation."""
         self._validation = row
 
     def training(self) -> list[tuple[str, str]]:
-        """How the model does: names and values, in the order they are shown."""
+        """Loss, accuracy, gradient norm and rate: names and values, in the order they are shown."""
         row = self._row
         if not row:
             return []
@@ -69,7 +65,7 @@ class Status:
         ]
 
     def machine(self) -> list[tuple[str, str]]:
-        """How the engine does."""
+        """Loss scale, skipped steps and speed, in the same form."""
         if not self._row:
             return []
         return [
@@ -79,7 +75,7 @@ class Status:
         ]
 
     def validation(self) -> list[tuple[str, str]]:
-        """The same of the last validation."""
+        """The last validation, in the same form."""
         if not self._validation:
             return []
         row = self._validation
@@ -90,35 +86,29 @@ class Status:
         ]
 
 
-class Silent:
-    """Shows nothing."""
-
-    def rows(self, rows: Sequence[Row], speed: float) -> None:
-        """Nothing."""
-
-    def validated(self, row: Row) -> None:
-        """Nothing."""
-
-
 class PlainLines:
     """A line now and then, for files and pipes."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status = console, status
         self._every = max(1, status.total // LINES)
-        self._next = status.step + 1
+        self._first = status.step + 1
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
-        """Print the newest numbers if it is time."""
-        self._status.take(rows, speed)
-        if self._status.step >= self._next:
-            self._next = self._status.step + self._every
-            parts = [*self._status.training(), *self._status.machine()]
-            self._print(f"step {self._status.step}/{self._status.total}", parts)
+        """Print the rows that are due: the first, each ``total // LINES``-th and the last."""
+        total = self._status.total
+        for row in rows:
+            self._status.update([row], speed)
+            step = row["step"]
+            if step in (self._first, total) or step % self._every == 0:
+                self._print(
+                    f"step {step:>{len(str(total))}}/{total}",
+                    [*self._status.training(), *self._status.machine()],
+                )
 
     def validated(self, row: Row) -> None:
         """Print a validation."""
-        self._status.take_validation(row)
+        self._status.update_validation(row)
         self._print("validation", self._status.validation())
 
     def _print(self, head: str, parts: Sequence[tuple[str, str]]) -> None:
@@ -159,19 +149,19 @@ class LiveDisplay:
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
         """Show the newest numbers."""
-        self._status.take(rows, speed)
+        self._status.update(rows, speed)
         self._bar.update(self._task, completed=self._status.step)
         self._live.update(self._picture())
 
     def validated(self, row: Row) -> None:
         """Show a validation."""
-        self._status.take_validation(row)
+        self._status.update_validation(row)
         self._live.update(self._picture())
 
     def _picture(self) -> Any:
         from rich.console import Group
 
-        # A line that did not fit would make the picture jump, and what the terminal echoes (^C) needs a free end.
+        # Short lines: one that is wrapped makes the picture jump, and the terminal echoes ^C at the end of the last.
         lines = [
             ("training", self._status.training() or [("the first steps are under way", "")]),
             ("precision", self._status.machine()),

@@ -1,4 +1,4 @@
-"""``halfpeak run``: somebody's script, unedited, with old imports that work and, if wanted, on the CPU."""
+"""``halfpeak run``: an unedited script with old imports that work and, if wanted, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Final
 from halfpeak import __version__
 from halfpeak.cli.script import Program
 from halfpeak.core.errors import ConfigError
-from halfpeak.shim.children import emulating
-from halfpeak.shim.table import SHIMS
+from halfpeak.shim.installing import SHIMS
+from halfpeak.shim.spawn import emulating
 
 USAGE: Final = f"""\
 usage: halfpeak run [--device cpu] [--shim NAME]... SCRIPT [ARGUMENTS...]
@@ -107,5 +107,5 @@ def _emulated(request: Request) -> str:
 
 def _role(name: str) -> str:
     found = find_spec(name)
-    is_real = found is not None and not SHIMS[name].has(found.origin)
+    is_real = found is not None and found.origin != SHIMS[name].table
     return f"completes the installed {name}" if is_real else f"answers for {name}"

@@ -5,36 +5,36 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from halfpeak.cli.job import Job
 from halfpeak.cli.progress import short
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
 from halfpeak.recipes.device import environment, peak_memory
+from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def summarise(training: Job, rows: list[Row], reason: str | None) -> dict[str, Any]:
+def summarise(training: Training, rows: list[Row], reason: str | None) -> dict[str, Any]:
     """The results of a run so far, as plain values."""
     steps = [row for row in rows if "loss" in row]
     validations = [row for row in rows if "validation_accuracy" in row]
-    plan, device = training.plan, training.device
-    done = training.step * plan.batch * plan.accumulate * training.recipe.units
+    config, device = training.config, training.device
+    done = training.step * config.batch * config.accumulate * training.recipe.units
     return {
-        "recipe": plan.recipe,
-        "level": plan.level,
+        "recipe": config.recipe,
+        "level": config.level,
         "level_reason": reason,
         "environment": environment(device),
         "parameters": training.parameters,
         "steps": training.step,
-        "steps_of": plan.steps,
-        "skipped": training.step - training.taken,
+        "steps_of": config.steps,
+        "skipped": training.step - training.num_steps,
         "loss": steps[-1]["loss"] if steps else None,
-        "loss_scale": steps[-1]["loss_scale"] if steps else None,
-        "validation_loss": validations[-1]["validation_loss"] if validations else None,
+        "loss_scale": steps[-1].get("loss_scale") if steps else None,
+        "validation_loss": validations[-1].get("validation_loss") if validations else None,
         "validation_accuracy": validations[-1]["validation_accuracy"] if validations else None,
         "best_validation_accuracy": max(
             (row["validation_accuracy"] or 0.0 for row in validations), default=None
@@ -46,13 +46,13 @@ def summarise(training: Job, rows: list[Row], reason: str | None) -> dict[str, A
     }
 
 
-def finish(training: Job, folder: RunFolder, console: Console, reason: str | None) -> None:
+def finish(training: Training, folder: RunFolder, console: Console, reason: str | None) -> None:
     """Write summary and picture, and print the table."""
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)
     folder.summary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    if training.plan.plot:
-        title = f"{results['recipe']} at {results['level']}: {training.taken} steps taken, {results['skipped']} skipped"
+    if training.config.plot:
+        title = f"{results['recipe']} at {results['level']}: {training.num_steps} steps taken, {results['skipped']} skipped"
         try:
             save_history(rows, folder.picture, title=title)
         except MissingExtraError as error:
@@ -64,13 +64,14 @@ def _table(results: dict[str, Any], folder: RunFolder) -> Any:
     with needs("cli"):
         from rich import box
         from rich.table import Table
+        from rich.text import Text
     table = Table(box=box.ROUNDED, show_header=False, title=f"{results['recipe']} at {results['level']}")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    taken = results["steps"] - results["skipped"]
+    num_steps = results["steps"] - results["skipped"]
     table.add_row("device", results["environment"]["device"])
     table.add_row("parameters", f"{results['parameters']:,}")
-    table.add_row("steps", f"{taken} taken, {results['skipped']} skipped")
+    table.add_row("steps", f"{num_steps} taken, {results['skipped']} skipped")
     if results["loss"] is not None:
         table.add_row("training loss", f"{results['loss']:.4f}")
     if results["validation_loss"] is not None:
@@ -87,5 +88,6 @@ def _table(results: dict[str, Any], folder: RunFolder) -> Any:
     if results["peak_memory_bytes"]:
         table.add_row("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB")
     files = sorted(path.name for path in folder.path.iterdir() if not path.name.endswith(".previous"))
-    table.add_row("results", f"{folder.path}/\n" + "  ".join(files))
+    # Text, because the name of a folder may look like markup.
+    table.add_row("results", Text(f"{folder.path}/\n" + "  ".join(files)))
     return table

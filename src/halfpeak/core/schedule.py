@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.host import is_on_host, read_host
+from halfpeak.core.torch_compat import is_on_host, read_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

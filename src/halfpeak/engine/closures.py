@@ -2,63 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from halfpeak.core.errors import ClosureError
-from halfpeak.engine.bypass import went_past
-
-if TYPE_CHECKING:
-    from halfpeak.engine.lane import Lane
-    from halfpeak.engine.slots import Owner
-
-Closure = Callable[[], Any]
-StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+from halfpeak.engine.optimizer import Closure, PreparedOptimizer
 
 
-class Guard:
-    """Stands in for a user's closure: the optimizer sees true-sized, finite gradients of the current masters only.
+class ScaledClosure:
+    """Stands in for a user's closure: the optimizer sees unscaled, finite gradients of the current masters only.
 
     Each call publishes the masters, so that the forward pass sees where the optimizer has moved them, and calls the
     closure. While its gradients are not finite the loss scale falls and the closure is called again.
+
+    Args:
+        closure: the user's.
+        prepared: the optimizer that calls it.
+        accept: called when the gradients are finite and about to be used.
+        retry: called when they are not, before the closure is called again; it raises when there is no use in that.
 
     Raises:
         ClosureError: the backward pass in the closure went past halfpeak, so its gradients never reached the masters.
         LossScaleCollapse: gradients stay non-finite although the scale cannot fall.
     """
 
-    def __init__(self, closure: Closure, lane: Lane, owner: Owner) -> None:
-        self._closure, self._lane, self._owner = closure, lane, owner
+    def __init__(
+        self,
+        closure: Closure,
+        prepared: PreparedOptimizer,
+        *,
+        accept: Callable[[PreparedOptimizer], None],
+        retry: Callable[[PreparedOptimizer], None],
+    ) -> None:
+        self._closure, self._prepared, self._accept, self._retry = closure, prepared, accept, retry
 
     def __call__(self) -> Any:
         """Evaluate once with finite gradients; returns what the user's closure returns."""
-        lane = self._lane
+        prepared = self._prepared
+        masters = prepared.masters
         while True:
-            if len(lane.masters):
+            if len(masters):
                 # zero_grad() of a model does not reach its masters.
-                lane.drop()
-                lane.masters.publish(lane.optimizer)
+                prepared.drop()
+                masters.publish(prepared.optimizer)
             loss = self._closure()
-            lane.take_in()
-            if went_past(lane):
+            prepared.unscale_pending()
+            if prepared.pairs().has_low_gradient():
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "
                     "masters; write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or "
                     "engine.backward(loss), inside the closure"
                 )
             # A closure is host code that decides by its loss: it waits for the device anyway.
-            if not bool(lane.found_inf):
-                self._owner.closure_passed(lane)
-                lane.masters.mark_stepped(lane.optimizer)
+            if not bool(prepared.found_inf):
+                self._accept(prepared)
+                masters.mark_stepped(prepared.optimizer)
                 return loss
-            self._owner.closure_failed(lane)
-            lane.drop()
-
-
-def take_closure(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
-    """The closure in the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to put in another."""
-    if len(args) > 1:
-        return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
-    return kwargs.get("closure"), lambda closure: (args, {**kwargs, "closure": closure})
+            self._retry(prepared)
+            prepared.drop()

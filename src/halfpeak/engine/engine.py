@@ -1,10 +1,15 @@
-"""The engine: what a user holds. The order of a step is in :mod:`halfpeak.engine.phases`."""
+"""Engine: the object that a user trains with. The order of a step is in :mod:`halfpeak.engine.step`.
+
+Longer than 500 lines because it is the whole public object, half of it docstrings, and a class cut in pieces can only be
+read together.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +17,47 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.entry import casts_on
-from halfpeak.casting.opcasts import OpCasts
-from halfpeak.core.errors import OrderError
-from halfpeak.core.outcome import StepResult
-from halfpeak.core.tracing import traced_inline, untraced
-from halfpeak.engine.block import spared
-from halfpeak.engine.copying import copy_engine
-from halfpeak.engine.graphs import Graphs
-from halfpeak.engine.hooks import hook_forward, hook_loads, hook_steps
-from halfpeak.engine.journal import Journal
-from halfpeak.engine.lane import Lane
-from halfpeak.engine.lookup import find_lanes, find_scaler
-from halfpeak.engine.memory import Memory, measure
-from halfpeak.engine.names import ParameterNames
-from halfpeak.engine.phases import Phases
-from halfpeak.engine.plan import Plan
-from halfpeak.engine.state import put_state, take_state
-from halfpeak.engine.steward import Steward
-from halfpeak.engine.strays import Strays
-from halfpeak.parts.buffers import BatchNormBuffers
-from halfpeak.parts.loss_scaler import LossScaler
-from halfpeak.parts.masters import Masters
-from halfpeak.parts.verdict import Verdict
+from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.core.errors import LossIdError, OrderError
+from halfpeak.core.policy import Policy
+from halfpeak.core.step_result import StepResult
+from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.engine.collapse import CollapseReport
+from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.context import EngineContext
+from halfpeak.engine.deepcopy import copy_parts
+from halfpeak.engine.gradients.backward import UnmanagedGrads, preserving_grads_of
+from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_user
+from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
+from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
+from halfpeak.engine.memory_report import Memory, measure
+from halfpeak.engine.model_hooks import hook_forward, hook_loads
+from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.engine.state_dict import (
+    load_loop_state,
+    load_state,
+    load_window,
+    save_loop_state,
+    save_state,
+    save_window,
+)
+from halfpeak.engine.step import OnFoundInf, TrainStep
+from halfpeak.engine.step_record import StepRecord
+from halfpeak.engine.sync import synchronising
+from halfpeak.engine.validation import check_window
+from halfpeak.state.batch_norm import BatchNormStats
+from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.masters import Masters
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Optimizers = Iterable[Optimizer] | Optimizer | None
+"""One optimizer, several, or None for all of an engine."""
 
 
-class Engine(Graphs):
+class Engine:
     """Takes mixed-precision steps. Made by :func:`halfpeak.prepare`.
 
     ::
@@ -50,70 +70,64 @@ class Engine(Graphs):
     takes ``found_inf`` itself (``torch.optim.AdamW(fused=True)`` and its like).
 
     Attributes:
-        plan: what the run was asked to do.
-        models: the prepared models.
-        masters: the float32 copies that the optimizers step.
-        casting: the re-entrant scope in which operations are cast (O1, O4); elsewhere a null context.
-        scalers: one loss scaler per loss.
-        lanes: one per optimizer.
-        phases: the order of a step.
-        handles: of the hooks on the models.
+        context: the parts that the engine is made of.
+        compiled_step: of the compiled function that is running or being traced, or None.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        config: EngineConfig,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         *,
         masters: Masters,
         casting: AbstractContextManager[Any],
-        verdict: Verdict,
+        reducer: FoundInfReducer,
         device: torch.device,
         handles: Iterable[RemovableHandle],
     ) -> None:
-        self.plan = plan
-        self.models = tuple(models)
-        self.masters = masters
-        self.casting = casting
+        scalers = [LossScaler(config.scale, device) for _ in range(config.num_losses)]
+        stats = BatchNormStats(models if config.restore_buffers else ())
+        record = StepRecord(stats, device)
+        self._unmanaged = UnmanagedGrads(models)
+        self._collapse = CollapseReport(models, scalers)
+        train_step = TrainStep(config, record, scalers, reducer, self._unmanaged, self._collapse, device)
+        prepared = [
+            PreparedOptimizer(optimizer, masters, train_step, device, num_optimizers=len(optimizers))
+            for optimizer in optimizers
+        ]
+        for one in prepared:
+            self._unmanaged.add_optimizer(one)
+        self.context = context = EngineContext(
+            config=config,
+            models=tuple(models),
+            prepared=prepared,
+            masters=masters,
+            scalers=scalers,
+            record=record,
+            stats=stats,
+            train_step=train_step,
+            casting=casting,
+            device=device,
+            handles=list(handles),
+        )
+        context.handles += [hook_forward(model, self._catch_up) for model in models]
+        context.handles += [handle for model in models for handle in hook_loads(model, stats)]
         # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
         self._recasting = casting if isinstance(casting, OpCasts) else nullcontext()
-        self.device = device
-        self.scalers = [LossScaler(plan.scale, device) for _ in range(plan.num_losses)]
-        self.buffers = BatchNormBuffers(models if plan.restore_buffers else ())
-        self.buffers.save()
-        self.journal = Journal(self.buffers, device)
-        self.names = ParameterNames(self.models)
-        steward = Steward(plan, self.journal, self.scalers, verdict, self.names)
-        self.lanes = [Lane(o, masters, steward, device, count=len(optimizers)) for o in optimizers]
-        strays = Strays(models, self.lanes)
-        self.phases = Phases(plan, self.journal, steward, self.scalers, verdict, strays, device)
         # An engine that steps by itself may be the only one to hold its optimizers.
-        self._kept = tuple(optimizers) if plan.steps_itself else ()
-        self.handles = [
-            *handles,
-            *(hook_forward(model, self) for model in models),
-            *(handle for model in models for handle in hook_loads(model, self)),
-            *(handle for optimizer in optimizers for handle in hook_steps(optimizer, casting)),
-        ]
+        self._optimizers = tuple(optimizers) if config.engine_steps else ()
         self._synchronised = True
+        self.compiled_step: CompiledStep | None = None
 
-    def watch(self, model: nn.Module) -> None:
-        """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""
-        if all(known is not model for known in self.models):
-            self.models = (*self.models, model)
-            self.names.watch(model)
-            self.phases.strays.watch(model)
-            if self.plan.restore_buffers:
-                self.buffers.watch(model)
-                self.handles += hook_loads(model, self)
+    # Training.
 
     @contextmanager
     def forward(self, wrapped: nn.Module | None = None) -> Generator[None]:
         """The forward pass and the loss: casts on, and no gradient synchronisation where accumulation makes it useless.
 
-        Inside a function that :func:`torch.compile` traces, nobody looks for batch-norm statistics that were written since
-        the last step; enter it outside of that function where something else writes them.
+        Inside a function that :func:`torch.compile` traces, writes to batch-norm statistics since the last step are not
+        looked for; enter it outside of that function where something else writes them.
 
         Args:
             wrapped: the ``DistributedDataParallel`` (or FSDP2) module around the model, if there is one. Inside a
@@ -121,23 +135,19 @@ class Engine(Graphs):
         """
         with ExitStack() as stack:
             if not is_dynamo_compiling():
-                self.buffers.begin()
+                self.context.stats.begin_forward()
             stack.enter_context(casts_on(self.casting if self.policy.per_op else None))
-            self._synchronised = wrapped is None or self.plan.accumulation.is_boundary(self.index)
+            accumulation = self.config.accumulation
+            self._synchronised = wrapped is None or accumulation.is_boundary(self.micro_step)
             if wrapped is not None:
-                stack.enter_context(self.phases.release.synchronising(wrapped, self._synchronised))
+                stack.enter_context(synchronising(wrapped, self._synchronised))
             yield
 
     @traced_inline
     def backward(
-        self,
-        loss: Tensor,
-        *,
-        loss_id: int = 0,
-        optimizers: Iterable[Optimizer] | Optimizer | None = None,
-        **kwargs: Any,
+        self, loss: Tensor, *, loss_id: int = 0, optimizers: Optimizers = None, **kwargs: Any
     ) -> None:
-        """Scale the loss, run backward, and take the gradients in, true-sized.
+        """Scale the loss, run backward, and accumulate the unscaled gradients.
 
         Args:
             loss: a scalar. With accumulation it is divided by the length of its window.
@@ -146,66 +156,68 @@ class Engine(Graphs):
                 have, whatever the loss depends on.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
         """
-        if is_dynamo_compiling() and self.whole is not None:
-            self.whole.backward(loss, loss_id, optimizers, kwargs)
+        if is_dynamo_compiling() and self.compiled_step is not None:
+            self.compiled_step.backward(loss, loss_id, optimizers, kwargs)
         else:
-            self._run_backward(loss, loss_id, optimizers, kwargs)
+            self._backward(loss, loss_id, optimizers, kwargs)
 
     @untraced
-    def _run_backward(
-        self, loss: Tensor, loss_id: int, optimizers: Iterable[Optimizer] | Optimizer | None, kwargs: Any
-    ) -> None:
-        divisor = self.plan.accumulation.divisor(self.index)
+    def _backward(self, loss: Tensor, loss_id: int, optimizers: Optimizers, kwargs: Any) -> None:
+        divisor = self.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
             loss = loss / divisor
-        lanes = self.lanes_of(optimizers)
+        prepared = self._prepared_of(optimizers)
+        others = [one for one in self.context.prepared if one not in prepared]
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
             casts_on(self._recasting),
-            spared([lane for lane in self.lanes if lane not in lanes], lanes),
-            self.scaled(loss, lanes=lanes, loss_id=loss_id, delay=self.delays_unscaling()) as scaled,
+            preserving_grads_of(others, prepared),
+            self.context.train_step.backward(
+                loss,
+                self.scaler(loss_id),
+                prepared,
+                delay=self.context.delays_unscaling(synchronised=self._synchronised),
+                on_found_inf=None,
+            ) as scaled,
         ):
             scaled.backward(**kwargs)
-
-    def delays_unscaling(self) -> bool:
-        """Whether gradients of the coming backward pass stay scaled for a later one of the window to take in.
-
-        They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
-        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up.
-        """
-        inside = not self.plan.accumulation.is_boundary(self.index)
-        whole = self.policy.param in (None, torch.float32) and not self.masters.sum_apart
-        return not self._synchronised or (inside and whole and self.plan.num_losses == 1)
 
     def scaled(
         self,
         loss: Tensor,
         *,
-        lanes: Sequence[Lane],
+        optimizers: Optimizers = None,
         loss_id: int = 0,
         delay: bool = False,
-        report: Callable[[LossScaler, Tensor], None] | None = None,
+        on_found_inf: OnFoundInf | None = None,
     ) -> AbstractContextManager[Tensor]:
-        """The loss times its scale, for a backward pass in the body; afterwards its gradients are taken in.
+        """The loss times its scale, for a backward pass in the body; afterwards its gradients are unscaled.
 
-        If the body raises, gradients and state are as they were before it. Where gradients of the window wait scaled, autograd
-        may have added to them, and the window begins anew.
+        This is :meth:`backward` for callers who run the pass themselves: nothing is divided for accumulation and nothing is
+        cast. If the body raises, gradients and state are as they were before it. Where gradients of the window wait scaled,
+        autograd may have added to them, and the window begins anew.
 
         Args:
             loss: any shape.
-            lanes: the optimizers whose parameters get gradients in the body.
+            optimizers: those whose parameters get gradients in the body; None means all. They may belong to other engines.
             loss_id: which loss scaler is used.
-            delay: leave the gradients scaled for a later block.
-            report: called with the scaler and the block's ``found_inf``; None notes them for the next step.
+            delay: leave the gradients scaled for a later pass.
+            on_found_inf: called with the scaler and the ``found_inf`` of the pass; None keeps it for the next step.
+
+        Raises:
+            OrderError: an optimizer was not prepared by any engine.
         """
-        return self.phases.block(loss, self.scaler(loss_id), lanes, delay=delay, report=report)
+        prepared = self.context.prepared if optimizers is None else _prepared_anywhere(optimizers)
+        return self.context.train_step.backward(
+            loss, self.scaler(loss_id), prepared, delay=delay, on_found_inf=on_found_inf
+        )
 
     @traced_inline
     def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        optimizers: Iterable[Optimizer] | Optimizer | None = None,
+        optimizers: Optimizers = None,
         keep_gradients: bool = False,
     ) -> StepResult:
         """End a backward pass; at the end of an accumulation window clip, step or skip, and move the loss scale.
@@ -224,32 +236,42 @@ class Engine(Graphs):
             OrderError: some of several optimizers under accumulation, whose windows are counted in steps of all.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
-        if is_dynamo_compiling() and self.whole is not None:
-            return self.whole.step(optimizers, closure=closure, keep_gradients=keep_gradients)
-        return self._run_step(closure, optimizers, keep_gradients=keep_gradients)
+        if is_dynamo_compiling() and self.compiled_step is not None:
+            return self.compiled_step.step(optimizers, closure=closure, keep_gradients=keep_gradients)
+        return self._step(closure, optimizers, keep_gradients=keep_gradients)
 
     @untraced
-    def _run_step(
-        self,
-        closure: Callable[[], Any] | None,
-        optimizers: Iterable[Optimizer] | Optimizer | None,
-        *,
-        keep_gradients: bool,
+    def _step(
+        self, closure: Callable[[], Any] | None, optimizers: Optimizers, *, keep_gradients: bool
     ) -> StepResult:
-        lanes = self.lanes_of(optimizers)
-        every = self.plan.accumulation.every
-        if every > 1 and len(lanes) < len(self.lanes):
+        prepared, every = self._prepared_of(optimizers), self.config.accumulation.every
+        if every > 1 and len(prepared) < len(self.context.prepared):
             raise OrderError(
-                f"accumulate={every} counts the steps of all {len(self.lanes)} optimizers together, so they cannot be "
-                "stepped in turn; write engine.step(), or prepare an engine for each optimizer"
+                f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "
+                "cannot be stepped in turn; write engine.step(), or prepare an engine for each optimizer"
             )
-        return self.phases.step(lanes, closure, keep_gradients=keep_gradients)
+        return self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
+
+    # The open window.
+
+    def accumulate(self) -> Tensor:
+        """Unscale and accumulate the gradients of the last backward pass now, if they were left for the step.
+
+        Without a fused optimizer this is done after every backward pass. Gradients that wait for a later pass of the window
+        (``delay=True``) stay scaled.
+
+        Returns:
+            1 if a gradient of the window was not finite so far.  # f32[]
+        """
+        for one in self.context.prepared:
+            one.unscale_pending()
+        return torch.stack([one.found_inf for one in self.context.prepared]).max()
 
     def unscale(self) -> Tensor:
-        """Make the gradients of the open window true-sized now, where the optimizers read them: ``group["params"]``.
+        """:meth:`accumulate`, and require that all gradients of the window are unscaled, where the optimizers read them.
 
-        Without a fused optimizer they are so after every backward pass; one of :mod:`halfpeak.fused` reads them scaled in
-        its step. Call this before you look at gradients or change them.
+        They are then in ``group["params"]``. One optimizer of :mod:`halfpeak.fused` reads gradients scaled in its step: call
+        this before you look at gradients or change them.
 
         Returns:
             1 if one of them is not finite.  # f32[]
@@ -257,17 +279,72 @@ class Engine(Graphs):
         Raises:
             OrderError: the last backward pass was not synchronised, so its gradients wait for the next.
         """
-        for lane in self.lanes:
-            lane.take_in()
-        return self.phases.unscale(self.lanes)[0]
+        for one in self.context.prepared:
+            one.unscale_pending()
+        return self.context.train_step.unscaled_found_infs(self.context.prepared)[0]
 
-    def abort(self, optimizers: Iterable[Optimizer] | Optimizer | None = None) -> None:
-        """Drop the open window, which then begins anew: its gradients and its verdict. Scale and step counts stay.
+    def adopt_scaled_grads(self, *, loss_id: int = 0) -> None:
+        """Unscale the gradients that the caller's own backward pass, of a loss times :attr:`scale`, has left.
+
+        Args:
+            loss_id: whose scale it was.
+        """
+        for one in self.context.prepared:
+            if isinstance(one.window, Empty):
+                one.window = scaled_by_user(one.window, one.table().pairs, self.scaler(loss_id))
+        with self.scaled(torch.zeros((), device=self.device), loss_id=loss_id):
+            pass
+
+    def abort(self, optimizers: Optimizers = None) -> None:
+        """Drop the open window, which then begins anew: its gradients and its ``found_inf``. Scale and step counts stay.
 
         This is for after an exception, whatever raised it: the iteration counts if the optimizer had moved by then, and
         otherwise it is as if it had never begun.
         """
-        self.phases.abort(self.lanes_of(optimizers))
+        self.context.train_step.abort(self._prepared_of(optimizers))
+
+    def close_windows_without_gradients(self, optimizers: Optimizers = None) -> None:
+        """Forget ``found_inf`` of optimizers whose parameters got no gradient.
+
+        For a loop that does not say which optimizers a loss is for: an overflow of one loss must not skip the others.
+        """
+        for one in self._prepared_of(optimizers):
+            if isinstance(one.window, Unscaled) and not one.main_grads():
+                one.empty_window()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients of a step to come are held."""
+        return any(one.is_open for one in self.context.prepared)
+
+    @property
+    def has_scaled_grads(self) -> bool:
+        """Whether gradients of the window wait scaled for a later backward pass."""
+        return any(isinstance(one.window, Scaled) for one in self.context.prepared)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an optimizer has something to step on."""
+        return any(one.has_gradients() for one in self.context.prepared)
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if a gradient of the open window was not finite, as far as gradients have been read.  # f32[]"""
+        return torch.stack([one.found_inf for one in self.context.prepared]).max()
+
+    def main_params(self) -> list[Tensor]:
+        """What the optimizers step and whose ``grad`` they read: masters, and parameters without one."""
+        return [pair.main for one in self.context.prepared for pair in one.pairs()]
+
+    def main_grads(self) -> list[Tensor]:
+        """The unscaled gradients of :meth:`main_params`, where there is one."""
+        return [grad for one in self.context.prepared for grad in one.main_grads()]
+
+    def is_skipping(self, optimizer: Optimizer) -> bool:
+        """Inside a step hook of ``optimizer``: whether the host knows that the running step is skipped."""
+        return self._prepared_of(optimizer)[0].is_skipping
+
+    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
@@ -275,8 +352,8 @@ class Engine(Graphs):
         Models (float32, the masters' values), optimizers, loss scalers, counters, and the open accumulation window.
         Waits for the device.
         """
-        self.journal.settle()
-        return take_state(self)
+        self.context.record.apply_pending()
+        return save_state(self.context)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave.
@@ -284,17 +361,56 @@ class Engine(Graphs):
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        self.journal.settle()
-        put_state(self, state)
+        self.context.record.apply_pending()
+        load_state(self.context, state)
 
-    def catch_up(self) -> None:
-        """What models do before they compute: a step that an exception has left is put right, a new one may begin."""
-        self.phases.catch_up(self.lanes)
-        self.buffers.begin()
+    def loop_state_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` without models and optimizers, for a loop of another library that saves these itself."""
+        self.context.record.apply_pending()
+        return save_loop_state(self.context)
+
+    def load_loop_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`loop_state_dict` gave. A static scale stays what it is; a window of None is left alone.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
+        """
+        load_loop_state(self.context, state)
+
+    def window_state(self) -> dict[str, Any]:
+        """The open window alone: gradients, where they stand, and what was found in them. Waits for the device."""
+        return save_window(self.context)
+
+    def check_window_state(self, state: object) -> None:
+        """Check what :meth:`load_window_state` would restore.
+
+        Raises:
+            StateError: it does not fit.
+        """
+        check_window(self.context, state)
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`window_state` gave.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        load_window(self.context, state)
+
+    def add_model(self, model: nn.Module) -> None:
+        """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""
+        context = self.context
+        if all(known is not model for known in context.models):
+            context.models = (*context.models, model)
+            self._collapse.add_model(model)
+            self._unmanaged.add_model(model)
+            if self.config.restore_buffers:
+                context.stats.add_model(model)
+                context.handles += hook_loads(model, context.stats)
 
     def memory(self) -> Memory:
         """How many bytes are held now, by what they are for; see :class:`halfpeak.Memory`."""
-        return measure(self)
+        return measure(self.context)
 
     def remove(self) -> None:
         """Take every hook off models and optimizers and give the optimizers the models' own parameters back.
@@ -302,17 +418,31 @@ class Engine(Graphs):
         Models keep the dtypes they were converted to and the rounded values; what the masters knew beyond them is gone, as
         are the gradients of an open window. Take :meth:`state_dict` before, to prepare again where this engine was.
         """
-        for handle in self.handles:
+        for handle in self.context.handles:
             handle.remove()
-        for lane in self.lanes:
-            lane.detach()
-        self.handles.clear()
-        self.phases.release.remove()
+        for one in self.context.prepared:
+            one.detach()
+        self.context.handles.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """An engine of its own over copies of models and optimizers, in the same state down to the open window."""
-        self.journal.settle()
-        return copy_engine(self, memo)
+        """An engine of its own over copies of models and optimizers, in the same state down to the open window.
+
+        Learning-rate schedules and the user's step hooks stay with the old one.
+        """
+        self.context.record.apply_pending()
+        parts = copy_parts(self.context, memo)
+        copied = type(self)(
+            self.config,
+            parts.models,
+            parts.optimizers,
+            masters=parts.masters,
+            casting=self.casting,
+            reducer=self.context.train_step.reducer,
+            device=self.device,
+            handles=parts.handles,
+        )
+        parts.copy_progress(self.context, copied.context)
+        return copied
 
     def __reduce__(self) -> NoReturn:
         raise OrderError(
@@ -320,10 +450,216 @@ class Engine(Graphs):
             "write copy.deepcopy(engine)"
         )
 
-    def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler with that number; see :func:`~halfpeak.engine.lookup.find_scaler`."""
-        return find_scaler(self.scalers, loss_id)
+    # Whole steps as graphs.
 
-    def lanes_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[Lane]:
-        """The lanes of the given optimizers; see :func:`~halfpeak.engine.lookup.find_lanes`."""
-        return find_lanes(self.lanes, optimizers)
+    def compile(self, function: Callable[P, R], **options: Any) -> CompiledFunction[P, R]:
+        """Compile a function that trains, from the forward pass to :meth:`step`, as one graph.
+
+        What ``torch.compile`` alone breaks at ``engine.backward`` and ``engine.step`` is whole here: loss, scaled backward
+        pass, and one operator for all that the engine does, which Python runs as ever. So optimizers, hyper-parameters,
+        schedules, scale, clips and skips may do what they like without a new trace. What the function returns is detached.
+
+        Gradients go to what the optimizers step, and are gone after the step. Weights must not be written otherwise inside
+        the function, and buffers of norms are put back after a skip as ever.
+
+        Args:
+            function: calls :meth:`forward`, :meth:`backward` and :meth:`step`, as often as it likes.
+            options: of ``torch.compile``, with ``fullgraph=True`` unless you say otherwise.
+
+        Raises:
+            ConfigError: this torch cannot trace a backward pass, or there are several ranks. The message says what to write.
+
+        Example:
+            >>> import torch, halfpeak
+            >>> model = torch.nn.Linear(4, 2)
+            >>> engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4")
+            >>> def train_step(model, engine, x):
+            ...     with engine.forward():
+            ...         loss = model(x).float().square().mean()
+            ...     engine.backward(loss)
+            ...     return loss, engine.step()
+            >>> train = engine.compile(train_step, backend="aot_eager")
+            >>> loss, result = train(model, engine, torch.ones(3, 4))
+            >>> result.stepped()
+            True
+        """
+        return CompiledFunction(self, function, options)
+
+    def capture(self, loss_function: Callable[..., Tensor], *inputs: Tensor) -> CapturedFunction:
+        """Forward, backward and step as one CUDA graph: a whole training step for the price of one launch.
+
+        The engine must be on a CUDA device, with one optimizer of :mod:`halfpeak.fused`, one loss, no accumulation, and a
+        clip by the 2-norm or none. Three iterations are run first, in which nothing moves: model, optimizer, loss scale,
+        batch-norm statistics and random generators are as before when this returns. What the model and the loss function
+        do must be the same in every step; see ``torch.cuda.graph``.
+
+        Args:
+            loss_function: from inputs to the loss.
+            inputs: examples, of the shapes and dtypes that all others will have.
+
+        Returns:
+            A function of inputs that trains one step and returns the loss and its :class:`~halfpeak.StepResult`.
+
+        Raises:
+            ConfigError: something that a graph cannot hold. The message says what to write.
+            OrderError: a window is open.
+        """
+        return capture(self, loss_function, inputs)
+
+    # What can be read without changing anything; only read_scale waits for the device.
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was asked to do."""
+        return self.context.config
+
+    @property
+    def policy(self) -> Policy:
+        """In which dtype each thing is stored, computed and returned."""
+        return self.config.policy
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The prepared models."""
+        return self.context.models
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, where there is exactly one.
+
+        Raises:
+            OrderError: there are several; use :attr:`models`.
+        """
+        if len(self.models) != 1:
+            raise OrderError(f"this engine has {len(self.models)} models; write engine.models[i]")
+        return self.models[0]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, in the order they were prepared."""
+        return self.context.optimizers
+
+    @property
+    def masters(self) -> Masters:
+        """The float32 copies that the optimizers step."""
+        return self.context.masters
+
+    @property
+    def casting(self) -> AbstractContextManager[Any]:
+        """The re-entrant scope in which operations are cast (O1, O4); elsewhere a null context."""
+        return self.context.casting
+
+    @property
+    def scalers(self) -> list[LossScaler]:
+        """One loss scaler per loss."""
+        return self.context.scalers
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The loss scaler with that number; negative numbers count from the end.
+
+        Raises:
+            LossIdError: there is none.
+        """
+        scalers = self.context.scalers
+        if not -len(scalers) <= loss_id < len(scalers):
+            raise LossIdError(
+                f"loss_id={loss_id!r} with num_losses={len(scalers)}; write a loss_id below num_losses, or "
+                f"prepare with num_losses={loss_id + 1 if loss_id >= 0 else -loss_id}"
+            )
+        return scalers[loss_id]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the scalars of a step live."""
+        return self.context.device
+
+    @property
+    def micro_step(self) -> int:
+        """Completed calls of :meth:`step`, counted since the beginning of the run."""
+        return self.context.record.micro_step
+
+    @property
+    def num_steps(self) -> Tensor:
+        """Steps in which the optimizers moved.  # i32[]"""
+        return self.context.record.num_steps
+
+    @property
+    def num_skipped(self) -> Tensor:
+        """Steps that were skipped because a gradient was not finite.  # i32[]"""
+        return self.context.record.num_skipped
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of loss 0.  # f32[]"""
+        return self.scalers[0].state.scale
+
+    def read_scale(self, loss_id: int = 0) -> float:
+        """The loss scale as a number. Waits for the device."""
+        return self.scalers[loss_id].read_scale()
+
+    # Names of earlier releases.
+
+    @property
+    def plan(self) -> EngineConfig:
+        """Deprecated: :attr:`config`."""
+        return self._renamed("plan", "config")
+
+    @property
+    def index(self) -> int:
+        """Deprecated: :attr:`micro_step`."""
+        return self._renamed("index", "micro_step")
+
+    @property
+    def taken(self) -> Tensor:
+        """Deprecated: :attr:`num_steps`."""
+        return self._renamed("taken", "num_steps")
+
+    @property
+    def skipped(self) -> Tensor:
+        """Deprecated: :attr:`num_skipped`."""
+        return self._renamed("skipped", "num_skipped")
+
+    @property
+    def has_open_window(self) -> bool:
+        """Deprecated: :attr:`is_open`."""
+        return self._renamed("has_open_window", "is_open")
+
+    def _renamed(self, old: str, new: str) -> Any:
+        warnings.warn(f"engine.{old} is called engine.{new}", DeprecationWarning, stacklevel=3)
+        return getattr(self, new)
+
+    def _catch_up(self) -> None:
+        """What models do before they compute."""
+        self.context.catch_up()
+
+    def _prepared_of(self, optimizers: Optimizers) -> list[PreparedOptimizer]:
+        """Those of the given optimizers, each once, in their order; None means all.
+
+        Raises:
+            OrderError: one of them was not prepared by this engine, or there is none.
+        """
+        prepared = self.context.prepared
+        if optimizers is None:
+            if not prepared:
+                raise OrderError(
+                    "this engine was prepared without an optimizer; pass one to halfpeak.prepare"
+                )
+            return prepared
+        wanted = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        known = {id(one.optimizer): one for one in prepared}
+        for optimizer in wanted:
+            if id(optimizer) not in known:
+                raise OrderError(
+                    f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
+                )
+        return list({id(optimizer): known[id(optimizer)] for optimizer in wanted}.values())
+
+
+def _prepared_anywhere(optimizers: Iterable[Optimizer] | Optimizer) -> list[PreparedOptimizer]:
+    found: list[PreparedOptimizer] = []
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+        prepared = prepared_of(optimizer)
+        if prepared is None:
+            raise OrderError(f"{type(optimizer).__name__} was not prepared; pass it to halfpeak.prepare")
+        found.append(prepared)
+    return found

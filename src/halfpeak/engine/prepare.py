@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, get_args
@@ -11,25 +12,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.device import DeviceCasts
+from halfpeak.casting.casts import DeviceCasts, OpCasts
 from halfpeak.casting.modules import convert_network, converted_parameters
-from halfpeak.casting.opcasts import OpCasts
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.checks import check_keepers, check_models, check_optimizers
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.hooks import hook
-from halfpeak.engine.plan import Plan
-from halfpeak.engine.release import check_release
-from halfpeak.fused.optimizer import FusedOptimizer
-from halfpeak.parts.clip import Clip, parse_clip
-from halfpeak.parts.gradient_memory import GradientMemory
-from halfpeak.parts.keeper import keeper_of
-from halfpeak.parts.masters import Masters
-from halfpeak.parts.verdict import Group, Verdict, is_multi_rank
+from halfpeak.engine.model_hooks import hook
+from halfpeak.engine.optimizer import prepared_of
+from halfpeak.engine.validation import check_models, check_optimizers, check_remainders
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.state.clip import Clip, parse_clip
+from halfpeak.state.found_inf import FoundInfReducer, Group, is_multi_rank
+from halfpeak.state.grad_buffers import GradBufferPool
+from halfpeak.state.masters import Masters
+from halfpeak.state.remainder_store import remainder_store_of
 
 OpLists = Literal["apex", "torch"]
 """Whose lists say what operations compute in."""
@@ -53,8 +53,8 @@ def prepare(
     clip: Clip | float | None = None,
     restore_buffers: bool = True,
     op_lists: OpLists = "apex",
-    shadow_weights: bool = False,
-    release_gradients: bool = False,
+    shadow_weights: bool | None = None,
+    release_gradients: bool | None = None,
     keep_gradient_memory: bool | None = None,
     group: Group = None,
 ) -> Engine:
@@ -82,13 +82,8 @@ def prepare(
         restore_buffers: put batch-norm statistics back when a step is skipped.
         op_lists: by which lists operations are cast at O1 and O4: ``"apex"``'s, the same on every device, or ``"torch"``'s
             for the device of the model, which ``torch.autocast`` applies at less cost per operation.
-        shadow_weights: at O1 and O4 cast each weight once per step and hold the copy for all backward passes of the step
-            and their recomputed checkpoints, for 2 bytes per parameter. An optimizer of :mod:`halfpeak.fused` writes the
-            copies in its step, so that none is cast any more. A weight that is written in place through ``.data`` outside of
-            a forward pass is not noticed: call ``engine.casting.clear_cache()`` after it.
-        release_gradients: take gradients in while backward goes on, bucket by bucket, so that no backward pass of a window
-            holds all of its gradients beside their sum. With one optimizer of :mod:`halfpeak.fused`, on one rank. Weights
-            come out the same, bit for bit; a backward pass that raises in the middle of a window drops the window.
+        shadow_weights: deprecated, without effect: a forward pass caches the casts of its weights in any case.
+        release_gradients: deprecated, without effect: it saved memory only in windows of several passes.
         keep_gradient_memory: whether the float32 gradients of masters keep their memory from step to step, 4 bytes per
             parameter. None keeps it on the CPU, where mapping new memory would take longer than all else that is done
             with gradients: with torch's optimizers, and with those of :mod:`halfpeak.fused` where ``accumulate`` sums in
@@ -110,6 +105,9 @@ def prepare(
         >>> engine.step().stepped()
         True
     """
+    for name, given in (("shadow_weights", shadow_weights), ("release_gradients", release_gradients)):
+        if given is not None:
+            warnings.warn(f"{name} has no effect any more; leave it out", DeprecationWarning, stacklevel=2)
     properties = resolve(
         level,
         cast_model_type=cast_model_type,
@@ -118,7 +116,7 @@ def prepare(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    plan = Plan(
+    config = EngineConfig(
         properties=properties,
         policy=properties.policy(norms=norms, output=cast_model_outputs),
         scale=properties.scale_config(scale),
@@ -126,49 +124,46 @@ def prepare(
         accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
-        release_gradients=release_gradients,
         keep_gradient_memory=keep_gradient_memory,
     )
     return build(
-        plan,
+        config,
         _listed(models, nn.Module),
         _listed(optimizers, Optimizer),
-        casts=_parse_casts(plan.policy, op_lists, shadow_weights=shadow_weights),
-        verdict=Verdict(group),
+        casts=_parse_op_lists(config.policy, op_lists),
+        reducer=FoundInfReducer(group),
     )
 
 
 def build(
-    plan: Plan,
+    config: EngineConfig,
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     *,
     casts: OpCasts | Literal["torch"] | None = None,
-    verdict: Verdict | None = None,
+    reducer: FoundInfReducer | None = None,
 ) -> Engine:
-    """What every door calls: prepare from a plan. See :func:`prepare`.
+    """What every front end calls: prepare from a config. See :func:`prepare`.
 
     Args:
-        plan: what to do.
+        config: what to do.
         models: converted in place.
         optimizers: given masters in place.
         casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
-        verdict: how ranks agree on skipping; None does not ask them.
+        reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
     """
-    policy = plan.policy
+    policy = config.policy
     check_models(models, policy)
     check_optimizers(optimizers, models)
-    check_keepers(optimizers, policy)
-    if plan.release_gradients:
-        check_release(models, optimizers)
+    check_remainders(optimizers, policy)
     casting: AbstractContextManager[Any] = nullcontext()
     if policy.per_op and policy.compute is not None:
         if casts == "torch":
             casting = DeviceCasts(_home(models, optimizers).type, policy.compute)
         else:
             casting = casts or OpCasts(policy.compute)
-    memory = GradientMemory() if _keeps_memory(plan, optimizers, _home(models, optimizers)) else None
-    masters = Masters(wanted=policy.masters, memory=memory)
+    buffers = GradBufferPool() if _keeps_memory(config, optimizers, _home(models, optimizers)) else None
+    masters = Masters(wanted=policy.masters, grad_buffers=buffers)
     handles: list[RemovableHandle] = []
     with ExitStack() as undo:
         undo.callback(_remove, handles)
@@ -183,12 +178,12 @@ def build(
             elif policy.param is not None and not isinstance(optimizer, FusedOptimizer):
                 _cast_state(optimizer)
         engine = Engine(
-            plan,
+            config,
             models,
             optimizers,
             masters=masters,
             casting=casting,
-            verdict=verdict or Verdict(),
+            reducer=reducer or FoundInfReducer(),
             device=_home(models, optimizers),
             handles=handles,
         )
@@ -196,35 +191,26 @@ def build(
     return engine
 
 
-def _keeps_memory(plan: Plan, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
-    if plan.keep_gradient_memory is not None:
-        return plan.keep_gradient_memory
+def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
+    if config.keep_gradient_memory is not None:
+        return config.keep_gradient_memory
     # On an accelerator, the allocator keeps it.
-    if device.type != "cpu" or any(keeper_of(optimizer) is not None for optimizer in optimizers):
+    if device.type != "cpu" or any(remainder_store_of(optimizer) is not None for optimizer in optimizers):
         return False
     fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
-    return not fused or plan.accumulation.every > 1 or not plan.steps_itself
+    return not fused or config.accumulation.every > 1 or not config.engine_steps
 
 
-def _parse_casts(
-    policy: Policy, op_lists: OpLists, *, shadow_weights: bool
-) -> OpCasts | Literal["torch"] | None:
+def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | None:
     if op_lists not in get_args(OpLists):
         raise ConfigError(f"op_lists={op_lists!r} must be one of {', '.join(map(repr, get_args(OpLists)))}")
-    if op_lists == "apex" and not shadow_weights:
+    if op_lists == "apex":
         return None
     if not policy.per_op or policy.compute is None:
         raise ConfigError(
-            f"op_lists={op_lists!r} and shadow_weights={shadow_weights!r} are for casts per operation; leave them out, or "
-            "use level 'O1' or 'O4'"
+            f"op_lists={op_lists!r} is for casts per operation; leave it out, or use level 'O1' or 'O4'"
         )
-    if op_lists == "torch":
-        if shadow_weights:
-            raise ConfigError(
-                "torch.autocast cannot be given shadow weights; leave out shadow_weights or op_lists='torch'"
-            )
-        return "torch"
-    return OpCasts(policy.compute, shadow=True)
+    return "torch"
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:
@@ -291,3 +277,8 @@ def _home(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch
         for parameter in model.parameters():
             return parameter.device
     return torch.device("cpu")
+
+
+def is_prepared(optimizer: Optimizer) -> bool:
+    """Whether an engine steps, or watches the steps of, an optimizer."""
+    return prepared_of(optimizer) is not None

@@ -1,10 +1,11 @@
-"""History: the scalars of every step, kept on the device until somebody looks."""
+"""History: the scalars of every step, kept on the device until they are read, and the files they go to."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,22 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.parts.transfer import Transfer
+from halfpeak.insight.extras import needs
+from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]
 """One step's values by name, plain numbers."""
 
 
 class Sink(Protocol):
-    """Somewhere that rows go."""
+    """Where rows go, such as a file."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Take rows, in the order of their steps."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish: no more rows will come."""
         ...
 
 
@@ -38,7 +40,7 @@ class History:
 
     A step's scalars are copied into one small tensor on the device, so an engine may reuse its own. After ``every`` steps
     they start for the host together, and a later call of :meth:`record` that finds them there hands them out: on the CPU
-    the same call, on an accelerator usually the next. Who wants them at once calls :meth:`read`. What was handed out is
+    the same call, on an accelerator usually the next. :meth:`read` waits for them. Rows that were handed out are
     not kept.
 
     Args:
@@ -96,7 +98,7 @@ class History:
         if pending:
             vectors = [stacked for _, _, stacked in pending if stacked is not None]
             known = [(row, names) for row, names, _ in pending]
-            self._sent.append(_Batch(known, Transfer(torch.cat(vectors)) if vectors else None))
+            self._sent.append(_Batch(known, AsyncCopy(torch.cat(vectors)) if vectors else None))
 
     def _hand_out(self, rows: list[Row]) -> list[Row]:
         if rows:
@@ -110,13 +112,13 @@ class _Batch:
     """Rows whose scalars are on their way."""
 
     known: list[tuple[Row, tuple[str, ...]]]
-    transfer: Transfer | None
+    copy: AsyncCopy | None
 
     def has_arrived(self) -> bool:
-        return self.transfer is None or self.transfer.has_arrived()
+        return self.copy is None or self.copy.is_ready()
 
     def rows(self) -> list[Row]:
-        numbers = iter(() if self.transfer is None else self.transfer.numbers())
+        numbers = iter(() if self.copy is None else self.copy.read().tolist())
         return [{**row, **{name: next(numbers) for name in names}} for row, names in self.known]
 
 
@@ -145,17 +147,57 @@ class JsonLines:
         self._file.close()
 
 
+class TensorBoard:
+    """Writes every number of a row as a TensorBoard event under its name.
+
+    Args:
+        after: when given, what an earlier writer logged for later steps is hidden.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
+        with needs("tensorboard"), warnings.catch_warnings():
+            # Its dependencies deprecate each other at import, which a training script cannot change.
+            warnings.simplefilter("ignore")
+            from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(str(folder), purge_step=None if after is None else after + 1)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Add one point per number."""
+        for row in rows:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a :class:`JsonLines` file. A last line that a killed writer left unfinished is ignored."""
+    """The rows of a :class:`JsonLines` file, with the numbers in them.
+
+    What :class:`JsonLines` did not write is left out: a last line that a killed writer left unfinished ends the reading.
+    """
     rows: list[Row] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             break
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        if isinstance(row, dict):
+            numbers = {name: value for name, value in row.items() if value is None or _is_number(value)}
+            if isinstance(numbers.get("step"), int):
+                rows.append(numbers)
     return rows
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    )
 
 
 def _line(row: Row) -> str:

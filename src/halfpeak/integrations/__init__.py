@@ -1,1 +1,1 @@
-"""halfpeak inside other people's loops: torch's GradScaler, timm, Lightning, accelerate and transformers."""
+"""halfpeak inside other people's training loops: torch's GradScaler, timm, Lightning, accelerate and transformers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -12,18 +13,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
+from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
 from halfpeak.integrations.grad_scaler import GradScaler
-from halfpeak.integrations.holder import EngineHolder, scaled
-from halfpeak.optim.wrapped import unwrap
-from halfpeak.parts.verdict import is_multi_rank
+from halfpeak.optim.unwrap import unwrap
+from halfpeak.state.found_inf import is_multi_rank
 
 NOT_HERE: Final = {
     "accumulate": "accelerate counts the backward passes of a step: write Accelerator(gradient_accumulation_steps=...)",
     "clip": "accelerate clips: write accelerator.clip_grad_norm_(model.parameters(), 1.0)",
     "num_losses": "accelerate does not say which loss a backward pass is of; leave it out",
 }
-"""Options of :func:`halfpeak.prepare` that are accelerate's business."""
+"""Options of :func:`halfpeak.prepare` that accelerate takes care of itself."""
 
 ADVICE: Final = "write model, optimizer = accelerator.prepare(model, optimizer), both in one call"
 
@@ -31,8 +32,8 @@ ADVICE: Final = "write model, optimizer = accelerator.prepare(model, optimizer),
 class AcceleratorScaler(GradScaler):
     """:class:`halfpeak.GradScaler` for an ``Accelerator(mixed_precision="fp16")`` of accelerate's own.
 
-    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate takes a step for skipped if
-    ``optimizer.step`` was not called, so this scaler never leaves it to a fused kernel to skip:
+    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate considers a step skipped if
+    ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
     ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers wait.
     """
 
@@ -43,8 +44,8 @@ class AcceleratorScaler(GradScaler):
 class Accelerator(accelerate.Accelerator):
     """An ``accelerate.Accelerator`` that trains at a level.
 
-    ``prepare`` takes the models and optimizers that belong together in one call. Clipping by ``clip_grad_norm_`` and
-    ``clip_grad_value_`` reaches the masters of the parameters it is given. ``save_state`` and ``load_state`` hold
+    Pass the models and optimizers that belong together to ``prepare`` in one call. ``clip_grad_norm_`` and
+    ``clip_grad_value_`` clip the masters of the given parameters. ``save_state`` writes, and ``load_state`` reads,
     everything that a bitwise resume needs.
 
     Args:
@@ -54,8 +55,8 @@ class Accelerator(accelerate.Accelerator):
         kwargs: of ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Attributes:
-        holder: the engine, once there is one.
-        scaler: what accelerate and transformers save and load of it.
+        adapter: holds the engine, once there is one.
+        scaler: the same object, under the name by which accelerate and transformers save and load it.
 
     Raises:
         ConfigError: ``mixed_precision`` is not ``"no"``, the strategy shards or replaces the optimizer, or an option is
@@ -65,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, level: str = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self.holder = EngineHolder(level, options or {}, NOT_HERE)
+        self.adapter = EngineAdapter(level, options or {}, NOT_HERE)
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
         if self.state.mixed_precision != "no":
             raise ConfigError(
@@ -77,10 +78,16 @@ class Accelerator(accelerate.Accelerator):
                 f"a level cannot be used with {self.distributed_type.value}, which shards or replaces the optimizer; "
                 "write accelerate.Accelerator(mixed_precision='bf16')"
             )
-        self.scaler: Any = self.holder
+        self.scaler: Any = self.adapter
+
+    @property
+    def holder(self) -> EngineAdapter:
+        """Deprecated name of :attr:`adapter`."""
+        warnings.warn("Accelerator.holder is now Accelerator.adapter", DeprecationWarning, stacklevel=2)
+        return self.adapter
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Place and wrap, as ever; then convert the models and optimizers among ``args``.
+        """Place and wrap as accelerate does; then prepare an engine for the models and optimizers among ``args``.
 
         Raises:
             ConfigError: optimizers without their models.
@@ -92,57 +99,56 @@ class Accelerator(accelerate.Accelerator):
         if optimizers and not models:
             raise ConfigError(f"an optimizer was prepared without its model; {ADVICE}")
         if optimizers:
-            self.holder.connect(models, [unwrap(model) for model in models], optimizers)
+            self.adapter.connect(models, [unwrap(model) for model in models], optimizers)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """An optimizer whose ``step`` is the engine's."""
+        """Wrap an optimizer so that its ``step`` is the engine's."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         if not isinstance(prepared, EngineOptimizer):
             position = next(i for i, one in enumerate(self._optimizers) if one is prepared)
-            prepared = EngineOptimizer(prepared.optimizer, prepared.device_placement, self.holder)
+            prepared = EngineOptimizer(prepared.optimizer, prepared.device_placement, self.adapter)
             self._optimizers[position] = prepared
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide for accumulation, scale, run backward, and take the gradients in, true-sized."""
-        engine = self.holder.connected(ADVICE)
+        """Divide for accumulation, scale, run backward, and unscale the gradients."""
+        engine = self.adapter.connected(ADVICE)
         delay = is_multi_rank() and not self.sync_gradients
-        with scaled(engine, loss / self.gradient_accumulation_steps, engine.lanes, delay=delay) as product:
-            product.backward(**kwargs)
+        with scale_loss(engine, loss / self.gradient_accumulation_steps, delay=delay) as scaled:
+            scaled.backward(**kwargs)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""
-        return self.holder.forward()
+        return self.adapter.forward()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the true-sized gradients that the optimizers will read; returns their norm before that."""
+        """Clip the unscaled gradients that the optimizers will read; returns their norm before clipping."""
         return super().clip_grad_norm_(self._stepped(parameters), max_norm, norm_type)  # type: ignore[arg-type]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the true-sized gradients that the optimizers will read."""
+        """Clamp the unscaled gradients that the optimizers will read."""
         super().clip_grad_value_(self._stepped(parameters), clip_value)
 
     def _stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        masters = self.holder.connected(ADVICE).masters
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return [parameter if (master := masters.of(parameter)) is None else master for parameter in given]
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return stepped_parameters(self.adapter.connected(ADVICE), given)
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, whose ``step`` is an engine's.
+    """accelerate's wrapper of an optimizer, with the step of an engine.
 
     Attributes:
-        last: what the last step did; None before the first.
+        last: the result of the last step; None before the first.
     """
 
-    def __init__(self, optimizer: Optimizer, device_placement: bool, holder: EngineHolder) -> None:
+    def __init__(self, optimizer: Optimizer, device_placement: bool, adapter: EngineAdapter) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=None)
         self.last: StepResult | None = None
-        self._holder = holder
+        self._adapter = adapter
 
     def step(self, closure: Any = None) -> None:
-        """Step or skip where accumulation ends; else nothing."""
+        """Step or skip where accumulation ends; else do nothing."""
         if self.gradient_state.sync_gradients:
-            self.last = self._holder.step(self._holder.connected(ADVICE), self.optimizer, closure)
+            self.last = self._adapter.step(self._adapter.connected(ADVICE), self.optimizer, closure)
             self._is_overflow = not self.last.stepped()

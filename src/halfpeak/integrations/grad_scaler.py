@@ -15,36 +15,36 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.checkpoint.foreign import from_grad_scaler, read_config
 from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
-from halfpeak.core.outcome import StepResult
 from halfpeak.core.schedule import ScaleConfig, require_scale
-from halfpeak.engine.closures import take_closure
-from halfpeak.engine.fused import hand_over, take_back, takes_found_inf
-from halfpeak.integrations.outputs import map_outputs, read_number
-from halfpeak.integrations.taken import Taken, gradients
-from halfpeak.integrations.torch_names import TorchNames
-from halfpeak.parts.lagged import Lagged
-from halfpeak.parts.loss_scaler import LossScaler
-from halfpeak.parts.verdict import Group, Verdict
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf, takes_found_inf
+from halfpeak.engine.optimizer import take_closure
+from halfpeak.integrations.grad_scaler_attrs import GradScalerAttrs
+from halfpeak.integrations.scaler_io import map_outputs, read_number
+from halfpeak.integrations.unscaled_grads import UnscaledGrads, gradients
+from halfpeak.ops.async_scalar import AsyncScalar
+from halfpeak.state.found_inf import FoundInfReducer, Group
+from halfpeak.state.loss_scaler import LossScaler
 
 
-class GradScaler(TorchNames):
+class GradScaler(GradScalerAttrs):
     """A drop-in for ``torch.amp.GradScaler``: the same calls, the same numbers, the same ``state_dict``.
 
     ::
 
         scale(loss)        the loss in float32 or wider, times the scale
-        unscale_           gradients / scale, once: a second call finds them true-sized and leaves them
+        unscale_           gradients / scale, once: a second call changes nothing
         step               unscale_, then the optimizer steps, or is not called
-        update             the scale moves by what the steps since the last update found
+        update             the scale changes by what the steps since the last update found
 
-    Where torch raises, wedges or goes wrong in silence:
+    Differences, where torch raises, never recovers or is silently wrong:
 
     - Gradients that a scaled backward pass adds after ``unscale_`` are divided as they arrive.
-    - A window that was dropped (an exception, ``zero_grad``) leaves nothing behind for the next one.
-    - An optimizer without gradients is stepped as ever, and the scale does not move by it.
-    - float16 gradients are divided in float32 and rounded once, complex and sparse ones too; one that two optimizers share
-      is divided once; nothing depends on how many devices found an overflow.
-    - Closures work: one whose gradients overflow is called again at a lower scale.
+    - A window that was dropped (by an exception, or ``zero_grad``) has no effect on the next one.
+    - An optimizer without gradients is stepped, and does not change the scale.
+    - float16, complex and sparse gradients are divided in float32 and rounded once; one that two optimizers share is
+      divided once; the number of devices that found an overflow does not matter.
+    - Closures work: a closure whose gradients overflow is called again at a lower scale.
     - The scale has a floor and a ceiling, and gradients that never become finite raise.
 
     Args:
@@ -57,10 +57,10 @@ class GradScaler(TorchNames):
         floor: the scale does not fall below it; None means 2**-14, or ``init_scale`` where that is lower.
         ceiling: the scale does not grow above it; None means the largest float32.
         patience: overflows in a row at the floor before :class:`~halfpeak.LossScaleCollapse`; None never raises.
-        group: ranks that must agree on skipping although nothing reduces their gradients.
+        group: ranks that must skip together although their gradients are not reduced.
 
     Attributes:
-        last: what the last :meth:`step` did; None before the first.
+        last: the result of the last :meth:`step`; None before the first.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -112,16 +112,16 @@ class GradScaler(TorchNames):
         self._device = torch.device(device).type
         self._enabled = bool(enabled)
         self._scaler = LossScaler(config)
-        self._verdict = Verdict(group)
+        self._reducer = FoundInfReducer(group)
         self.last: StepResult | None = None
-        self._begin()
+        self._begin_window()
 
-    def _begin(self) -> None:
+    def _begin_window(self) -> None:
         self._scalings = 0
-        self._taken: dict[Optimizer, Taken] = {}
+        self._unscaled: dict[Optimizer, UnscaledGrads] = {}
         self._found: list[Tensor] = []
-        self._arriving: list[RemovableHandle] = []
-        self._stuck: Lagged | None = None
+        self._arrival_hooks: list[RemovableHandle] = []
+        self._stuck: AsyncScalar | None = None
 
     def scale(self, outputs: Any) -> Any:
         """A tensor, or every tensor in a list, tuple, dict or other iterable, in float32 or wider, times the scale.
@@ -137,49 +137,49 @@ class GradScaler(TorchNames):
         self._scalings += 1
         scaled = self._scaler.scale(output)
         if scaled.requires_grad and not torch.compiler.is_compiling():
-            scaled.register_hook(partial(self._watch_backward, self._scaler.state.scale))
+            scaled.register_hook(partial(self._enter_backward, self._scaler.state.scale))
         return scaled
 
-    def _watch_backward(self, scale: Tensor, _: Tensor) -> None:
-        """A scaled backward pass begins: where gradients lie true-sized, what it adds must be divided on the way."""
+    def _enter_backward(self, scale: Tensor, _: Tensor) -> None:
+        """A scaled backward pass begins: gradients that it adds to unscaled ones must be unscaled as they arrive."""
         self._leave_backward()
-        for optimizer, taken in list(self._taken.items()):
-            if taken.is_gone():
-                del self._taken[optimizer]
-            elif not taken.has_stepped:
-                self._arriving += taken.divide_arrivals(scale.reciprocal())
-        if self._arriving:
+        for optimizer, unscaled in list(self._unscaled.items()):
+            if unscaled.is_dropped():
+                del self._unscaled[optimizer]
+            elif not unscaled.has_stepped:
+                self._arrival_hooks += unscaled.unscale_arrivals(scale.reciprocal())
+        if self._arrival_hooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
 
     def _leave_backward(self) -> None:
-        for handle in self._arriving:
+        for handle in self._arrival_hooks:
             handle.remove()
-        self._arriving.clear()
+        self._arrival_hooks.clear()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, where that has not been done. Does not wait for the device.
+        """Divide the optimizer's gradients by the scale, unless they are unscaled already. Does not wait for the device.
 
         Raises:
             OrderError: there are gradients, but no loss was ever scaled.
         """
         if self._enabled:
-            self._take(optimizer)
+            self._ensure_unscaled(optimizer)
 
-    def _take(self, optimizer: Optimizer) -> Taken:
-        taken = self._taken.get(optimizer)
-        if taken is not None and taken.is_current():
-            return taken
+    def _ensure_unscaled(self, optimizer: Optimizer) -> UnscaledGrads:
+        unscaled = self._unscaled.get(optimizer)
+        if unscaled is not None and unscaled.is_current():
+            return unscaled
         if not self._scalings and gradients(optimizer):
             raise OrderError(
                 "this scaler has scaled no loss, so these gradients are not scaled; write scaler.scale(loss).backward()"
             )
-        known = [grad for other in self._taken.values() if other.is_current() for grad in other.grads]
-        taken = Taken(optimizer, self._scaler.state.scale.reciprocal(), known)
-        self._taken[optimizer] = taken
-        return taken
+        known = [grad for other in self._unscaled.values() if other.is_current() for grad in other.grads]
+        unscaled = UnscaledGrads(optimizer, self._scaler.state.scale.reciprocal(), known)
+        self._unscaled[optimizer] = unscaled
+        return unscaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, unless a gradient is not finite; what it did is in :attr:`last`.
+        """Step the optimizer, unless a gradient is not finite; :attr:`last` says which.
 
         Waits for the device once, or never with an optimizer that takes ``found_inf``
         (``torch.optim.AdamW(fused=True)`` and its like).
@@ -203,25 +203,25 @@ class GradScaler(TorchNames):
         if closure is not None:
             (_, *args), kwargs = rebuild(partial(self._evaluate, optimizer, closure))  # type: ignore[assignment]
             result = optimizer.step(*args, **kwargs)
-            taken, found_inf = self._take(optimizer), torch.zeros_like(self._scaler.state.scale)
+            unscaled, found_inf = self._ensure_unscaled(optimizer), torch.zeros_like(self._scaler.state.scale)
         else:
-            taken = self._take(optimizer)
-            found_inf = taken.verdict()
-            self._verdict.agree_(found_inf)
+            unscaled = self._ensure_unscaled(optimizer)
+            found_inf = unscaled.found_inf_at_step()
+            self._reducer.all_reduce_(found_inf)
             result = self._step(optimizer, found_inf, args, kwargs)
         self.last = StepResult(found_inf, self._scaler.state.scale)
-        if (taken.grads or not self._verdict.local) and not taken.is_counted:
+        if (unscaled.grads or not self._reducer.is_local) and not unscaled.is_counted:
             self._found.append(found_inf)
-        taken.close()
+        unscaled.mark_stepped()
         return result
 
     def _step(self, optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: Any) -> Any:
         if self._may_skip_itself(optimizer):
-            hand_over(optimizer, found_inf)
+            hand_over_found_inf(optimizer, found_inf)
             try:
                 return optimizer.step(*args, **kwargs)
             finally:
-                take_back(optimizer)
+                take_back_found_inf(optimizer)
         return None if bool(found_inf) else optimizer.step(*args, **kwargs)
 
     def _may_skip_itself(self, optimizer: Optimizer) -> bool:
@@ -231,15 +231,15 @@ class GradScaler(TorchNames):
         """Call a closure until its gradients are finite, lowering the scale in between."""
         while True:
             before = self._scalings
-            self._taken.pop(optimizer, None)
+            self._unscaled.pop(optimizer, None)
             loss = closure()
             if self._scalings == before:
                 raise ClosureError(
                     "the closure did not scale its loss, so dividing its gradients would be wrong; write "
                     "scaler.scale(loss).backward() inside the closure"
                 )
-            found_inf = self._take(optimizer).found_inf.clone()
-            self._verdict.agree_(found_inf)
+            found_inf = self._ensure_unscaled(optimizer).found_inf.clone()
+            self._reducer.all_reduce_(found_inf)
             if not bool(found_inf):
                 return loss
             self._scaler.update(found_inf)
@@ -248,7 +248,7 @@ class GradScaler(TorchNames):
             optimizer.zero_grad()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by what was found since the last update; or set it.
+        """Change the scale by what was found since the last update; or set it.
 
         Raises:
             ConfigError: ``new_scale`` is not one finite number above zero.
@@ -257,7 +257,7 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return
         self._leave_backward()
-        waiting = [t for t in self._taken.values() if not t.has_stepped]
+        waiting = [t for t in self._unscaled.values() if not t.has_stepped]
         collapse = None
         if new_scale is not None:
             self._scaler.set_scale(read_number(new_scale))
@@ -267,34 +267,34 @@ class GradScaler(TorchNames):
                 self._scaler.update(torch.stack([one.to(found[0].device) for one in found]).max())
                 collapse = self._collapse() if self._is_exhausted() else None
         self._found.clear()
-        for taken in waiting:
-            taken.is_counted = True
-        self._taken = {taken.optimizer: taken for taken in waiting if not taken.is_gone()}
+        for unscaled in waiting:
+            unscaled.mark_counted()
+        self._unscaled = {unscaled.optimizer: unscaled for unscaled in waiting if not unscaled.is_dropped()}
         if collapse is not None:
             raise collapse
 
     def _is_exhausted(self) -> bool:
-        """Whether the patience is used up, by what has been read already, so that a good step waits for nothing."""
+        """Whether the patience is used up. Reads a value that has arrived already, so that a good step does not wait."""
         patience, stuck = self._scaler.config.patience, self._scaler.state.stuck
         if patience is None:
             return False
-        self._stuck = self._stuck or Lagged(stuck.device)
+        self._stuck = self._stuck or AsyncScalar(stuck.device)
         self._stuck.push(stuck)
         return self._stuck.value >= patience and self._scaler.read_exhausted()
 
     def _collapse(self) -> LossScaleCollapse:
-        names = tuple(name for taken in self._taken.values() for name in taken.culprits())
+        names = tuple(name for unscaled in self._unscaled.values() for name in unscaled.nonfinite_names())
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return LossScaleCollapse(
             f"gradients stay non-finite at a loss scale of {self._scaler.read_scale():g}, which cannot fall any further. "
-            f"Not finite: {shown or 'nothing that still lies there'}. Lower the learning rate, clip, or use bfloat16",
+            f"Not finite: {shown or 'no gradient that is still there'}. Lower the learning rate, clip, or use bfloat16",
             names,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler takes nothing.
+        """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler ignores it.
 
-        ``{}`` is what a disabled scaler saved: there is nothing in it, so the scale stays, with a warning.
+        ``{}`` is what a disabled scaler saves: it holds no scale, so this one keeps its own, with a warning.
 
         Raises:
             StateError: the state does not fit. Nothing was loaded.
@@ -310,15 +310,15 @@ class GradScaler(TorchNames):
         numbers = from_grad_scaler(state_dict)
         self._scaler.config = read_config(state_dict, self._scaler.config)
         self._scaler.load_state_dict({**numbers, "grace": self._scaler.config.hysteresis})
-        self._taken.clear()
+        self._unscaled.clear()
         self._found.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the window: a copy begins a new one."""
-        window = ("_scalings", "_taken", "_found", "_arriving", "_stuck", "last")
+        """Everything but the open window: a copy begins a new one."""
+        window = ("_scalings", "_unscaled", "_found", "_arrival_hooks", "_stuck", "last")
         return {name: value for name, value in self.__dict__.items() if name not in window}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.last = None
-        self._begin()
+        self._begin_window()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from pytorch_lightning.plugins.precision import Precision
 
-from halfpeak.integrations.lightning_fabric import FabricPlugin
-from halfpeak.integrations.lightning_trainer import TrainerPlugin
+from halfpeak.integrations.lightning_plugins import FabricPlugin, TrainerPlugin
 
 
 class HalfpeakPrecision(TrainerPlugin, Precision):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A loss scaler for timm's training loop: the call that its ``NativeScaler`` and ``ApexScaler`` answer."""
+"""A loss scaler for timm's training loop, called like its ``NativeScaler`` and ``ApexScaler``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
-from halfpeak.integrations.holder import put_scales, scaled, take_scales
-from halfpeak.parts.clip import ClipNorm, ClipValue
-from halfpeak.parts.verdict import is_multi_rank
+from halfpeak.integrations.engine_adapter import (
+    engine_state,
+    load_engine_state,
+    scale_loss,
+    stepped_parameters,
+)
+from halfpeak.state.clip import ClipNorm, ClipValue
+from halfpeak.state.found_inf import is_multi_rank
 
 
 class LossScaler:
     """``loss_scaler(loss, optimizer, ...)`` over an engine, at any level: backward, clip, step.
 
-    In timm's script ``amp_autocast`` is then ``engine.forward``, and ``loss_scaler`` is this.
+    In timm's script set ``amp_autocast = engine.forward`` and ``loss_scaler = LossScaler(engine)``.
 
     Args:
-        engine: made by :func:`halfpeak.prepare`, without ``accumulate`` and ``clip``, which timm does.
+        engine: made by :func:`halfpeak.prepare`, without ``accumulate`` and ``clip``: timm accumulates and clips itself.
 
     Attributes:
-        last: what the last step did; None before the first.
+        last: the result of the last step; None before the first.
 
     Raises:
         ConfigError: the engine accumulates or clips itself.
@@ -47,9 +52,9 @@ class LossScaler:
             raise ConfigTypeError(
                 f"{type(engine).__name__} is not an engine; write LossScaler(halfpeak.prepare(model, optimizer, 'O2'))"
             )
-        if engine.plan.accumulation.every != 1:
+        if engine.config.accumulation.every != 1:
             raise ConfigError(
-                f"accumulate={engine.plan.accumulation.every}: timm counts the passes of a step; leave it out of prepare"
+                f"accumulate={engine.config.accumulation.every}: timm counts the passes of a step; leave it out of prepare"
             )
         self.engine = engine
         self.last: StepResult | None = None
@@ -71,33 +76,29 @@ class LossScaler:
             optimizer: one that the engine knows.
             clip_grad: limit of the norm, of each element, or of the ratio of gradient to weight; None does not clip.
             clip_mode: ``"norm"``, ``"value"`` or ``"agc"``.
-            parameters: of the model, to clip; None means all that the optimizer steps. Where they have masters, these
-                are meant.
+            parameters: of the model, to clip; None means all that the optimizer steps. Masters are clipped in place of
+                parameters that have one.
             create_graph: for optimizers that differentiate the gradient.
-            need_update: False where more backward passes are to come; DDP may then leave gradients unreduced.
+            need_update: False if more backward passes follow before the step; DDP may then leave gradients unreduced.
 
         Raises:
             ConfigError: an unknown ``clip_mode``. Nothing was changed.
         """
         if clip_mode not in ("norm", "value", "agc"):
             raise ConfigError(f"clip_mode={clip_mode!r} must be 'norm', 'value' or 'agc'")
-        lanes = self.engine.lanes_of(optimizer)
         delay = is_multi_rank() and not need_update
-        with scaled(self.engine, loss, lanes, delay=delay) as product:
-            product.backward(create_graph=create_graph)
+        with scale_loss(self.engine, loss, optimizer, delay=delay) as scaled:
+            scaled.backward(create_graph=create_graph)
         if need_update:
             if clip_grad is not None:
                 self._clip(self._stepped(optimizer, parameters), clip_grad, clip_mode)
             self.last = self.engine.step(optimizers=optimizer)
 
     def _stepped(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """What the optimizer steps in place of ``parameters``."""
+        """The parameters that the optimizer steps in place of ``parameters``."""
         if parameters is None:
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        masters = self.engine.masters
-        return [
-            parameter if (master := masters.of(parameter)) is None else master for parameter in parameters
-        ]
+        return stepped_parameters(self.engine, parameters)
 
     def _clip(self, parameters: list[Tensor], limit: float, mode: str) -> None:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -111,8 +112,8 @@ class LossScaler:
             ClipValue(value=limit)(grads)
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales and counters; timm saves model and optimizer, which speak float32."""
-        return take_scales(self.engine)
+        """Loss scales, counters and the open window; timm saves the model and the optimizer, in float32."""
+        return engine_state(self.engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave.
@@ -120,4 +121,4 @@ class LossScaler:
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
-        put_scales(self.engine, state_dict)
+        load_engine_state(self.engine, state_dict)

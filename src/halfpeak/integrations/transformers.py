@@ -16,17 +16,17 @@ from halfpeak.integrations.accelerate import Accelerator
 class HalfpeakTrainer(transformers.Trainer):
     """A ``transformers.Trainer`` that trains at a level.
 
-    Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so gradients are clipped at their true size, a
-    skipped step moves no scheduler, and a checkpoint holds the float32 weights and the loss scale.
+    Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so unscaled gradients are clipped, schedulers
+    wait for a skipped step, and a checkpoint holds the float32 weights and the loss scale.
 
     Args:
         args: of ``transformers.Trainer``. Its ``TrainingArguments`` have neither ``fp16`` nor ``bf16``.
         level: ``"O0"`` to ``"O5"``.
-        options: of :func:`halfpeak.prepare`, but for what the Trainer does itself.
+        options: of :func:`halfpeak.prepare`, but for those that the Trainer takes care of itself.
         kwargs: of ``transformers.Trainer``.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: the accelerator refuses the arguments.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HalfpeakTrainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let the Trainer make its accelerator, and take its place with the same settings."""
+        """Replace the accelerator that the Trainer makes by one at this level with the same settings."""
         super().create_accelerator_and_postprocess()
         theirs = self.accelerator
         self.accelerator = Accelerator(

@@ -1,4 +1,4 @@
-"""How the arguments of a call change where the new function takes others than the old one."""
+"""The arguments of calls whose new function takes other arguments than the old one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DDP_DROPPED: Final = frozenset(
         "shared_param",
     }
 )
-"""Arguments of apex's DDP that say when it reduces, which torch decides by itself."""
+"""Arguments of apex's DDP about when it reduces, which torch decides itself."""
 
 _AUTOCAST: Final = ("enabled", "dtype", "cache_enabled")
 
@@ -34,7 +34,7 @@ def change(kind: Arguments, args: Sequence[cst.Arg], device: str) -> Changed:
 
 
 def argument(value: str, keyword: str | None = None) -> cst.Arg:
-    """An argument as people write it: no spaces around the equals sign."""
+    """An argument without spaces around the equals sign."""
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return cst.Arg(
         cst.parse_expression(value),
@@ -91,7 +91,7 @@ def _ddp(args: list[cst.Arg], device: str) -> Changed:
 
 
 def _without(args: list[cst.Arg], names: Sequence[str]) -> Changed:
-    """Leave out arguments that are off; refuse them where they may be on."""
+    """Leave out arguments that are False; refuse those that may be True."""
     for arg in args:
         keyword = keyword_of(arg)
         if arg.star:

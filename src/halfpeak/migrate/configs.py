@@ -1,4 +1,4 @@
-"""Configuration files of OpenMMLab, which are Python: the entries that switch mixed precision on."""
+"""Configuration files of OpenMMLab, which are Python: the entries that enable mixed precision."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, Target
 from halfpeak.migrate.tree import walk
 
-_NEIGHBOURS: Final = frozenset(
+_OTHER_ENTRIES: Final = frozenset(
     {"optimizer", "optimizer_config", "lr_config", "runner", "_base_", "checkpoint_config"}
 )
-"""Entries that a configuration has beside ``fp16``."""
+"""A file that assigns one of these beside ``fp16`` is a configuration."""
 
 _KEYS: Final = frozenset(
     {"loss_scale", "coalesce", "bucket_size_mb", "distributed", "grad_clip", "mode", "dtype"}
@@ -25,9 +25,8 @@ _KEYS: Final = frozenset(
 def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Finding]]:
     """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config``, where both stand in the file.
 
-    mmcv's training tools looked for ``fp16`` and made a ``Fp16OptimizerHook`` of the two; ``halfpeak.runner`` takes the
-    hook by its name from ``optimizer_config``, and so did mmcv. Wrappers of mmengine keep their names, and are found
-    only where they need something.
+    mmcv's training tools made a ``Fp16OptimizerHook`` of the two. ``halfpeak.runner``, like mmcv, takes the hook by its
+    name from ``optimizer_config``. Wrappers of mmengine keep their names; an ``ApexOptimWrapper`` is reported.
     """
     entries = _entries(module)
     wrapper = next((node for node in walk(module) if _is_apex_wrapper(node)), None)
@@ -35,7 +34,7 @@ def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Fin
     if wrapper is not None:
         write = "the config stays; before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
         findings.append(_finding(module, wrapper, "ApexOptimWrapper", "mmengine's own needs apex.amp", write))
-    if "fp16" not in entries or not _NEIGHBOURS & entries.keys():
+    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys():
         return module, findings
     fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
     reason = None
@@ -67,7 +66,7 @@ def _merge(module: cst.Module, line: cst.SimpleStatementLine, fp16: cst.Call, ho
         else [*first[:-1], first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
     )
     edits = Edits()
-    edits.expression(hook, lambda updated: merged)
+    edits.replace(hook, lambda updated: merged)
     edits.statement(line, lambda updated: [])
     changed = module.visit(edits)
     assert isinstance(changed, cst.Module)
@@ -75,7 +74,7 @@ def _merge(module: cst.Module, line: cst.SimpleStatementLine, fp16: cst.Call, ho
 
 
 def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:
-    """What a file assigns at its top."""
+    """The assignments at the top level of a file."""
     return {
         name: line
         for line in module.body
@@ -92,7 +91,7 @@ def _assigned(line: cst.CSTNode) -> str | None:
 
 
 def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
-    """The value of an entry, if it is written as ``dict(...)`` with keywords only."""
+    """The value of an entry, if it is ``dict(...)`` with keywords only."""
     small = line.body[0] if line is not None else None
     value = small.value if isinstance(small, cst.Assign) else None
     if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Name) or value.func.value != "dict":

@@ -1,4 +1,4 @@
-"""Edits: what is to change in a tree, collected first and carried out in one pass."""
+"""Edits: changes of a syntax tree, collected first and made in one pass."""
 
 from __future__ import annotations
 
@@ -8,48 +8,44 @@ from typing import Any
 import libcst as cst
 
 Statement = cst.BaseStatement | cst.BaseSmallStatement
-Expressions = Callable[[Any], Any]
-Statements = Callable[[Any], Sequence[Any]]
-Blocks = Callable[[list[list[Any]]], list[Any]]
+NodeChange = Callable[[Any], Any]
+StatementChange = Callable[[Any], Sequence[Any]]
+BlockChange = Callable[[list[list[Any]]], list[Any]]
 
 
 class Edits(cst.CSTTransformer):
-    """A change for each of some nodes, by identity. Each is called with the node as its inner changes have left it.
+    """Changes by node identity. Each change is called with the node in which the changes inside it are made already.
 
     ::
 
-        expressions   one expression becomes another
-        statements    a line, or a part of one that is divided by semicolons, becomes none, one or several
-        blocks        the statements of a block, each already a list, become its new statements
+        replace     an expression, or another node, becomes one of its kind
+        statement   a line, or one statement of a line with semicolons, becomes none, one or several
+        block       the statements of a block, each changed to a list already, become its new statements
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._expressions: dict[cst.CSTNode, Expressions] = {}
-        self._statements: dict[cst.CSTNode, Statements] = {}
-        self._blocks: dict[cst.CSTNode, Blocks] = {}
+        self._nodes: dict[cst.CSTNode, NodeChange] = {}
+        self._statements: dict[cst.CSTNode, StatementChange] = {}
+        self._blocks: dict[cst.CSTNode, BlockChange] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._expressions or self._statements or self._blocks)
+        return bool(self._nodes or self._statements or self._blocks)
 
-    def expression(self, node: cst.BaseExpression, change: Expressions) -> None:
-        """Put an expression in the place of another."""
-        self._expressions[node] = change
+    def replace(self, node: cst.CSTNode, change: NodeChange) -> None:
+        """Put another node of its kind in the place of a node that is no statement."""
+        self._nodes[node] = change
 
-    def node(self, node: cst.CSTNode, change: Callable[[Any], cst.CSTNode]) -> None:
-        """Put another node of its kind in the place of one."""
-        self._expressions[node] = change
+    def pending(self, node: cst.CSTNode) -> NodeChange:
+        """The change of a node so far."""
+        return self._nodes.get(node, lambda updated: updated)
 
-    def pending(self, node: cst.BaseExpression) -> Expressions:
-        """What is to become of an expression so far."""
-        return self._expressions.get(node, lambda updated: updated)
-
-    def statement(self, node: Statement, change: Statements) -> None:
+    def statement(self, node: Statement, change: StatementChange) -> None:
         """Put any number of statements in the place of one."""
         self._statements[node] = change
 
-    def block(self, node: cst.CSTNode, change: Blocks) -> None:
-        """Put the statements of a block together anew."""
+    def block(self, node: cst.CSTNode, change: BlockChange) -> None:
+        """Put other statements into a block."""
         self._blocks[node] = change
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -58,7 +54,7 @@ class Edits(cst.CSTTransformer):
             return self._leave_block(original_node, updated_node)
         if isinstance(original_node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
             updated_node = self._leave_line(original_node, updated_node)
-        change = self._expressions.get(original_node)
+        change = self._nodes.get(original_node)
         return updated_node if change is None else change(updated_node)
 
     def _leave_line(self, original: Any, updated: Any) -> Any:
@@ -69,7 +65,7 @@ class Edits(cst.CSTTransformer):
             change = self._statements.get(before)
             parts += [after] if change is None else change(after)
         parts = parts or [cst.Pass()]
-        # Semicolons belong to the statements they followed; libcst sets the ones that are needed.
+        # Each semicolon belongs to the statement before it; libcst sets those that are needed.
         return updated.with_changes(
             body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for part in parts]
         )
@@ -95,15 +91,15 @@ class Edits(cst.CSTTransformer):
         return updated.with_changes(body=body, footer=[*_comments(waiting), *updated.footer])
 
 
-def _lines_of(gone: Any) -> list[cst.EmptyLine]:
-    """The empty lines and comments of a statement that goes."""
-    ends = gone.trailing_whitespace if isinstance(gone, cst.SimpleStatementLine) else None
+def _lines_of(removed: Any) -> list[cst.EmptyLine]:
+    """The empty lines and comments of a statement that is removed."""
+    ends = removed.trailing_whitespace if isinstance(removed, cst.SimpleStatementLine) else None
     own = [cst.EmptyLine(comment=ends.comment)] if ends is not None and ends.comment is not None else []
-    return [*gone.leading_lines, *own]
+    return [*removed.leading_lines, *own]
 
 
 def _joined(before: list[cst.EmptyLine], after: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """The lines above two statements, now above the second: comments of both, empty lines as above one of them."""
+    """The lines above two statements, now above the second: comments of both, empty lines of one."""
     comments = _comments(before)
     return [*comments, *after] if after or (comments and before[0].comment is not None) else before
 

@@ -1,11 +1,13 @@
-"""Finding: one place that a person has to look at, with the reason and what to write."""
+"""Findings: places that a person has to look at, each with the reason and what to write."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from halfpeak.core.errors import ConfigError
+import libcst as cst
+
+from halfpeak.core.errors import ConfigError, HalfpeakError
 
 Target = Literal["halfpeak", "amp", "torch"]
 """What code is rewritten to: the native API, ``halfpeak.amp`` (apex's names), or ``torch.amp`` alone."""
@@ -39,6 +41,28 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.line}: {self.code}: {self.reason}; {self.write}"
+
+
+class NotSupported(HalfpeakError):
+    """A training loop has a part whose meaning is not certain, so the loop is left as it is.
+
+    Args:
+        node: that part.
+        code: how the report quotes it.
+        reason: why it is not certain.
+        write: what to do about it.
+    """
+
+    def __init__(self, node: cst.CSTNode, code: str, reason: str, write: str) -> None:
+        super().__init__(f"{code}: {reason}; {write}")
+        self.node = node
+        self.code = code
+        self.reason = reason
+        self.write = write
+
+    def finding(self, line: int) -> Finding:
+        """The same for a report."""
+        return Finding(line, self.code, self.reason, self.write)
 
 
 def parse_target(value: str) -> Target:

@@ -1,4 +1,7 @@
-"""Imports: one import statement, and what becomes of each name that it binds."""
+"""ImportRewrite: one import statement, rewritten where it stands, so that its comments and its block stay.
+
+libcst's ``AddImportsVisitor`` adds imports at the top of a file; here they may be in a function, or in a ``try``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.tree import Import, Tree, walk
 
 
-class Entry(NamedTuple):
+class ImportedName(NamedTuple):
     """``import module as local``, or with a name ``from module import name as local``."""
 
     module: str
@@ -19,41 +22,41 @@ class Entry(NamedTuple):
     local: str | None = None
 
     @property
-    def shown(self) -> str:
-        """The name as it stands in the list of a ``from`` import."""
+    def clause(self) -> str:
+        """The name in the list of a ``from`` import."""
         return f"{self.name}" if self.local in (None, self.name) else f"{self.name} as {self.local}"
 
 
-class Imports:
-    """One statement. Names that are not replaced stay in it; the others become statements of their own after it."""
+class ImportRewrite:
+    """What becomes of one import statement. Names that are not replaced stay in it; new statements follow it."""
 
     def __init__(self, statement: Import) -> None:
         self._statement = statement
-        self._new: dict[cst.ImportAlias, list[Entry]] = {}
-        self._more: list[Entry] = []
+        self._new: dict[cst.ImportAlias, list[ImportedName]] = {}
+        self._more: list[ImportedName] = []
 
     @property
     def has_changed(self) -> bool:
-        """Whether the statement will be another one."""
+        """Whether the statement changes."""
         return bool(self._new or self._more)
 
-    def replace(self, alias: cst.ImportAlias, entries: Sequence[Entry]) -> None:
-        """Import these in the place of one name."""
-        self._new[alias] = list(entries)
+    def replace(self, alias: cst.ImportAlias, names: Sequence[ImportedName]) -> None:
+        """Import these names in the place of one."""
+        self._new[alias] = list(names)
 
-    def also(self, entry: Entry) -> None:
-        """Import this too."""
-        if entry not in self._more:
-            self._more.append(entry)
+    def add(self, name: ImportedName) -> None:
+        """Import this name too."""
+        if name not in self._more:
+            self._more.append(name)
 
     def lines(
         self, updated: cst.SimpleStatementLine, known: Collection[str]
     ) -> list[cst.SimpleStatementLine]:
-        """The line of the statement, become one or several; its comments stay with the first.
+        """The lines that take the place of the statement's line; its comments stay with the first.
 
         Args:
-            updated: the line as it is.
-            known: modules that are imported elsewhere, where this line's code sees them.
+            updated: the line.
+            known: modules that another import binds already in the same scope.
         """
         lines = [cst.SimpleStatementLine([part]) for part in self.parts(updated.body[0], known)]
         lost = [
@@ -64,7 +67,7 @@ class Imports:
         return [lines[0].with_changes(**ends), *lines[1:]] if lines else []
 
     def parts(self, updated: cst.BaseSmallStatement, known: Collection[str]) -> list[cst.BaseSmallStatement]:
-        """The statements that take this one's place."""
+        """The statements that take the place of this one."""
         kept = [alias for alias in self._aliases if alias not in self._new]
         entries = [entry for alias in self._aliases for entry in self._new.get(alias, ())]
         entries += [entry for entry in self._more if entry not in entries]
@@ -76,7 +79,7 @@ class Imports:
         if kept:
             last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
             parts.append(updated.with_changes(names=[*kept[:-1], last]))
-        return parts + [_statement(text) for text in _spell(entries)]
+        return parts + [_statement(text) for text in _statements(entries)]
 
     @property
     def _aliases(self) -> Sequence[cst.ImportAlias]:
@@ -85,9 +88,9 @@ class Imports:
         return names
 
     def _in_place(
-        self, updated: cst.BaseSmallStatement, entries: list[Entry]
+        self, updated: cst.BaseSmallStatement, entries: list[ImportedName]
     ) -> cst.BaseSmallStatement | None:
-        """The same statement with another module, if that is all: comments between its names stay."""
+        """The same statement with another module, if no more changes, so that comments between its names stay."""
         one_each = len(entries) == len(self._aliases) and all(
             len(self._new[alias]) == 1 for alias in self._aliases
         )
@@ -113,8 +116,8 @@ class Imports:
         return updated.with_changes(module=module, names=names)
 
 
-def place(tree: Tree, edits: Edits, statement: Import, imports: Imports) -> None:
-    """Put the statements that an import has become in its place."""
+def place(tree: Tree, edits: Edits, statement: Import, imports: ImportRewrite) -> None:
+    """Put the new statements in the place of an import."""
     where = tree.parent(statement)
     scope = tree.scope(statement)
     known = {name for name in ("torch", "halfpeak") if scope is not None and tree.binds(name, scope)}
@@ -130,12 +133,12 @@ def _comments(node: cst.CSTNode) -> list[str]:
     return [one.value for one in walk(node) if isinstance(one, cst.Comment)]
 
 
-def _spell(entries: Sequence[Entry]) -> list[str]:
+def _statements(entries: Sequence[ImportedName]) -> list[str]:
     texts: list[str] = []
     grouped: dict[str, list[str]] = {}
     for entry in entries:
         if entry.name is not None:
-            grouped.setdefault(entry.module, []).append(entry.shown)
+            grouped.setdefault(entry.module, []).append(entry.clause)
             continue
         is_plain = entry.local in (None, entry.module)
         text = f"import {entry.module}" if is_plain else f"import {entry.module} as {entry.local}"

@@ -1,9 +1,9 @@
-"""Old names and what answers to them: one table per library, no code trees."""
+"""Old names and what replaces them: one table for each library."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -14,21 +14,21 @@ from halfpeak.amp import fp16_utils
 from halfpeak.migrate.findings import Refusal, Target
 
 Bare = Literal["always", "as a type", "as a decorator", "never"]
-"""Where a name may stand without being called and still be replaced."""
+"""Where a name may be replaced that is not called."""
 
 Arguments = Literal["keep", "device", "autocast", "custom", "ddp", "syncbn", "layer_norm", "rms_norm"]
 """How the arguments of a call change; :mod:`halfpeak.migrate.calls` does it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """What answers to an old name.
+class Replacement:
+    """The new name for an old one.
 
     Attributes:
-        module: where it is.
-        name: what it is called there; with a dot it is reached through a class of the module.
+        module: its module.
+        name: its name there; ``Class.method`` for a method.
         arguments: how the arguments of a call change.
-        bare: where it may stand without a call.
+        bare: where the old name may be replaced without being called.
         device: the device that the old name implied.
     """
 
@@ -48,8 +48,6 @@ class Rule:
         )
 
 
-Answer = Rule | Refusal
-
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "apex.amp": "halfpeak.amp",
@@ -62,7 +60,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "torch.cpu.amp": "torch.amp",
     }
 )
-"""Modules that another one answers to under the same names."""
+"""Modules that another module replaces, with the same names in it."""
 
 FP16_OF_MMCV: Final = frozenset(
     {
@@ -81,29 +79,27 @@ FP16_OF_MMCV: Final = frozenset(
         "wrap_fp16_model",
     }
 )
-"""A file that uses one of these takes its other names of ``mmcv.runner`` along."""
+"""In a file that uses one of these, all names of ``mmcv.runner`` are replaced."""
 
 _FUSED: Final = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
 _FP16_PARTS: Final = ("fp16util", "fp16_optimizer", "loss_scaler")
-_STEPS: Final = (
+_MULTI_TENSOR: Final = (
     "multi_tensor_adagrad",
     "multi_tensor_adam",
-    "multi_tensor_lamb",
-    "multi_tensor_novograd",
-    "multi_tensor_sgd",
-)
-_MULTI_TENSOR: Final = (
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
+    "multi_tensor_lamb",
+    "multi_tensor_novograd",
     "multi_tensor_scale",
+    "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
     "update_scale_hysteresis",
 )
 _RUNNER_PARTS: Final = re.compile(r"mmcv\.runner\.(?:[a-z]\w*\.)*(\w+)")
 
 _GONE: Final = "has no counterpart in halfpeak"
-_WHOLE: Final[Mapping[str, Refusal]] = MappingProxyType(
+_REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
     {
         "apex.parallel": Refusal(_GONE, "use torch.nn.parallel and torch.distributed"),
         "apex.parallel.create_syncbn_process_group": Refusal(
@@ -134,25 +130,25 @@ _WHOLE: Final[Mapping[str, Refusal]] = MappingProxyType(
         "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
     }
 )
-"""Names without a rule: the longest of these that they begin with speaks for them."""
+"""Why names without a replacement have none; the longest prefix of a name applies."""
 
 _NEEDS_HALFPEAK: Final = Refusal("torch has no counterpart", "write --to amp, or do without it")
 
 
-def answer(name: str, target: Target) -> Answer | None:
-    """What to put in place of an old name; None if it is nobody's that this knows.
+def look_up(name: str, target: Target) -> Replacement | Refusal | None:
+    """What replaces an old name, or why nothing does; None for a name of another library.
 
-    >>> answer("apex.amp.scale_loss", "amp").path
+    >>> look_up("apex.amp.scale_loss", "amp").path
     'halfpeak.amp.scale_loss'
-    >>> answer("apex.pyprof", "amp").write
+    >>> look_up("apex.pyprof", "amp").write
     'use torch.profiler'
-    >>> answer("torch.nn.Linear", "amp")
+    >>> look_up("torch.nn.Linear", "amp")
     """
-    found = _rules().get(name) or _mmcv(name)
+    found = _replacements().get(name) or _mmcv(name)
     if found is not None:
         if target == "torch" and not found.module.startswith("torch"):
             return _torch_only(name)
-        # Ours is a torch.amp.GradScaler, with the same numbers and without the orders of calls that it refuses.
+        # halfpeak.GradScaler is a torch.amp.GradScaler with the same numbers; it refuses fewer orders of calls.
         return (
             replace(found, module="halfpeak")
             if target == "halfpeak" and found.name == "GradScaler"
@@ -161,35 +157,35 @@ def answer(name: str, target: Target) -> Answer | None:
     if target == "torch" and MODULES.get(name, "torch").startswith("halfpeak"):
         return _NEEDS_HALFPEAK
     parents = (name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1))
-    return next((_WHOLE[parent] for parent in parents if parent in _WHOLE), None)
+    return next((_REFUSED[parent] for parent in parents if parent in _REFUSED), None)
 
 
 def module_for(name: str, target: Target) -> str | None:
-    """The module that answers to an old module, if all of its names may be looked up there."""
+    """The module that replaces an old module, if all of its names may be looked up there."""
     new = MODULES.get(name)
     return None if new is None or (target == "torch" and not new.startswith("torch")) else new
 
 
-def is_ours(name: str) -> bool:
-    """Whether an old name, or the module it is in, belongs to a library that is rewritten.
+def is_old(name: str) -> bool:
+    """Whether a name belongs to a library that is rewritten.
 
-    >>> is_ours("apex.amp"), is_ours("apexpredator"), is_ours("torch.cuda.amp.autocast"), is_ours("torch.cuda")
+    >>> is_old("apex.amp"), is_old("apexpredator"), is_old("torch.cuda.amp.autocast"), is_old("torch.cuda")
     (True, False, True, False)
     """
     return any(
-        name == root or name.startswith(f"{root}.") for root in (*_WHOLE, "mmcv.runner", "mmcv.parallel")
+        name == root or name.startswith(f"{root}.") for root in (*_REFUSED, "mmcv.runner", "mmcv.parallel")
     )
 
 
-def _mmcv(name: str) -> Rule | None:
+def _mmcv(name: str) -> Replacement | None:
     match = _RUNNER_PARTS.fullmatch(name)
     if match is None:
         return None
     if match[1] in runner.__all__:
-        return Rule(module="halfpeak.runner", name=match[1])
+        return Replacement(module="halfpeak.runner", name=match[1])
     special = {"patch_norm_fp32": "fp16_model", "cast_tensor_type": "casting"}
     part = special.get(match[1])
-    return None if part is None else Rule(module=f"halfpeak.runner.{part}", name=match[1])
+    return None if part is None else Replacement(module=f"halfpeak.runner.{part}", name=match[1])
 
 
 def _torch_only(name: str) -> Refusal:
@@ -206,83 +202,72 @@ def _torch_only(name: str) -> Refusal:
 
 
 @cache
-def _rules() -> Mapping[str, Rule]:
-    table: dict[str, Rule] = {}
-    for name in amp.__all__:
-        table[f"apex.amp.{name}"] = rule = Rule(module="halfpeak.amp", name=name)
-        table.update({f"apex.amp.{part}.{name}": rule for part in _AMP_PARTS})
-    table["apex.amp.scaler.LossScaler"] = Rule(module="halfpeak.amp.scaler", name="LossScaler")
-    for name in fp16_utils.__all__:
-        table[f"apex.fp16_utils.{name}"] = rule = Rule(module="halfpeak.amp.fp16_utils", name=name)
-        table.update({f"apex.fp16_utils.{part}.{name}": rule for part in _FP16_PARTS})
-    for name in ("MultiTensorApply", "multi_tensor_applier"):
-        table[f"apex.multi_tensor_apply.{name}"] = Rule(module="halfpeak.amp.multi_tensor", name=name)
-    table.update(
-        {f"amp_C.{name}": Rule(module="halfpeak.amp.multi_tensor", name=name) for name in _MULTI_TENSOR}
-    )
-    table.update(
-        {f"amp_C.{name}": Rule(module="halfpeak.amp.multi_tensor_steps", name=name) for name in _STEPS}
-    )
+def _replacements() -> Mapping[str, Replacement]:
+    amp_parts = (f"apex.amp.{part}" for part in _AMP_PARTS)
+    fp16_parts = (f"apex.fp16_utils.{part}" for part in _FP16_PARTS)
+    applier = ("MultiTensorApply", "multi_tensor_applier")
+    wrappers = ("MMDataParallel", "MMDistributedDataParallel")
+    table = {
+        **_same_names("halfpeak.amp", amp.__all__, "apex.amp", *amp_parts),
+        **_same_names("halfpeak.amp.scaler", ("LossScaler",), "apex.amp.scaler"),
+        **_same_names("halfpeak.amp.fp16_utils", fp16_utils.__all__, "apex.fp16_utils", *fp16_parts),
+        **_same_names("halfpeak.amp.larc", ("LARC",), "apex.parallel", "apex.parallel.LARC"),
+        **_same_names("halfpeak.amp.multi_tensor", applier, "apex.multi_tensor_apply"),
+        **_same_names("halfpeak.amp.multi_tensor", _MULTI_TENSOR, "amp_C"),
+        **_same_names("halfpeak.amp.optimizers", _FUSED, "apex.optimizers"),
+        **_same_names("halfpeak.runner", wrappers, "mmcv.parallel"),
+        **_same_names("torch.distributed", ("ReduceOp",), "apex.parallel"),
+    }
     for name in _FUSED:
-        table[f"apex.optimizers.{name}"] = rule = Rule(module="halfpeak.amp.optimizers", name=name)
-        table[f"apex.optimizers.fused_{name[5:].lower()}.{name}"] = rule
+        table[f"apex.optimizers.fused_{name[5:].lower()}.{name}"] = table[f"apex.optimizers.{name}"]
     for name in ("flatten", "unflatten"):
-        table[f"apex_C.{name}"] = Rule(module="torch._utils", name=f"_{name}_dense_tensors")
-    table.update(_parallel())
-    table.update(_normalization())
+        table[f"apex_C.{name}"] = Replacement(module="torch._utils", name=f"_{name}_dense_tensors")
     for device in ("cuda", "cpu"):
-        table.update(_torch(device))
-    return MappingProxyType(table)
+        table.update(_torch_amp(device))
+    return MappingProxyType({**table, **_torch_modules()})
 
 
-def _parallel() -> dict[str, Rule]:
-    larc = Rule(module="halfpeak.amp.larc", name="LARC")
-    ddp = Rule(module="torch.nn.parallel", name="DistributedDataParallel", arguments="ddp", bare="as a type")
-    norm = Rule(module="torch.nn", name="SyncBatchNorm", arguments="syncbn", bare="as a type")
-    convert = Rule(module="torch.nn", name="SyncBatchNorm.convert_sync_batchnorm", arguments="syncbn")
+def _same_names(new: str, names: Iterable[str], *old: str) -> dict[str, Replacement]:
+    """Names that only their module changes for, with each old module that they are in."""
+    replacements = {name: Replacement(module=new, name=name) for name in names}
+    return {f"{module}.{name}": one for module in old for name, one in replacements.items()}
+
+
+def _torch_modules() -> dict[str, Replacement]:
+    """Modules of torch in the place of apex's, with other arguments."""
+    ddp = Replacement(
+        module="torch.nn.parallel", name="DistributedDataParallel", arguments="ddp", bare="as a type"
+    )
+    norm = Replacement(module="torch.nn", name="SyncBatchNorm", arguments="syncbn", bare="as a type")
+    convert = Replacement(module="torch.nn", name="SyncBatchNorm.convert_sync_batchnorm", arguments="syncbn")
+    layer_norm = Replacement(module="torch.nn", name="LayerNorm", arguments="layer_norm")
+    rms_norm = Replacement(module="torch.nn", name="RMSNorm", arguments="rms_norm", bare="as a type")
     return {
         "apex.parallel.DistributedDataParallel": ddp,
         "apex.parallel.distributed.DistributedDataParallel": ddp,
         "apex.parallel.convert_syncbn_model": convert,
         "apex.parallel.SyncBatchNorm": norm,
-        "apex.parallel.LARC": larc,
-        "apex.parallel.LARC.LARC": larc,
-        "apex.parallel.ReduceOp": Rule(module="torch.distributed", name="ReduceOp"),
-        **{
-            f"mmcv.parallel.{name}": Rule(module="halfpeak.runner", name=name)
-            for name in ("MMDataParallel", "MMDistributedDataParallel")
-        },
+        "apex.normalization.FusedLayerNorm": layer_norm,
+        "apex.normalization.fused_layer_norm.FusedLayerNorm": layer_norm,
+        "apex.normalization.FusedRMSNorm": rms_norm,
+        "apex.normalization.fused_layer_norm.FusedRMSNorm": rms_norm,
     }
 
 
-def _normalization() -> dict[str, Rule]:
-    rules = {
-        "FusedLayerNorm": Rule(module="torch.nn", name="LayerNorm", arguments="layer_norm"),
-        "FusedRMSNorm": Rule(module="torch.nn", name="RMSNorm", arguments="rms_norm", bare="as a type"),
-    }
-    parts = ("apex.normalization", "apex.normalization.fused_layer_norm")
-    return {f"{part}.{name}": rule for part in parts for name, rule in rules.items()}
-
-
-def _torch(device: str) -> dict[str, Rule]:
-    rules = {
-        "autocast": Rule(
-            module="torch.amp", name="autocast", arguments="autocast", bare="as a type", device=device
-        ),
-        "GradScaler": Rule(
-            module="torch.amp", name="GradScaler", arguments="device", bare="as a type", device=device
-        ),
-    }
-    for name in ("custom_fwd", "custom_bwd"):
-        rules[name] = Rule(
-            module="torch.amp", name=name, arguments="custom", bare="as a decorator", device=device
+def _torch_amp(device: str) -> dict[str, Replacement]:
+    rows: tuple[tuple[str, str, Arguments, Bare], ...] = (
+        ("autocast", "autocast_mode", "autocast", "as a type"),
+        ("GradScaler", "grad_scaler", "device", "as a type"),
+        ("custom_fwd", "autocast_mode", "custom", "as a decorator"),
+        ("custom_bwd", "autocast_mode", "custom", "as a decorator"),
+    )
+    return {
+        f"torch.{device}.amp.{prefix}{name}": Replacement(
+            module="torch.amp", name=name, arguments=arguments, bare=bare, device=device
         )
-    homes = {"autocast": "autocast_mode", "GradScaler": "grad_scaler"}
-    table: dict[str, Rule] = {}
-    for name, rule in rules.items():
-        table[f"torch.{device}.amp.{name}"] = rule
-        table[f"torch.{device}.amp.{homes.get(name, 'autocast_mode')}.{name}"] = rule
-    return table
+        for name, part, arguments, bare in rows
+        for prefix in ("", f"{part}.")
+    }
 
 
-__all__ = ["FP16_OF_MMCV", "MODULES", "Rule", "answer", "is_ours", "module_for"]
+__all__ = ["FP16_OF_MMCV", "MODULES", "Replacement", "is_old", "look_up", "module_for"]

@@ -1,56 +1,125 @@
-"""Project: several files at once, and which of them must keep sharing one state of amp."""
+"""Projects: which files are rewritten, which of them share the state of amp, and how a file is replaced on disk."""
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from halfpeak.core.errors import ConfigError
 from halfpeak.migrate.findings import Finding, Target
-from halfpeak.migrate.rewrite import Rewritten, is_guest, rewrite, unreadable
+from halfpeak.migrate.rewrite import Rewritten, rewrite, unreadable, uses_amp_of_another_file
+
+_SKIPPED: Final = frozenset(
+    {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
+)
+"""Folders of installed or generated code. Those that begin with a dot are skipped too."""
 
 
 class Migrated(NamedTuple):
-    """One file: its old content, and what became of it."""
+    """One file: its old content, and the result."""
 
     path: Path
     old: bytes
     result: Rewritten
 
 
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The Python files at and under the given paths, each once, in order.
+
+    A file that is named is taken whatever its suffix. In a folder, environments, hidden folders and links are skipped:
+    the target of a link is rewritten in its own folder.
+
+    Raises:
+        ConfigError: a path that does not exist, or a notebook.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"there is no {path}; name files or folders that exist")
+        if path.suffix == ".ipynb":
+            raise ConfigError(
+                f"{path} is a notebook; write jupyter nbconvert --to script {path} and name the result"
+            )
+        for file in sorted(_under(path)) if path.is_dir() else [path]:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
 def migrate(paths: Sequence[Path], to: Target) -> Iterator[Migrated]:
     """Rewrite files, without writing them.
 
     An engine replaces the state that ``amp`` keeps for the process. So where one file initialises amp and another one
-    trains with it, and one of the two imports the other, both stay on ``halfpeak.amp``.
+    trains with it, and one of the two imports the other, both stay on ``halfpeak.amp``. A file that cannot be read does
+    not stop the others.
     """
     sources: dict[Path, bytes] = {}
     for path in paths:
         try:
-            sources[path] = path.read_bytes()
+            if path.is_file():
+                sources[path] = path.read_bytes()
+            else:
+                yield Migrated(path, b"", unreadable(b"", 1, "it is not a regular file"))
         except OSError as error:
             yield Migrated(path, b"", unreadable(b"", 1, str(error.strerror)))
-    held = _held(sources) if to == "halfpeak" else {}
+    users = _users_of_amp(sources) if to == "halfpeak" else {}
     for path, source in sources.items():
-        result = rewrite(source, to, keep_amp=path in held)
-        if path in held and result.source != source:
-            reason = f"{held[path]} trains with the amp that is initialised here"
+        result = rewrite(source, to, keep_amp=path in users)
+        if path in users and result.source != source:
+            reason = f"{users[path]} trains with the amp that is initialised here"
             finding = Finding(1, "the file", f"it stays on halfpeak.amp: {reason}", "rewrite both by hand")
             result = Rewritten(result.source, (finding, *result.findings), result.unreadable)
         yield Migrated(path, source, result)
 
 
-def _held(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
-    """Files that share amp with another file, and which one."""
+def replace(path: Path, content: bytes) -> None:
+    """Replace a file atomically, with the permissions of the old one. A link stays a link; its target is replaced.
+
+    Raises:
+        OSError: it cannot be written. The old file is intact, and no temporary file is left.
+    """
+    target = path.resolve()
+    mode = target.stat().st_mode
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(mode & 0o7777)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _under(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [one for one in folders if not _is_skipped(Path(root, one))]
+        for name in files:
+            path = Path(root, name)
+            if path.suffix in (".py", ".pyi") and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _is_skipped(folder: Path) -> bool:
+    skipped = folder.name.startswith(".") or folder.name in _SKIPPED or folder.suffix == ".egg-info"
+    return skipped or (folder / "pyvenv.cfg").exists()
+
+
+def _users_of_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
+    """Files whose amp another file uses, each with that other file."""
     imported = {path: _imported(source) for path, source in sources.items()}
-    guests = [path for path, source in sources.items() if is_guest(source)]
-    held: dict[Path, Path] = {}
-    for guest in guests:
+    users = [path for path, source in sources.items() if uses_amp_of_another_file(source)]
+    found: dict[Path, Path] = {}
+    for user in users:
         for path, names in imported.items():
-            if path not in guests and (guest.stem in names or path.stem in imported[guest]):
-                held[path] = guest
-    return held
+            if path not in users and (user.stem in names or path.stem in imported[user]):
+                found[path] = user
+    return found
 
 
 def _imported(source: bytes) -> set[str]:

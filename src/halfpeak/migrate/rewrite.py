@@ -1,4 +1,4 @@
-"""Rewrite: the text of one file under new names, and what is left for a person to do."""
+"""Rewrite: the new text of one file, and what is left for a person to do."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Final
 
 import libcst as cst
 
-from halfpeak.migrate.autocast import write_autocast
 from halfpeak.migrate.configs import rewrite_config
 from halfpeak.migrate.edits import Edits
-from halfpeak.migrate.findings import Finding, Target
-from halfpeak.migrate.native import write_native
-from halfpeak.migrate.recognise import PREFIXES, recognise, uses_of_amp
-from halfpeak.migrate.renames import rename
-from halfpeak.migrate.training import Unsure
+from halfpeak.migrate.findings import Finding, NotSupported, Target
+from halfpeak.migrate.limits import exceeded_limit
+from halfpeak.migrate.loops.loop_match import PREFIXES, match_loop, uses_of_amp
+from halfpeak.migrate.loops.to_autocast import write_autocast
+from halfpeak.migrate.loops.to_engine import write_engine
+from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree
 
-_SIGNS: Final = re.compile(rb"\b(?:apex|amp|amp_C|apex_C|fp16|mmcv|ApexOptimWrapper)\b")
-"""A file without any of these words has nothing to rewrite."""
+_OLD_WORDS: Final = re.compile(rb"\b(?:apex|amp|amp_C|apex_C|fp16|mmcv|ApexOptimWrapper)\b")
+"""A file without any of these words is not parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What became of a file.
+    """The result for one file.
 
     Attributes:
-        source: its new content; the old one where nothing is to change.
-        findings: what was left, by line.
-        unreadable: it is not Python that can be read, and the only finding says why.
+        source: its new content; the old one if nothing changes.
+        findings: the places that were left, by line.
+        unreadable: the file could not be parsed; the only finding says why.
     """
 
     source: bytes
@@ -39,7 +39,7 @@ class Rewritten:
 
 
 def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
-    """Rewrite one file, as far as it is certain what its code means.
+    """Rewrite one file where it is certain what its code means.
 
     ::
 
@@ -47,23 +47,32 @@ def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
         amp        apex's names, from ``halfpeak.amp``: every loop runs as it is
         torch      ``torch.autocast`` and ``GradScaler``, where these can express the opt level
 
-    In each, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting are those of the
-    source.
+    In each, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting stay.
 
     Args:
-        keep_amp: do not try the native API, because other files share amp's state with this one.
+        source: the content of the file.
+        to: the target.
+        keep_amp: leave the loop on ``halfpeak.amp``, because other files share amp's state with this one.
 
     >>> print(rewrite(b"from apex import amp  # mixed precision", "amp").source.decode())
     from halfpeak import amp  # mixed precision
     """
-    if _SIGNS.search(source) is None:
+    if not _may_have_old_names(source):
         return Rewritten(source)
+    limit = exceeded_limit(source)
+    if limit is not None:
+        return unreadable(source, *limit)
     try:
-        module = cst.parse_module(source)
+        return _rewrite(cst.parse_module(source), source, to, keep_amp=keep_amp)
     except cst.ParserSyntaxError as error:
         return unreadable(source, error.raw_line, "a syntax error")
-    except (UnicodeDecodeError, LookupError, SyntaxError, RecursionError) as error:
+    except RecursionError:
+        return unreadable(source, 1, "it is nested too deeply")
+    except (UnicodeDecodeError, LookupError, SyntaxError) as error:
         return unreadable(source, 1, str(error))
+
+
+def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -> Rewritten:
     if module.bytes != source:
         return unreadable(source, 1, "its text would not come back byte for byte")
     findings: list[Finding] = []
@@ -77,9 +86,9 @@ def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
     return Rewritten(renamed.bytes, tuple(sorted(set(findings))))
 
 
-def is_guest(source: bytes) -> bool:
-    """Whether a file trains with an amp that another one initialises."""
-    if _SIGNS.search(source) is None:
+def uses_amp_of_another_file(source: bytes) -> bool:
+    """Whether a file uses amp and leaves it to another file to initialise it."""
+    if not _may_have_old_names(source) or exceeded_limit(source) is not None:
         return False
     try:
         uses = uses_of_amp(Tree(cst.parse_module(source)))
@@ -88,20 +97,25 @@ def is_guest(source: bytes) -> bool:
     return bool(uses) and "initialize" not in uses
 
 
+def _may_have_old_names(source: bytes) -> bool:
+    """Whether one of the words is in the text, also if it is encoded in UTF-16."""
+    return _OLD_WORDS.search(source.replace(b"\0", b"")) is not None
+
+
 def _rewrite_loop(
     module: cst.Module, to: Target, findings: list[Finding], *, keep_amp: bool
 ) -> tuple[cst.Module, bool]:
-    """The file with its training loop rewritten, and whether it has one that was refused."""
+    """The file with its training loop rewritten, and whether it has a loop that is not supported."""
     if to == "amp" or keep_amp:
         return module, False
     tree = Tree(module)
     try:
-        training = recognise(tree)
-        if training is None:
+        match = match_loop(tree)
+        if match is None:
             return module, False
-        edits, notes = (write_native if to == "halfpeak" else write_autocast)(tree, training)
-    except Unsure as unsure:
-        found = unsure.finding(tree)
+        edits, notes = (write_engine if to == "halfpeak" else write_autocast)(tree, match)
+    except NotSupported as refused:
+        found = refused.finding(tree.line(refused.node))
         keep = "keep halfpeak.amp" if to == "halfpeak" else "write --to amp"
         findings.append(replace(found, write=found.write.replace("keep halfpeak.amp", keep)))
         return module, True
@@ -118,7 +132,7 @@ def _visit(module: cst.Module, edits: Edits) -> cst.Module:
 
 
 def _on_old_lines(findings: list[Finding], old: str, new: str) -> list[Finding]:
-    """Findings in a text, with the lines of the text it was made from."""
+    """Findings in a new text, with the lines of the old text."""
     before, after = ([line.strip() for line in text.splitlines()] for text in (old, new))
     lines: dict[int, int] = {}
     for block in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
@@ -131,6 +145,6 @@ def _on_old_lines(findings: list[Finding], old: str, new: str) -> list[Finding]:
 
 
 def unreadable(source: bytes, line: int, reason: str) -> Rewritten:
-    """A file that is left as it is because it cannot be read."""
+    """The result for a file that cannot be read."""
     finding = Finding(line, "the file", f"it cannot be read: {reason}", "mend it, and run this again")
     return Rewritten(source, (finding,), unreadable=True)

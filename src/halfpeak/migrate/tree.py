@@ -1,4 +1,8 @@
-"""Tree: a file as a syntax tree, and where each imported name of an old library is used in it."""
+"""Tree: a file as a syntax tree, with each place where an imported name is used.
+
+libcst's ``QualifiedNameProvider`` gives names alone; here the import behind a name is needed too, and which of several
+assignments came before the use.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class Alias:
         node: the alias in the statement.
         statement: the import.
         local: the name it binds.
-        name: what that name stands for: ``apex`` for ``import apex.amp``.
-        full: what is imported: ``apex.amp`` for ``import apex.amp``.
+        name: the qualified name of ``local``: ``apex`` for ``import apex.amp``.
+        full: the module or name that is imported: ``apex.amp`` for ``import apex.amp``.
     """
 
     node: cst.ImportAlias
@@ -45,10 +49,10 @@ class Use:
     """One place where such a name is read.
 
     Attributes:
-        chain: the name, the first attribute of it, the second, ..., each with what it stands for.
+        chain: the name, its first attribute, the attribute of that, ..., each with its qualified name.
         aliases: the imports that it may come from.
-        doubt: why it may stand for something else; empty if it cannot.
-        scope: where it is read.
+        doubt: why the qualified name may be another one; empty if it is certain.
+        scope: the scope that it is read in.
     """
 
     chain: tuple[tuple[cst.BaseExpression, str], ...]
@@ -58,7 +62,7 @@ class Use:
 
     @property
     def name(self) -> str:
-        """What the whole chain of attributes stands for."""
+        """The qualified name of the whole chain."""
         return self.chain[-1][1]
 
     @property
@@ -71,8 +75,8 @@ class Tree:
     """A parsed file.
 
     Attributes:
-        module: the tree; what it says in full is the text that was parsed.
-        aliases: every name that is bound by an absolute import.
+        module: the tree.
+        aliases: every name that an absolute import binds.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -88,7 +92,7 @@ class Tree:
         return self._positions[node].start.line
 
     def code(self, node: cst.CSTNode) -> str:
-        """What a node says."""
+        """The source code of a node."""
         return self.module.code_for_node(node)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
@@ -102,7 +106,7 @@ class Tree:
             node = above
 
     def line_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
-        """The line that a node is in, if nothing else stands in it and it is no header of a block."""
+        """The line of a node, if it is a single statement and not the head of a block."""
         for above in self.parents(node):
             if isinstance(above, cst.SimpleStatementLine):
                 return above if len(above.body) == 1 else None
@@ -111,11 +115,11 @@ class Tree:
         return None
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The function that a node is in; None outside of all."""
+        """The innermost function around a node; None outside of all functions."""
         return next((above for above in self.parents(node) if isinstance(above, cst.FunctionDef)), None)
 
     def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
-        """The class whose method a function is."""
+        """The class that a function is a method of."""
         for above in self.parents(function) if function is not None else ():
             if isinstance(above, cst.ClassDef):
                 return above
@@ -123,21 +127,17 @@ class Tree:
                 return None
         return None
 
-    def within(self, function: cst.FunctionDef | None) -> Iterator[cst.CSTNode]:
-        """Everything in a function, or in the file."""
-        return walk(self.module if function is None else function)
-
     def scope(self, node: cst.CSTNode) -> Scope | None:
         """The scope that a node is evaluated in."""
         return self._scopes.get(node)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call of which a node is the function."""
+        """The call whose function is this node."""
         above = self.parent(node)
         return above if isinstance(above, cst.Call) and above.func is node else None
 
     def binds(self, name: str, scope: Scope) -> bool:
-        """Whether ``import name`` stands where ``scope`` sees it."""
+        """Whether ``import name`` is visible in ``scope``."""
         return any(
             isinstance(one, ImportAssignment)
             and isinstance(one.node, cst.Import)
@@ -146,14 +146,14 @@ class Tree:
         )
 
     def is_fallback(self, alias: Alias) -> bool:
-        """Whether a name is imported so only where another import of it has failed."""
+        """Whether the import is only made when another import of the same name has failed."""
         scope = self.scope(alias.statement)
         is_handled = any(isinstance(above, cst.ExceptHandler) for above in self.parents(alias.statement))
         return is_handled and scope is not None and len(list(scope[alias.local])) > 1
 
     @cached_property
     def uses(self) -> list[Use]:
-        """Every place where a name that an import binds is read, in the order of the file."""
+        """Every place where an imported name is read, in the order of the file."""
         known = {(id(alias.statement), name): alias for alias in self.aliases for name in _bound(alias.node)}
         found: dict[int, Use] = {}
         for scope in {id(scope): scope for scope in self._scopes.values() if scope is not None}.values():
@@ -194,7 +194,7 @@ class Tree:
         return ""
 
     def _is_fallback(self, node: cst.CSTNode) -> bool:
-        """Whether a name is set to nothing because its import failed: ``except ImportError: amp = None``."""
+        """Whether a name is set to None because its import failed: ``except ImportError: amp = None``."""
         for above in self.parents(node):
             if isinstance(above, cst.Assign):
                 return isinstance(above.value, cst.Name) and above.value.value in ("None", "False")
@@ -227,14 +227,14 @@ class Tree:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and everything below it, in the order of the text."""
+    """A node and all nodes below it, in the order of the text."""
     yield node
     for child in node.children:
         yield from walk(child)
 
 
 def names_in(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names that a node mentions: not attributes, not keywords of calls."""
+    """The names that a node mentions, without attributes and keywords of calls."""
     if isinstance(node, cst.Name):
         yield node
     elif isinstance(node, cst.Attribute | cst.Arg):

@@ -1,7 +1,8 @@
 """The verbs over whole lists, through ``torch._foreach_*`` and ``torch._amp_foreach_*``. Same meaning as the reference.
 
 Tensors are grouped by device and dtype first. What those kernels do not take (sparse gradients, complex ones, bfloat16
-on an accelerator) is viewed, widened, or handed to the reference.
+on an accelerator) is viewed, upcast, or handed to the reference. On the CPU a large gradient is unscaled and added chunk by
+chunk, so that memory is read and written once and not three times.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from halfpeak.core.host import is_on_host, read_host
-from halfpeak.ops import chunks, reference
+from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.ops import reference
+
+CHUNK = 2**16
+"""Elements of a large tensor that are unscaled at a time, so that they stay in the cache."""
+
+MIN_CHUNKED = 2**14
+"""Elements of a tensor from which a loop over its chunks is faster than an operation on a list."""
 
 _Group: TypeAlias = tuple[torch.device, torch.dtype, list[Tensor]]
 
@@ -52,7 +59,7 @@ def unscale_into(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into = grad * inv_scale``, strided floats that ``into`` is at least as wide as; see :func:`unscaled`."""
-    into, grads = _but_large(chunks.unscale_into, into, grads, inv_scale, found_inf)
+    into, grads = _without_large(_unscale_chunks, into, grads, inv_scale, found_inf)
     groups = _groups(into)
     if len(groups) == len(set(map(_DTYPE, grads))) == 1:
         torch._foreach_copy_(groups[0][2], list(grads))
@@ -65,7 +72,7 @@ def accumulate_(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
-    into, grads = _but_large(chunks.accumulate_into, into, grads, inv_scale, found_inf)
+    into, grads = _without_large(_accumulate_chunks, into, grads, inv_scale, found_inf)
     fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
     together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
     for _, _, group in _groups([t for t, _ in together]):
@@ -121,7 +128,7 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
     groups, rest = _sorted(grads)
     home = grads[0].device if grads else None
     norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = reference.clip_coef(norm, max_norm)
     # Multiplying by one changes no bit.
     if not (is_on_host(factor) and read_host(factor) == 1):
         _scale_(groups, rest, factor)
@@ -138,6 +145,90 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
         reference.clamp_(rest, limit)
 
 
+def gradients_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each tensor, or None."""
+    return list(map(_GRAD, tensors))
+
+
+def cannot_overflow(inv_scale: Tensor) -> bool:
+    """Whether the host knows, without asking a device, that what is finite stays so when it is multiplied.  # f32[]"""
+    return is_on_host(inv_scale) and read_host(inv_scale) <= 1
+
+
+def matching_vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The memory of both as vectors, where they are large, dense, of one order and on the host, and ``into`` is float32."""
+    if into.numel() < MIN_CHUNKED or not into.is_cpu or into.dtype is not torch.float32:
+        return None
+    if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
+        return None
+    if into.shape != grad.shape or into.stride() != grad.stride():
+        return None
+    ours, theirs = as_vector(into), as_vector(grad)
+    return None if ours is None or theirs is None else (ours, theirs)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gap or overlap, in whatever order.
+
+    >>> import torch
+    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2])
+    (True, False)
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def as_vector(tensor: Tensor) -> Tensor | None:
+    """The memory of a plain dense tensor as a vector, in the order in which it lies; None for any other.
+
+    >>> import torch
+    >>> as_vector(torch.tensor([[1, 2], [3, 4]]).T)
+    tensor([1, 2, 3, 4])
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_dense(tensor):
+        return None
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
+    """``into = grad * inv_scale`` in the dtype of ``into``; see :func:`halfpeak.ops.reference.unscaled`.
+
+    Returns:
+        False, and nothing is done, where the two are not chunks of host memory in one order.
+    """
+    both = matching_vectors(into, grad)
+    if both is None or not cannot_overflow(inv_scale):
+        return False
+    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
+        there.copy_(chunk)
+        torch._amp_foreach_non_finite_check_and_unscale_([there], found_inf, inv_scale)
+    return True
+
+
+def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
+    """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`.
+
+    Returns:
+        False, and nothing is done, where the two are not chunks of host memory in one order.
+    """
+    both = matching_vectors(into, grad)
+    if both is None or not cannot_overflow(inv_scale):
+        return False
+    scratch = into.new_empty(min(CHUNK, into.numel()))
+    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
+        true = scratch[: len(chunk)].copy_(chunk)
+        torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, inv_scale)
+        there.add_(true)
+    return True
+
+
 def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) -> None:
     for device, dtype, group in groups:
         if _has_amp_kernel(device, dtype):
@@ -146,7 +237,7 @@ def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) ->
             wide = [grad.float() for grad in group]
             torch._foreach_mul_(wide, inv_scale.to(device))
             torch._foreach_copy_(group, wide)
-        if not chunks.only_shrinks(inv_scale):
+        if not cannot_overflow(inv_scale):
             # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
             _check_group_(group, device, dtype, found_inf)
 
@@ -213,7 +304,7 @@ def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
     return grad.layout is torch.strided and dtype is wide and not grad.is_complex()
 
 
-def _but_large(
+def _without_large(
     verb: Callable[[Tensor, Tensor, Tensor, Tensor], bool],
     into: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -221,7 +312,7 @@ def _but_large(
     found_inf: Tensor,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Do the large ones chunk by chunk, where that is possible; the pairs that are left."""
-    if not into or max(map(Tensor.numel, into)) < chunks.WORTH_IT:
+    if not into or max(map(Tensor.numel, into)) < MIN_CHUNKED:
         return into, grads
     left = [not verb(total, grad, inv_scale, found_inf) for total, grad in zip(into, grads, strict=True)]
     return list(compress(into, left)), list(compress(grads, left))
@@ -271,3 +362,4 @@ def _groups(tensors: Sequence[Tensor]) -> list[_Group]:
 _DTYPE: Final = attrgetter("dtype")
 _DEVICE: Final = attrgetter("device")
 _LAYOUT: Final = attrgetter("layout")
+_GRAD: Final = attrgetter("grad")

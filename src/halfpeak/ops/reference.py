@@ -74,10 +74,22 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``grad = grad * min(1, max_norm / (norm + 1e-6))`` in place; returns the norm before that."""  # f32[]
+    """``grad = grad * clip_coef(norm, max_norm)`` in place; returns the norm before that."""  # f32[]
     norm = global_norm(grads, norm_type)
-    scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale_(grads, clip_coef(norm, max_norm))
     return norm
+
+
+def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))``: what to multiply gradients of this norm by so that it is at most ``max_norm``.
+
+    Every other place that computes it is tested against this one: :func:`halfpeak.fused.decision.decide_on_host` in plain
+    numbers, and the control kernel in :mod:`halfpeak.ops.triton.control` on the device.
+
+    >>> clip_coef(torch.tensor(4.0), 1.0)
+    tensor(0.2500)
+    """  # f32[]
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:

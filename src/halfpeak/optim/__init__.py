@@ -1,6 +1,6 @@
-"""One interface for accumulation, clipping and mixed precision: the door for code written for ``mmengine.optim``.
+"""One interface for accumulation, clipping and mixed precision: the front end for code written for ``mmengine.optim``.
 
-Answers to mmengine 0.10.7 and does not need it; ``docs/compat/mmengine.md`` lists every difference.
+Compatible with mmengine 0.10.7, which need not be installed; ``docs/compat/mmengine.md`` lists every difference.
 """
 
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
@@ -9,8 +9,8 @@ from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.builder import build_optim_wrapper
 from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from halfpeak.optim.metrics_sink import ScalarHistory
 from halfpeak.optim.registry import Registry
-from halfpeak.optim.sink import ScalarHistory
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
 

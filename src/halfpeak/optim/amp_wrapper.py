@@ -1,4 +1,4 @@
-"""AmpOptimWrapper: torch's own autocast and a loss scale. Answers to mmengine 0.10.7, on every device."""
+"""AmpOptimWrapper: torch's own autocast and a loss scale. Compatible with mmengine 0.10.7, on every device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from halfpeak.checkpoint.foreign import ScalerState, from_grad_scaler, to_grad_s
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.plan import Plan
-from halfpeak.optim import exact
+from halfpeak.optim import resume_state
 from halfpeak.optim.wrapper import OptimWrapper
-from halfpeak.parts.loss_scaler import LossScaler
-from halfpeak.parts.verdict import Verdict
+from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.loss_scaler import LossScaler
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GRAD_SCALER_KEYS: Final = {
@@ -61,7 +61,7 @@ class AmpOptimWrapper(OptimWrapper):
         >>> wrapper.update_params(output.float().mean())
     """
 
-    _KEYS = ("loss_scaler", exact.KEY)
+    _KEYS = ("loss_scaler", resume_state.RESUME_KEY)
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AmpOptimWrapper(OptimWrapper):
         if not isinstance(use_fsdp, bool):
             raise ConfigTypeError(f"use_fsdp={use_fsdp!r} must be True or False")
         try:
-            self._agreement = Verdict("world" if use_fsdp else None)
+            self._agreement = FoundInfReducer("world" if use_fsdp else None)
         except ConfigError:
             raise ConfigError(
                 "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave it out"
@@ -89,9 +89,9 @@ class AmpOptimWrapper(OptimWrapper):
         """The loss scale, as code written for ``GradScaler`` reads it."""
         return ScalerView(self._ready().scalers[0], enabled=self._has_scaler())
 
-    def _plan(self) -> Plan:
+    def _config(self) -> EngineConfig:
         scale = self._scale_config if self._has_scaler() else None
-        return replace(super()._plan(), scale=scale or ScaleConfig.static())
+        return replace(super()._config(), scale=scale or ScaleConfig.static())
 
     def _has_scaler(self) -> bool:
         """bfloat16 and wider dtypes have the range of float32: they get a scale only where one was given."""
@@ -99,8 +99,8 @@ class AmpOptimWrapper(OptimWrapper):
             self._is_default and self._low_dtype() is not torch.float16
         )
 
-    def _verdict(self) -> Verdict:
-        return super()._verdict() if self._agreement.local else self._agreement
+    def _reducer(self) -> FoundInfReducer:
+        return super()._reducer() if self._agreement.is_local else self._agreement
 
     def _casting(self) -> AbstractContextManager[Any]:
         # A scope lives as long as one forward pass, so no cast outlives its weight. Backward runs outside, as torch asks.

@@ -1,4 +1,4 @@
-"""ApexOptimWrapper: the opt levels behind a wrapper, without any apex. Answers to mmengine 0.10.7."""
+"""ApexOptimWrapper: the opt levels behind a wrapper, without any apex. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties, resolve
 from halfpeak.core.policy import NormRule
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.optim import exact
+from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
-from halfpeak.optim.wrapped import check_can_convert, reconnect, unwrap
+from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 
 
@@ -59,7 +59,7 @@ class ApexOptimWrapper(OptimWrapper):
         torch.bfloat16
     """
 
-    _KEYS = ("apex_amp", exact.KEY)
+    _KEYS = ("apex_amp", resume_state.RESUME_KEY)
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ApexOptimWrapper(OptimWrapper):
         self._norms: NormRule = norms
         self._wrapped: nn.Module | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
-        self._plan_made = self._make_plan()
+        self._made_config = self._make_config()
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
         """Run backward under the scale of a loss. Counts one.
@@ -110,10 +110,10 @@ class ApexOptimWrapper(OptimWrapper):
         """
         self._run_backward(loss, loss_id, kwargs)
 
-    def _plan(self) -> Plan:
-        return self._plan_made
+    def _config(self) -> EngineConfig:
+        return self._made_config
 
-    def _make_plan(self) -> Plan:
+    def _make_config(self) -> EngineConfig:
         properties = resolve(
             self.opt_level,
             cast_model_type=self.cast_model_type,
@@ -124,7 +124,7 @@ class ApexOptimWrapper(OptimWrapper):
         )
         properties = properties if self.enabled else Properties()
         output = None if self.cast_model_outputs is None else parse_dtype(self.cast_model_outputs)
-        return Plan(
+        return EngineConfig(
             properties=properties,
             policy=properties.policy(norms=self._norms, output=output if self.enabled else None),
             scale=properties.scale_config(ScaleConfig.bounded(self.min_loss_scale, self.max_loss_scale)),
@@ -150,7 +150,7 @@ class ApexOptimWrapper(OptimWrapper):
             check_can_convert(wrapped)
         # DistributedDataParallel has made the weights of all ranks equal, so the masters may start from exact ones.
         values = [(p, p.data) for p in model.parameters()] if wrapped is not model else []
-        engine = build(self._plan_made, [model], [self.optimizer], verdict=self._verdict())
+        engine = build(self._made_config, [model], [self.optimizer], reducer=self._reducer())
         for parameter, value in values:
             engine.masters.take(parameter, value)
         if self._is_converting():
@@ -158,7 +158,7 @@ class ApexOptimWrapper(OptimWrapper):
         return engine
 
     def _is_converting(self) -> bool:
-        return self._plan_made.policy.param is not None
+        return self._made_config.policy.param is not None
 
     def _extra_state(self) -> dict[str, Any]:
         state = super()._extra_state()
@@ -171,8 +171,8 @@ class ApexOptimWrapper(OptimWrapper):
             from_apex(state["apex_amp"])
         if self._engine is not None:
             super()._check_state(state)
-        elif exact.KEY in state:
-            exact.check_form(state[exact.KEY])
+        elif resume_state.RESUME_KEY in state:
+            resume_state.check_resume_format(state[resume_state.RESUME_KEY])
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
         saved = from_apex(state.get("apex_amp") or {})

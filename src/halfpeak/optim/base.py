@@ -1,4 +1,4 @@
-"""BaseOptimWrapper: what every wrapper answers about the optimizer in it. Answers to mmengine 0.10.7."""
+"""BaseOptimWrapper: the methods of every wrapper about the optimizer in it. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import ConfigTypeError
-from halfpeak.engine.state_checks import check_optimizer
+from halfpeak.engine.validation import check_optimizer
 
 
 class BaseOptimWrapper(Optimizer, ABC):
@@ -24,15 +24,15 @@ class BaseOptimWrapper(Optimizer, ABC):
 
     Attributes:
         optimizer: the optimizer. May be replaced.
-        base_param_settings: with several groups, a pseudo-group that is never optimized, so that schedulers move a
-            base learning rate which no multiplier of a group has touched; else None.
+        base_param_settings: with several groups, a pseudo-group that is never optimized, in which schedulers move the
+            base learning rate without a group's multiplier; else None.
 
     Raises:
         ConfigTypeError: ``optimizer`` is not an optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Optimizer's own constructor would make groups and state of its own; this class passes everything on.
+        # Optimizer's own constructor would make groups and state; this class delegates to the optimizer's.
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, BaseOptimWrapper):
             raise ConfigTypeError(
                 f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; write optimizer=SGD(...)"
@@ -100,16 +100,16 @@ class BaseOptimWrapper(Optimizer, ABC):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, or a plain optimizer's. The argument is not changed.
+        """Restore what :meth:`state_dict` returned, or a plain optimizer's state. The argument is not changed.
 
         Raises:
             StateError: it does not fit the optimizer. Nothing was loaded.
         """
         check_optimizer(self.optimizer, state_dict)
-        self.optimizer.load_state_dict(_owned({key: state_dict[key] for key in ("state", "param_groups")}))
+        self.optimizer.load_state_dict(_cloned({key: state_dict[key] for key in ("state", "param_groups")}))
         settings = state_dict.get("base_param_settings")
         if settings is not None:
-            self.base_param_settings = _owned(settings)
+            self.base_param_settings = _cloned(settings)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register on the optimizer in it."""
@@ -133,12 +133,12 @@ def _momentum(group: Mapping[str, Any]) -> float:
     return group["betas"][0] if "betas" in group else 0
 
 
-def _owned(value: Any) -> Any:
-    """A copy that shares no tensor: torch's optimizers keep the tensors they load and step them in place."""
+def _cloned(value: Any) -> Any:
+    """A copy that shares no tensor, because torch's optimizers keep loaded tensors and step them in place."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _owned(item) for key, item in value.items()}
+        return {key: _cloned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([_owned(item) for item in value])
+        return type(value)([_cloned(item) for item in value])
     return value

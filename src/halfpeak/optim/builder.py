@@ -1,4 +1,4 @@
-"""build_optim_wrapper: the one call from a configuration to a wrapper. Answers to mmengine 0.10.7."""
+"""build_optim_wrapper: from a configuration to a wrapper. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
     """Build what a configuration describes over the parameters of ``model``.
 
     Args:
-        cfg: left as it is. ``type`` names the wrapper (default ``"OptimWrapper"``), ``optimizer`` is the optimizer's
+        cfg: not changed. ``type`` names the wrapper (default ``"OptimWrapper"``), ``optimizer`` is the optimizer's
             dict with a ``type`` of its own, or a built optimizer; ``paramwise_cfg`` gives parameters options of their own
-            (:class:`DefaultOptimWrapperConstructor`); ``constructor`` names who reads all this; every other key goes to
-            the wrapper.
+            (:class:`DefaultOptimWrapperConstructor`); ``constructor`` names the constructor; every other key is an argument
+            of the wrapper.
 
     Returns:
-        What the constructor returns: a wrapper, unless it is one of your own that returns something else.
+        What the constructor returns: a wrapper, unless you registered a constructor that returns something else.
 
     Raises:
         RegistryError: a name that is not registered.
@@ -39,7 +39,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
         raise ConfigTypeError(
             f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='OptimWrapper', optimizer=dict(...))"
         )
-    wrapper_cfg = dict(_owned(cfg))
+    wrapper_cfg = dict(_copied(cfg))
     paramwise_cfg = wrapper_cfg.pop("paramwise_cfg", None)
     constructor = wrapper_cfg.pop("constructor", None)
     if constructor is None and isinstance(wrapper_cfg.get("optimizer"), Optimizer):
@@ -59,13 +59,13 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
     return construct(model)
 
 
-def _owned(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples. What they hold is shared: an optimizer must stay itself."""
+def _copied(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples. Their leaves are shared: an optimizer must stay the same object."""
     if isinstance(value, dict):
-        rebuilt: dict[Any, Any] = copy.copy(value)  # of its own type, which may give attribute access
+        rebuilt: dict[Any, Any] = copy.copy(value)  # keeps a type with attribute access
         for key, item in value.items():
-            rebuilt[key] = _owned(item)
+            rebuilt[key] = _copied(item)
         return rebuilt
     if type(value) in (list, tuple):
-        return type(value)(_owned(item) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""The ``clip_grad`` dict of a wrapper, checked when the wrapper is made."""
+"""The ``clip_grad`` argument of a wrapper, checked when the wrapper is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
-from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
+from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 
 _NORM_KEYS = ("max_norm", "norm_type", "error_if_nonfinite", "foreach")
 _VALUE_KEYS = ("clip_value", "foreach")
@@ -18,7 +18,7 @@ _VALUE_KEYS = ("clip_value", "foreach")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrictClipNorm:
-    """Clip by norm and refuse a norm that is not finite (``error_if_nonfinite=True``). Waits for the device."""
+    """Clip by norm, or raise if the norm is not finite (``error_if_nonfinite=True``). Waits for the device."""
 
     clip: ClipNorm
 
@@ -95,6 +95,6 @@ def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: st
         )
     if required not in given:
         raise ConfigError(
-            f"If `clip_grad` is not None, it must say how much: {dict(clip_grad)!r} lacks {required!r}; write "
+            f"If `clip_grad` is not None, it must have a limit: {dict(clip_grad)!r} lacks {required!r}; write "
             f"dict(type={kind!r}, {required}=1.0)"
         )

@@ -1,4 +1,4 @@
-"""DefaultOptimWrapperConstructor: a model and a configuration make an optimizer in a wrapper. Answers to mmengine 0.10.7."""
+"""DefaultOptimWrapperConstructor: from a model and a configuration to a wrapper. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
-from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
-from halfpeak.optim.rules import (
+from halfpeak.optim.paramwise import (
     Place,
     check_custom_options,
     check_paramwise,
@@ -20,6 +19,7 @@ from halfpeak.optim.rules import (
     is_dcn,
     lr_multiplier,
 )
+from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
 
 _logger = logging.getLogger("halfpeak.optim")
 

@@ -1,4 +1,4 @@
-"""What a configuration may name: the optimizers, the wrappers and their constructors."""
+"""The registries: names for optimizers, wrappers and constructors in a configuration."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TORCH_OPTIMIZERS: Final = tuple(
         if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
     )
 )
-"""The names of torch's own, whichever the installed release has."""
+"""The names of torch's own optimizers in the installed release."""
 
 FUSED_OPTIMIZERS: Final = (FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD)
-"""Ours, under the names that apex's had."""
+"""halfpeak's own, under the names of apex's."""
 
 OPTIMIZERS: Final = Registry("optimizer")
 """What ``type`` of an ``optimizer`` configuration may name."""

@@ -1,4 +1,4 @@
-"""Names that a configuration may use, and what each of them builds."""
+"""A closed registry: names that a configuration may use, and the factory of each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ F = TypeVar("F", bound=Factory)
 class Registry:
     """A closed table from names to factories.
 
-    A name in a configuration means exactly what was registered under it; it is never imported or looked up anywhere
-    else, so a configuration that someone else wrote can build nothing but the members. Code that calls :meth:`build`
+    A name in a configuration means exactly what was registered under it. Names are never imported, so an untrusted
+    configuration can build nothing but registered members. Code that calls :meth:`build`
     itself may give a factory in place of a name.
 
     Args:
-        name: what the members are, for messages: ``"optimizer"``.
+        name: the kind of members, for messages: ``"optimizer"``.
 
     >>> OPTIMIZERS = Registry("optimizer")
     >>> @OPTIMIZERS.register_module()
@@ -76,7 +76,7 @@ class Registry:
 
     @property
     def module_dict(self) -> Mapping[str, Factory]:
-        """The members, to look at."""
+        """The members, read-only."""
         return MappingProxyType(self._members)
 
     def get(self, name: str) -> Factory | None:
@@ -98,7 +98,7 @@ class Registry:
 
         Args:
             name: the name, or several; by default the factory's own.
-            force: whether to take a name from its present owner.
+            force: replace a factory that has the name already.
 
         Raises:
             RegistryError: the name is taken.
@@ -156,7 +156,7 @@ class Registry:
         """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments.
 
         Args:
-            cfg: left as it is.
+            cfg: not changed.
             default_args: arguments for what ``cfg`` leaves out, ``type`` among them.
 
         Raises:
@@ -180,7 +180,7 @@ class Registry:
 
 
 class Keywords(NamedTuple):
-    """What a factory takes by name, in order, and whether it takes any other name too."""
+    """The keyword arguments of a factory, in order, and whether it takes any others (``**kwargs``)."""
 
     names: tuple[str, ...]
     is_open: bool
@@ -209,7 +209,7 @@ def keywords_of(factory: Factory) -> Keywords:
 
 
 def name_of(factory: Factory) -> str:
-    """What messages call a factory."""
+    """The name of a factory in messages."""
     return getattr(factory, "__name__", repr(factory))
 
 

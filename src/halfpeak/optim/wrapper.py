@@ -1,4 +1,4 @@
-"""OptimWrapper: accumulation, clipping and a step behind one call. Answers to mmengine 0.10.7."""
+"""OptimWrapper: accumulation, clipping and a step behind one call. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.casting.scope import contained
+from halfpeak.casting.scope import restoring_scopes
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
-from halfpeak.core.outcome import StepResult
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.engine.slots import Phase
 from halfpeak.engine.sync import synchronising
+from halfpeak.optim.accumulation import BackwardCounts, CountsAccumulation
 from halfpeak.optim.clipping import parse_clip_grad
-from halfpeak.optim.counting import Counting
-from halfpeak.optim.counts import Counts
-from halfpeak.optim.sink import ScalarHistory, Sink, check_sink, message_hub
-from halfpeak.optim.stateful import StatefulWrapper
-from halfpeak.optim.wrapped import has_shards, unwrap
-from halfpeak.parts.verdict import Verdict
+from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, message_hub
+from halfpeak.optim.resume_state import ResumableWrapper
+from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.state.found_inf import FoundInfReducer
 
 
-class OptimWrapper(StatefulWrapper, Counting):
+class OptimWrapper(ResumableWrapper, CountsAccumulation):
     """A float32 step: accumulate, clip, step, zero.
 
     ::
@@ -39,18 +37,18 @@ class OptimWrapper(StatefulWrapper, Counting):
                               backward
                               if a step is due: step (clip, step), zero_grad
 
-    A step whose gradients are not finite is skipped. Everything goes through the engine; the wrapper counts.
+    A step whose gradients are not finite is skipped. The engine takes the steps; the wrapper counts backward passes.
 
     Args:
         optimizer: the optimizer.
         accumulative_counts: backward passes per step.
         clip_grad: ``dict(max_norm=1.0)``, ``dict(type='value', clip_value=0.2)``, or None.
-        sink: where ``train/grad_norm`` goes; None means mmengine's current message hub where mmengine is in use, else
+        sink: receives ``train/grad_norm``; None means mmengine's current message hub where mmengine is in use, else
             :attr:`history`.
 
     Attributes:
-        history: the scalars that went to no other sink.
-        last_result: what the step of the last iteration did; None where none was due.
+        history: the scalars, if there is no other sink.
+        last_result: the result of the last iteration's step; None where none was due.
         clip_grad_kwargs: ``clip_grad`` without its ``type``, or None.
 
     Raises:
@@ -79,7 +77,7 @@ class OptimWrapper(StatefulWrapper, Counting):
         *,
         sink: Sink | None = None,
     ) -> None:
-        self._counts = Counts(accumulative_counts)
+        self._counts = BackwardCounts(accumulative_counts)
         self._clip = parse_clip_grad(clip_grad)
         self.clip_grad_kwargs: dict[str, Any] | None = None
         if clip_grad is not None:
@@ -117,7 +115,7 @@ class OptimWrapper(StatefulWrapper, Counting):
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
         else:
-            # torch's schedulers ask this to warn of a step that was forgotten; inside a window none is due.
+            # torch's schedulers read this to warn of a forgotten step; inside a window none is due.
             self._opt_called = True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -141,17 +139,16 @@ class OptimWrapper(StatefulWrapper, Counting):
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
         engine = self._ready()
-        lane = engine.lanes[0]
         if closure is not None and self._counts.every > 1:
             raise ClosureError(
                 f"a closure evaluates one whole step, so it cannot be combined with accumulative_counts={self._counts.every}"
             )
-        if closure is None and lane.phase is Phase.SCALED:
+        if closure is None and engine.has_scaled_grads:
             raise OrderError(
                 "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
                 "inside a window; enter it once for each backward pass"
             )
-        has_gradients = lane.has_gradients()
+        has_gradients = engine.has_gradients
         self.last_result = result = engine.step(closure, keep_gradients=True)
         if result.grad_norm is not None and has_gradients:
             self.message_hub.update_scalar("train/grad_norm", result.grad_norm)
@@ -180,14 +177,14 @@ class OptimWrapper(StatefulWrapper, Counting):
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         self._synchronised = self.should_sync() or not can_wait
         with ExitStack() as stack:
-            stack.enter_context(contained())
+            stack.enter_context(restoring_scopes())
             stack.enter_context(synchronising(model, self._synchronised))
             stack.enter_context(self._casting())
             yield
 
     @property
     def message_hub(self) -> Sink:
-        """Where scalars go."""
+        """The sink of scalars."""
         return self._sink or message_hub() or self.history
 
     def __repr__(self) -> str:
@@ -196,14 +193,16 @@ class OptimWrapper(StatefulWrapper, Counting):
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         engine = self._ready()
         self.last_result, self._pending = None, {}
-        block = engine.scaled(loss, lanes=engine.lanes, loss_id=loss_id, delay=not self._synchronised)
-        with contained(), engine.casting, block as scaled:
+        block = engine.scaled(loss, loss_id=loss_id, delay=not self._synchronised)
+        with restoring_scopes(), engine.casting, block as scaled:
             scaled.backward(**kwargs)
         self._counts.done += 1
 
-    def _plan(self) -> Plan:
-        """What this wrapper asks of the engine."""
-        return Plan(properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip)
+    def _config(self) -> EngineConfig:
+        """The configuration of the engine."""
+        return EngineConfig(
+            properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip
+        )
 
     def _casting(self) -> AbstractContextManager[Any]:
         """The casts of the forward pass."""
@@ -212,16 +211,16 @@ class OptimWrapper(StatefulWrapper, Counting):
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model of the coming forward pass."""
         engine = self._ready()
-        engine.watch(unwrap(model))
+        engine.add_model(unwrap(model))
         self._put_buffers(engine)
 
-    def _verdict(self) -> Verdict:
-        return Verdict("world" if has_shards(self.optimizer) else None)
+    def _reducer(self) -> FoundInfReducer:
+        return FoundInfReducer("world" if has_shards(self.optimizer) else None)
 
     def _build(self) -> Engine:
-        return build(self._plan(), [], [self.optimizer], verdict=self._verdict())
+        return build(self._config(), [], [self.optimizer], reducer=self._reducer())
 
-    def _hold(self, engine: Engine | None) -> None:
+    def _set_engine(self, engine: Engine | None) -> None:
         self._engine = engine
         if engine is not None and engine.policy.param is None:
             # When this wrapper is gone, another may take the optimizer. A converted model needs its masters on.
@@ -236,11 +235,11 @@ class OptimWrapper(StatefulWrapper, Counting):
             before.remove()
             self._engine = None
         engine = self._build()
-        self._hold(engine)
+        self._set_engine(engine)
         if before is not None:
             for scaler, known in zip(engine.scalers, before.scalers, strict=True):
                 scaler.state = known.state
             for model in before.models:
-                engine.watch(model)
+                engine.add_model(model)
         self._apply_pending(engine)
         return engine

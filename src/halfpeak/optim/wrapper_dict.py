@@ -1,4 +1,4 @@
-"""OptimWrapperDict: several wrappers under names, as GAN training has them. Answers to mmengine 0.10.7."""
+"""OptimWrapperDict: several wrappers under names, as GAN training has them. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from halfpeak.recipes.plan import Plan
 
 
 class Batch(NamedTuple):
@@ -27,7 +24,7 @@ class Score(NamedTuple):
 
 
 class Recipe(Protocol):
-    """A training job. Everything here is a pure function of the plan, the seed and the data on disk."""
+    """A training job. Everything here is a pure function of the configuration, the seed and the data on disk."""
 
     @property
     def samples(self) -> int:
@@ -70,18 +67,6 @@ class Recipe(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spec:
-    """What is known of a recipe before its data is loaded.
-
-    Attributes:
-        defaults: the settings it brings; every setting of a plan without a default of its own is among them. A short
-            run gets less than their warm-up.
-        own: the settings that only this recipe reads.
-    """
-
-    name: str
-    brief: str
-    defaults: Mapping[str, Any]
-    own: frozenset[str]
-    build: Callable[[Plan, torch.device], Recipe]
+def mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of scores of equally large batches, on the device."""
+    return Score(*(torch.stack(list(column)).mean() for column in zip(*scores, strict=True)))

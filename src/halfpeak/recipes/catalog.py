@@ -1,10 +1,9 @@
-"""The recipes by name, and how what a person asked for becomes a complete plan."""
+"""The recipes by name, and how what a person asked for becomes a complete configuration."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,99 +14,76 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
 from halfpeak.insight.suitable import suitable_level
 from halfpeak.recipes import digits, pysource
-from halfpeak.recipes.base import Recipe, Spec
-from halfpeak.recipes.driver import properties
-from halfpeak.recipes.order import Order
-from halfpeak.recipes.plan import Plan, check
-from halfpeak.recipes.runner_job import check_runner
-from halfpeak.recipes.wrapper_driver import check_wrapper, suited
+from halfpeak.recipes.base import Recipe
+from halfpeak.recipes.precision import properties
+from halfpeak.recipes.sampler import BatchSampler
+from halfpeak.recipes.settings import (
+    AUTO,
+    DEFAULT_RECIPE,
+    TrainConfig,
+    find_recipe,
+    merge_layers,
+    parse_values,
+    quote,
+)
 
-RECIPES: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in (digits.SPEC, pysource.SPEC)})
-"""Every recipe by its name."""
-
-DEFAULT = digits.SPEC.name
-
-AUTO = "auto"
-"""The level that suits the device."""
-
-
-def find_recipe(name: object) -> Spec:
-    """The recipe of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not isinstance(name, str) or name not in RECIPES:
-        near = difflib.get_close_matches(str(name), RECIPES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"unknown recipe {name!r}; write one of {', '.join(RECIPES)}{hint}")
-    return RECIPES[name]
+_BUILDERS: Mapping[str, Callable[[TrainConfig, torch.device], Recipe]] = MappingProxyType(
+    {"digits": digits.build, "pysource": pysource.build}
+)
 
 
-def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """One set of values from several, later ones winning. A length in epochs replaces one in steps, and so on.
-
-    >>> layered({"steps": 10, "lr": 0.1}, {"epochs": 2.0})
-    {'lr': 0.1, 'epochs': 2.0}
-    """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for rivals in (("steps", "epochs"), ("clip_norm", "clip_value")):
-            if any(layer.get(name) is not None for name in rivals):
-                for name in rivals:
-                    merged.pop(name, None)
-        merged.update(layer)
-    return merged
+def build_recipe(config: TrainConfig, device: torch.device) -> Recipe:
+    """The recipe that a configuration names, with its data on the device."""
+    return _BUILDERS[config.recipe](config, device)
 
 
-def draft(*layers: Mapping[str, Any]) -> Plan:
-    """A plan from the recipe's defaults and the given layers, later ones winning.
+def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from the recipe's defaults and the given layers, later ones winning.
 
     Raises:
         ConfigError: an unknown setting, a bad value, a setting that the recipe does not read, or an override that makes
             no sense at the level.
     """
-    given = layered(*(check(layer) for layer in layers))
-    spec = find_recipe(given.get("recipe", DEFAULT))
-    for name in ("size", "context"):
-        if given.get(name) is not None and name not in spec.own:
+    given = merge_layers(*(parse_values(layer) for layer in layers))
+    name = given.get("recipe", DEFAULT_RECIPE)
+    info = find_recipe(name)
+    for setting in ("size", "context"):
+        if given.get(setting) is not None and setting not in info.own:
             raise ConfigError(
-                f"{name}={given[name]!r}: recipe {spec.name!r} has no such setting; leave it out"
+                f"{setting}={quote(given[setting])}: recipe {name!r} has no such setting; leave it out"
             )
-    # The recipe's warm-up may be too long for the run, whose length only measure() knows.
-    plan = Plan.from_values(layered(spec.defaults, {"warmup": None}, given))
-    _check_level(plan.level)
-    if plan.level != AUTO:
-        properties(plan)
-    check_wrapper(plan)
-    check_runner(plan)
-    return plan
+    # The recipe's warm-up may be too long for the run, whose length only complete() knows.
+    config = TrainConfig.from_values(merge_layers(info.defaults, {"warmup": None}, given))
+    _check_level(config.level)
+    if config.level != AUTO:
+        properties(config)
+    return config
 
 
-def settle(plan: Plan, device: torch.device) -> tuple[Plan, str | None]:
-    """The plan with the level that suits the device where none was asked for, and the reason for it."""
-    if plan.level != AUTO:
-        return plan, None
-    advice = suited(plan, suitable_level(device))
-    chosen = replace(plan, level=advice.level)
+def choose_level(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, str | None]:
+    """The configuration with the level that suits the device where none was asked for, and the reason for it."""
+    if config.level != AUTO:
+        return config, None
+    advice = suitable_level(device)
+    chosen = replace(config, level=advice.level)
     properties(chosen)
     return chosen, advice.reason
 
 
-def measure(plan: Plan, recipe: Recipe) -> tuple[Plan, Order]:
-    """The plan with its length and its warm-up in steps, now that the amount of data is known, and the data order."""
-    order = Order(samples=recipe.samples, batch=plan.batch, seed=plan.seed)
-    if plan.steps is None:
-        if plan.epochs is None:
+def complete(config: TrainConfig, recipe: Recipe) -> tuple[TrainConfig, BatchSampler]:
+    """The configuration with length and warm-up in steps, now that the amount of data is known, and the data order."""
+    sampler = BatchSampler(samples=recipe.samples, batch=config.batch, seed=config.seed)
+    if config.steps is None:
+        if config.epochs is None:
             raise ConfigError("neither steps nor epochs is given; write one of them")
-        steps = math.ceil(plan.epochs * order.batches / plan.accumulate)
-        plan = replace(plan, steps=steps, epochs=None)
-    if plan.schedule_steps is None:
-        plan = replace(plan, schedule_steps=plan.steps)
-    if plan.warmup is None:
-        longest = find_recipe(plan.recipe).defaults["warmup"]
-        plan = replace(plan, warmup=min(longest, (plan.schedule_steps or 0) // 10))
-    return plan, order
+        steps = math.ceil(config.epochs * sampler.batches / config.accumulate)
+        config = replace(config, steps=steps, epochs=None)
+    if config.schedule_steps is None:
+        config = replace(config, schedule_steps=config.steps)
+    if config.warmup is None:
+        longest = find_recipe(config.recipe).defaults["warmup"]
+        config = replace(config, warmup=min(longest, (config.schedule_steps or 0) // 10))
+    return config, sampler
 
 
 def _check_level(level: str) -> None:
@@ -116,5 +92,6 @@ def _check_level(level: str) -> None:
     near = next((name for name in (AUTO, *LEVELS) if name in (level.lower(), f"O{level[1:]}")), None)
     hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(
-        f"unknown level {level!r}; write one of {AUTO}, {', '.join(LEVELS)}, with the letter O, not the digit zero{hint}"
+        f"unknown level {quote(level)}; write one of {AUTO}, {', '.join(LEVELS)}, with the letter O, not the digit "
+        f"zero{hint}"
     )

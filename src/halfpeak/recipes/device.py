@@ -104,7 +104,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors have held on the accelerator; None where nobody counts."""
+    """The most bytes that tensors have held on the accelerator; None where the device does not count."""
     if device.type == "cpu":
         return None
     try:

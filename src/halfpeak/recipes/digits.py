@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfpeak.insight.extras import needs
-from halfpeak.recipes.base import Batch, Score, Spec
-from halfpeak.recipes.plan import Plan
+from halfpeak.recipes.base import Batch, Score
+from halfpeak.recipes.settings import TrainConfig
 
 HELD_OUT = 0.2
 WIDTH = 16
@@ -103,28 +102,6 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
     return images, labels, held_out
 
 
-def _build(plan: Plan, device: torch.device) -> Digits:
+def build(config: TrainConfig, device: torch.device) -> Digits:
+    """The recipe; it has no settings of its own."""
     return Digits(device)
-
-
-SPEC = Spec(
-    name="digits",
-    brief="a residual network with batch norm on 8x8 images of digits; seconds on a CPU",
-    # A large rate on normalised weights keeps every update above float16's resolution: O3 has no float32 copies.
-    defaults=MappingProxyType(
-        {
-            "optimizer": "sgd",
-            "lr": 0.1,
-            "weight_decay": 5e-4,
-            "warmup": 22,
-            "epochs": 20.0,
-            "batch": 64,
-            "eval_every": 44,
-            "save_every": 110,
-            # Its tensors are small: more threads gain a third on idle cores, and cost far more on busy ones.
-            "threads": 1,
-        }
-    ),
-    own=frozenset(),
-    build=_build,
-)

@@ -1,4 +1,4 @@
-"""The loop: steps, validations and checkpoints at their times, until the run is over or somebody stops it."""
+"""The loop: steps, validations and checkpoints at their times, until the run is over or is stopped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from halfpeak.insight.history import History, Row
 from halfpeak.recipes.training import Step, Training
 
 PATIENCE = 1.0
-"""Seconds after which slow steps are read although fewer than ``log_every`` were taken."""
+"""Seconds after which slow steps are read although fewer than ``log_every`` have passed."""
 
 
 class Reporter(Protocol):
-    """Whoever shows a run to a person."""
+    """What shows a run: a display, or lines of text."""
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
         """Steps whose numbers have just been read, and how many units a second they went at."""
@@ -49,16 +49,16 @@ class Loop:
         self._last_read = 0.0
 
     def run(self) -> Row | None:
-        """The last validation; None when somebody stopped the run before its last step."""
-        training, plan = self._training, self._training.plan
-        total = plan.steps or 0
+        """The last validation; None if ``stop`` ended the run before its last step."""
+        training, config = self._training, self._training.config
+        total = config.steps or 0
         validation: Row | None = None
         self._last_read = time.perf_counter()
         while training.step < total:
-            self._take(training.advance())
+            self._record(training.advance())
             over, stopped = training.step >= total, self._stop()
-            validates = over or _is_due(training.step, plan.eval_every)
-            saves = over or stopped or _is_due(training.step, plan.save_every)
+            validates = over or _is_due(training.step, config.eval_every)
+            saves = over or stopped or _is_due(training.step, config.save_every)
             if validates or saves:
                 self._report(self._history.read())
             if validates:
@@ -71,7 +71,7 @@ class Loop:
                 return None
         return validation
 
-    def _take(self, step: Step) -> None:
+    def _record(self, step: Step) -> None:
         rows = self._history.record(*step)
         overdue = not rows and time.perf_counter() - self._last_read > PATIENCE
         self._report(self._history.read() if overdue else rows)
@@ -84,7 +84,7 @@ class Loop:
         elapsed, self._last_read = now - self._last_read, now
         training = self._training
         training.seconds += elapsed
-        units = len(rows) * training.plan.batch * training.plan.accumulate * training.recipe.units
+        units = len(rows) * training.config.batch * training.config.accumulate * training.recipe.units
         self._reporter.rows(rows, units / max(elapsed, 1e-9))
 
     def _validate(self) -> Row:

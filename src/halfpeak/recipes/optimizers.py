@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate as a pure function of the steps taken."""
+"""Optimizers by name, and the learning rate as a pure function of the number of real steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ConfigError
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
-from halfpeak.recipes.plan import Plan
+from halfpeak.recipes.settings import TrainConfig
 
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
     {
@@ -37,50 +36,46 @@ LEAST_FACTOR = 0.01
 LOW_EPSILON = 1e-4
 
 
-def build_optimizer(plan: Plan, model: nn.Module, *, steps_low: bool) -> Optimizer:
-    """The plan's optimizer over the model's parameters. Vectors (biases, norms) are not decayed.
+def build_optimizer(config: TrainConfig, model: nn.Module, *, steps_low: bool) -> Optimizer:
+    """The optimizer over the model's parameters. Vectors (biases, norms) are not decayed.
 
     Args:
         steps_low: whether it will step 16-bit parameters. The usual epsilon of 1e-8 is 0 in float16, and the first
             vanished second moment would then be a division by zero; it gets 1e-4.
 
-    Raises:
-        ConfigError: an unknown optimizer.
     """
-    if plan.optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer={plan.optimizer!r} must be one of {', '.join(OPTIMIZERS)}")
-    kind, options = OPTIMIZERS[plan.optimizer]
-    epsilon = {"eps": LOW_EPSILON} if steps_low and plan.optimizer != "sgd" else {}
+    kind, options = OPTIMIZERS[config.optimizer]
+    epsilon = {"eps": LOW_EPSILON} if steps_low and config.optimizer != "sgd" else {}
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": plan.weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     on_cuda = all(parameter.is_cuda for parameter in model.parameters())
     # A fused optimizer skips in its own kernel, so no step waits for the device.
-    fused = {"fused": True} if on_cuda and plan.optimizer in FUSED else {}
-    return kind(groups, lr=plan.lr, **options, **epsilon, **fused)  # type: ignore[call-arg]
+    fused = {"fused": True} if on_cuda and config.optimizer in FUSED else {}
+    return kind(groups, lr=config.lr, **options, **epsilon, **fused)  # type: ignore[call-arg]
 
 
-def learning_rate(plan: Plan, taken: int) -> float:
-    """The rate of the step that follows ``taken`` real steps; a skipped step does not move it.
+def learning_rate(config: TrainConfig, num_steps: int) -> float:
+    """The rate of the step that follows ``num_steps`` real steps; a skipped step does not move it.
 
     It rises in a line over ``warmup`` steps, then falls to a hundredth of its peak by ``schedule_steps`` and stays.
 
-    >>> plan = Plan(optimizer="sgd", lr=1.0, weight_decay=0.0, warmup=2, batch=1, eval_every=0, save_every=0,
+    >>> config = TrainConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, warmup=2, batch=1, eval_every=0, save_every=0,
     ...             schedule="linear", schedule_steps=12)
-    >>> [round(learning_rate(plan, taken), 3) for taken in (0, 1, 2, 7, 12, 99)]
+    >>> [round(learning_rate(config, n), 3) for n in (0, 1, 2, 7, 12, 99)]
     [0.5, 1.0, 1.0, 0.505, 0.01, 0.01]
     """
-    warmup = plan.warmup or 0
-    if taken < warmup:
-        return plan.lr * (taken + 1) / warmup
-    if plan.schedule == "constant" or plan.schedule_steps is None:
-        return plan.lr
-    done = min(1.0, (taken - warmup) / max(1, plan.schedule_steps - warmup))
-    left = 1.0 - done if plan.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return plan.lr * (LEAST_FACTOR + (1.0 - LEAST_FACTOR) * left)
+    warmup = config.warmup or 0
+    if num_steps < warmup:
+        return config.lr * (num_steps + 1) / warmup
+    if config.schedule == "constant" or config.schedule_steps is None:
+        return config.lr
+    done = min(1.0, (num_steps - warmup) / max(1, config.schedule_steps - warmup))
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (LEAST_FACTOR + (1.0 - LEAST_FACTOR) * left)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -6,23 +6,22 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.recipes.base import Batch, Score, Spec
+from halfpeak.recipes.base import Batch, Score
 from halfpeak.recipes.gpt import SHAPES, ByteGPT
-from halfpeak.recipes.plan import Plan
+from halfpeak.recipes.settings import RECIPES, TrainConfig
 
 HELD_OUT_OF = 20
 """One file in so many is held out."""
 
 VALIDATION_SAMPLES = 64
-SIZE = "tiny"
-CONTEXT = 128
+
+DEFAULTS = RECIPES["pysource"].defaults
 
 
 class PySource:
@@ -46,7 +45,9 @@ class PySource:
         self.samples = (len(training) - 1) // context
         self._held_out_samples = min(VALIDATION_SAMPLES, (len(held_out) - 1) // context)
         if self.samples < 1 or self._held_out_samples < 1:
-            raise ConfigError(f"context={context} is longer than the text; write context={CONTEXT}")
+            raise ConfigError(
+                f"context={context} is longer than the text; write context={DEFAULTS['context']}"
+            )
 
     def model(self) -> nn.Module:
         """A new transformer."""
@@ -91,31 +92,7 @@ def _read(root: Path) -> tuple[bytes, bytes]:
     return b"".join(parts[0]), b"".join(parts[1])
 
 
-def _build(plan: Plan, device: torch.device) -> PySource:
-    size = plan.size or SIZE
-    if size not in SHAPES:
-        raise ConfigError(f"size={size!r} must be one of {', '.join(SHAPES)}")
-    return PySource(size, plan.context or CONTEXT, plan.batch, device)
-
-
-SPEC = Spec(
-    name="pysource",
-    brief="a byte-level GPT on the standard library's source text; sizes that fill a laptop or a GPU",
-    defaults=MappingProxyType(
-        {
-            "optimizer": "adamw",
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "warmup": 30,
-            "clip_norm": 1.0,
-            "steps": 300,
-            "batch": 16,
-            "size": SIZE,
-            "context": CONTEXT,
-            "eval_every": 50,
-            "save_every": 100,
-        }
-    ),
-    own=frozenset({"size", "context"}),
-    build=_build,
-)
+def build(config: TrainConfig, device: torch.device) -> PySource:
+    """The recipe of that size and context, on the library of the running Python."""
+    size, context = config.size or DEFAULTS["size"], config.context or DEFAULTS["context"]
+    return PySource(size, context, config.batch, device)

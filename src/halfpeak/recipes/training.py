@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.errors import CheckpointError, ConfigError
-from halfpeak.recipes.base import Recipe, Score
+from halfpeak.core.errors import CheckpointError, ConfigError, StateError
+from halfpeak.ops.async_scalar import AsyncCopy
+from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment, random_state, set_random_state
-from halfpeak.recipes.driver import Driver, NativeDriver, properties
-from halfpeak.recipes.late import Late
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate, set_learning_rate
-from halfpeak.recipes.order import Order
-from halfpeak.recipes.plan import FREE, Plan
+from halfpeak.recipes.precision import build_engine, properties
+from halfpeak.recipes.sampler import BatchSampler
+from halfpeak.recipes.settings import CHANGEABLE, TrainConfig, quote
 
 FORMAT = "halfpeak.train"
 VERSION = 1
-
-DriverFactory = Callable[[Plan, Recipe, nn.Module, Optimizer], Driver]
 
 
 class Step(NamedTuple):
@@ -36,59 +35,59 @@ class Step(NamedTuple):
 class Training:
     """The state of a run and how it moves.
 
-    What a step computes depends on the plan, the data and :meth:`state_dict`, and on nothing else: batches follow from
-    (seed, step), the learning rate from the number of real steps. The verdict of a step is read while the device works
-    on the next one, so the rate follows real steps exactly and nobody waits for an idle device.
+    What a step computes depends on the configuration, the data and :meth:`state_dict`, and on nothing else: batches follow
+    from (seed, step), the learning rate from the number of real steps. Whether a step was skipped is copied to the host
+    while the device works on the next one and read before that one ends, so the rate follows real steps exactly and the
+    device is never idle for it.
 
     Attributes:
         step: steps begun so far, skipped ones included.
-        taken: steps in which the optimizer moved.
-        seconds: time spent in training steps; whoever drives the run adds to it.
+        num_steps: steps in which the optimizer moved, without the last one until that is read.
+        seconds: time spent in training steps; the loop adds to it.
+        parameters: how many numbers the model learns.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        recipe: Recipe,
-        order: Order,
-        device: torch.device,
-        drive: DriverFactory = NativeDriver,
+        self, config: TrainConfig, recipe: Recipe, sampler: BatchSampler, device: torch.device
     ) -> None:
-        self.plan, self.recipe, self.order, self.device = plan, recipe, order, device
-        random.seed(plan.seed)
-        torch.manual_seed(plan.seed)
-        model = recipe.model().to(device)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        policy = properties(plan).policy()
+        self.config, self.recipe, self.device = config, recipe, device
+        self._sampler = sampler
+        random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        self.model = recipe.model().to(device)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        policy = properties(config).policy()
         steps_low = policy.param in LOW and not policy.masters
-        self.driver = drive(plan, recipe, model, build_optimizer(plan, model, steps_low=steps_low))
-        self.step = self.taken = 0
+        self.optimizer = build_optimizer(config, self.model, steps_low=steps_low)
+        self._engine = build_engine(config, self.model, self.optimizer)
+        self.step = self.num_steps = 0
         self.seconds = 0.0
-        self._verdict: Late | None = None
+        self._found_inf: AsyncCopy | None = None
 
     def advance(self) -> Step:
         """Take one step."""
-        first = self.step * self.plan.accumulate
-        batches = [self.recipe.batch(self.order.indices(first + i)) for i in range(self.plan.accumulate)]
-        score = self.driver.backward(batches)
-        self._settle()
-        rate = learning_rate(self.plan, self.taken)
-        set_learning_rate(self.driver.optimizer, rate)
-        result = self.driver.step()
-        self._verdict = Late(result.found_inf)
+        first = self.step * self.config.accumulate
+        score = self._backward([
+            self.recipe.batch(self._sampler.indices(first + i)) for i in range(self.config.accumulate)
+        ])  # fmt: skip
+        self._count_last()
+        rate = learning_rate(self.config, self.num_steps)
+        set_learning_rate(self.optimizer, rate)
+        result = self._engine.step()
+        self._found_inf = AsyncCopy(result.found_inf)
         self.step += 1
         scalars = {**score._asdict(), "loss_scale": result.scale, "skipped": result.found_inf}
         if result.grad_norm is not None:
             scalars["grad_norm"] = result.grad_norm
-        epoch = round(self.step * self.plan.accumulate / self.order.batches, 4)
+        epoch = round(self.step * self.config.accumulate / self._sampler.batches, 4)
         return Step({"step": self.step, "epoch": epoch, "lr": rate}, scalars)
 
     def validate(self) -> Step:
         """Loss and accuracy on the held-out data."""
-        model = self.driver.model
+        model = self.model
         model.eval()
         try:
-            with torch.no_grad(), self.driver.forward():
+            with torch.no_grad(), self._engine.forward():
                 total = torch.zeros(3, device=self.device)
                 for inputs, targets in self.recipe.validation():
                     score: Score = self.recipe.score(model(inputs), targets)
@@ -103,54 +102,74 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run. Waits for the device."""
-        self._settle()
+        self._count_last()
         return {
             "format": FORMAT,
             "version": VERSION,
-            "plan": self.plan.values(),
+            "plan": self.config.values(),
             "fingerprint": self.recipe.fingerprint,
             "environment": environment(self.device),
             "step": self.step,
-            "taken": self.taken,
+            "taken": self.num_steps,
             "seconds": self.seconds,
-            "driver": self.driver.state_dict(),
+            "driver": self._engine.state_dict(),
             "random": random_state(self.device),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called.
 
+        Args:
+            state: as :func:`require_checkpoint` returns it.
+
         Raises:
-            ConfigError: the plan differs in a setting that the parameters depend on, or the data are others.
+            ConfigError: the configuration differs in a setting that the parameters depend on, or the data are others.
+            StateError: a part is missing or impossible, or does not fit the model, the optimizer or the random generators.
         """
-        require_same(state["plan"], self.plan)
-        if state["fingerprint"] != self.recipe.fingerprint:
+        require_same(state["plan"], self.config)
+        _check_parts(state)
+        if state.get("fingerprint") != self.recipe.fingerprint:
             raise ConfigError(
-                f"the data of recipe {self.plan.recipe!r} changed since the run began; start a new run"
+                f"the data of recipe {self.config.recipe!r} changed since the run began; start a new run"
             )
-        self.driver.load_state_dict(state["driver"])
-        self.step, self.taken, self.seconds = state["step"], state["taken"], state["seconds"]
-        self._verdict = None
-        set_random_state(state["random"], self.device)
+        self._engine.load_state_dict(state["driver"])
+        self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
+        self._found_inf = None
+        try:
+            set_random_state(state["random"], self.device)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise StateError(f"the state of the random generators does not fit: {error}") from None
 
-    def _settle(self) -> None:
+    def _backward(self, batches: Sequence[Batch]) -> Score:
+        """Forward and backward of every batch of one step; their mean gradient is kept, their mean score returned."""
+        scores: list[Score] = []
+        for number, batch in enumerate(batches):
+            if number:
+                self._engine.step()  # inside a window: it only ends the backward pass before
+            with self._engine.forward():
+                score = self.recipe.score(self.model(batch.inputs), batch.targets)
+            self._engine.backward(score.loss)
+            scores.append(Score(score.loss.detach(), score.accuracy))
+        return mean_score(scores)
+
+    def _count_last(self) -> None:
         """Count the last step, if it was not skipped."""
-        if self._verdict is not None:
-            self.taken += self._verdict.read() == 0
-            self._verdict = None
+        if self._found_inf is not None:
+            self.num_steps += float(self._found_inf.read()) == 0
+            self._found_inf = None
 
 
-def require_same(saved: Mapping[str, Any], plan: Plan) -> None:
+def require_same(saved: Mapping[str, Any], config: TrainConfig) -> None:
     """Refuse to continue a run under other settings than those it began with.
 
     Raises:
-        ConfigError: names every setting that differs and is not in :data:`~halfpeak.recipes.plan.FREE`.
+        ConfigError: names every setting that differs and is not in :data:`~halfpeak.recipes.settings.CHANGEABLE`.
     """
-    now = plan.values()
+    now = config.values()
     changed = [
-        f"{name} was {saved.get(name)!r} and is {value!r}"
+        f"{name} was {quote(saved.get(name))} and is {value!r}"
         for name, value in now.items()
-        if name not in FREE and saved.get(name) != value
+        if name not in CHANGEABLE and saved.get(name) != value
     ]
     if changed:
         raise ConfigError(
@@ -168,6 +187,40 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
         raise CheckpointError(f"{source} is not a checkpoint of 'halfpeak train'")
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"{source} has version {state.get('version')!r}; this halfpeak reads version {VERSION}"
+            f"{source} has version {quote(state.get('version'))}; this halfpeak reads version {VERSION}"
         )
     return state
+
+
+def _check_parts(state: Mapping[str, Any]) -> None:
+    for name, is_possible in _PARTS.items():
+        if not is_possible(state.get(name)):
+            raise StateError(f"the saved run is damaged: its {name!r} is {quote(state.get(name))}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_text_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in (*value, *value.values()))
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+_PARTS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "environment": _is_text_by_name,
+        "step": _is_count,
+        "taken": _is_count,
+        "seconds": _is_seconds,
+        "driver": _is_dict,
+        "random": _is_dict,
+    }
+)

@@ -1,63 +1,69 @@
-"""The loop of a training run and the hooks that it calls: the door for code written for ``mmcv.runner``.
+"""The loop of a training run and the hooks that it calls: the front end for code written for ``mmcv.runner``.
 
 Answers to mmcv 1.7.2 and does not need it.
 """
 
-from halfpeak.runner.allreduce import allreduce_grads, allreduce_params
-from halfpeak.runner.base import BaseRunner
-from halfpeak.runner.builder import DefaultRunnerConstructor, build_runner, build_runner_constructor
-from halfpeak.runner.data_parallel import MMDataParallel
-from halfpeak.runner.ddp import MMDistributedDataParallel
-from halfpeak.runner.dist import get_dist_info, init_dist, master_only
-from halfpeak.runner.epoch import EpochBasedRunner
+from halfpeak.runner.builder import (
+    HOOKS,
+    RUNNER_BUILDERS,
+    RUNNERS,
+    DefaultRunnerConstructor,
+    build_runner,
+    build_runner_constructor,
+)
+from halfpeak.runner.checkpoint import load_checkpoint, load_state_dict, save_checkpoint, weights_to_cpu
+from halfpeak.runner.distributed import (
+    allreduce_grads,
+    allreduce_params,
+    get_dist_info,
+    init_dist,
+    master_only,
+)
 from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32
 from halfpeak.runner.fp16_model import wrap_fp16_model
 from halfpeak.runner.hook import Hook
-from halfpeak.runner.hooks.accumulate import GradientCumulativeOptimizerHook
+from halfpeak.runner.hook_list import Priority, get_priority
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
-from halfpeak.runner.hooks.closure import ClosureHook
-from halfpeak.runner.hooks.dist_evaluation import DistEvalHook
 from halfpeak.runner.hooks.ema import EMAHook
-from halfpeak.runner.hooks.evaluation import EvalHook
-from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
-from halfpeak.runner.hooks.fp16_accumulate import GradientCumulativeFp16OptimizerHook
-from halfpeak.runner.hooks.iter_timer import IterTimerHook
-from halfpeak.runner.hooks.logger import LoggerHook
-from halfpeak.runner.hooks.lr import (
+from halfpeak.runner.hooks.evaluation import DistEvalHook, EvalHook
+from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.hooks.loggers import LoggerHook, TensorboardLoggerHook, TextLoggerHook
+from halfpeak.runner.hooks.optim_wrapper import OptimWrapperHook
+from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
+from halfpeak.runner.hooks.profiler import ProfilerHook
+from halfpeak.runner.hooks.schedules import (
     CosineAnnealingLrUpdaterHook,
+    CosineAnnealingMomentumUpdaterHook,
     CosineRestartLrUpdaterHook,
     CyclicLrUpdaterHook,
+    CyclicMomentumUpdaterHook,
     ExpLrUpdaterHook,
     FixedLrUpdaterHook,
     FlatCosineAnnealingLrUpdaterHook,
     InvLrUpdaterHook,
     LinearAnnealingLrUpdaterHook,
+    LinearAnnealingMomentumUpdaterHook,
     LrUpdaterHook,
+    MomentumUpdaterHook,
     OneCycleLrUpdaterHook,
+    OneCycleMomentumUpdaterHook,
     PolyLrUpdaterHook,
     StepLrUpdaterHook,
-)
-from halfpeak.runner.hooks.memory import EmptyCacheHook
-from halfpeak.runner.hooks.momentum import (
-    CosineAnnealingMomentumUpdaterHook,
-    CyclicMomentumUpdaterHook,
-    LinearAnnealingMomentumUpdaterHook,
-    MomentumUpdaterHook,
-    OneCycleMomentumUpdaterHook,
     StepMomentumUpdaterHook,
 )
-from halfpeak.runner.hooks.optim_wrapper import OptimWrapperHook
-from halfpeak.runner.hooks.optimizer import OptimizerHook
-from halfpeak.runner.hooks.profiler import ProfilerHook
-from halfpeak.runner.hooks.sampler_seed import DistSamplerSeedHook
-from halfpeak.runner.hooks.sync_buffers import SyncBuffersHook
-from halfpeak.runner.hooks.tensorboard import TensorboardLoggerHook
-from halfpeak.runner.hooks.text_logger import TextLoggerHook
-from halfpeak.runner.iter_loader import IterLoader
-from halfpeak.runner.iteration import IterBasedRunner
+from halfpeak.runner.hooks.small import (
+    ClosureHook,
+    DistSamplerSeedHook,
+    EmptyCacheHook,
+    IterTimerHook,
+    SyncBuffersHook,
+)
 from halfpeak.runner.log_buffer import LogBuffer
+from halfpeak.runner.loop.base import BaseRunner
+from halfpeak.runner.loop.batches import IterLoader
+from halfpeak.runner.loop.epoch import EpochBasedRunner
+from halfpeak.runner.loop.iteration import IterBasedRunner
 from halfpeak.runner.loss_scaler import LossScaler
-from halfpeak.runner.members import HOOKS, RUNNER_BUILDERS, RUNNERS
 from halfpeak.runner.modules import BaseModule, ModuleDict, ModuleList, Sequential
 from halfpeak.runner.optimizer_builder import (
     OPTIMIZER_BUILDERS,
@@ -65,9 +71,8 @@ from halfpeak.runner.optimizer_builder import (
     build_optimizer,
     build_optimizer_constructor,
 )
-from halfpeak.runner.priority import Priority, get_priority
+from halfpeak.runner.parallel import MMDataParallel, MMDistributedDataParallel
 from halfpeak.runner.utilities import get_host_info, get_time_str, set_random_seed
-from halfpeak.runner.weights import load_checkpoint, load_state_dict, save_checkpoint, weights_to_cpu
 
 __all__ = [
     "HOOKS",

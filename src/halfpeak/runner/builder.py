@@ -1,6 +1,6 @@
 """What a configuration may name here, and build_runner: the call from a configuration to a runner.
 
-Answers to mmcv 1.7.2. The registries are filled in :mod:`halfpeak.runner.members`.
+Answers to mmcv 1.7.2. Each class registers itself where it is defined; importing ``halfpeak.runner`` imports them all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ RUNNER_BUILDERS: Final = Registry("runner constructor")
 """What its ``constructor`` may name."""
 
 
+@RUNNER_BUILDERS.register_module()
 class DefaultRunnerConstructor:
     """Builds the runner that ``runner_cfg["type"]`` names.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.casting.containers import map_tree
+from halfpeak.casting.tree import map_tree
 
 
 def cast_tensor_type(inputs: Any, src_type: torch.dtype, dst_type: torch.dtype) -> Any:

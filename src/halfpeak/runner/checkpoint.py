@@ -1,10 +1,14 @@
-"""Checkpoint files of a run: written as halfpeak's own, read also where mmcv wrote plain data."""
+"""Checkpoint files: reading, writing, their paths, and the functions for scripts without a runner.
+
+Files are written in halfpeak's own format, and read also where mmcv wrote plain data. Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from logging import Logger
 from pathlib import Path
@@ -12,19 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from halfpeak.checkpoint import load, load_plain
+from halfpeak.checkpoint import load, load_plain, save
 from halfpeak.checkpoint.trailer import looks_complete
-from halfpeak.core.errors import StateError
-from halfpeak.optim.wrapped import unwrap
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.optim.unwrap import unwrap
 
 StrPath = str | os.PathLike[str]
 Location = torch.device | str | None
 ReviseKeys = Sequence[tuple[str, str]]
 
 
-def read(path: StrPath, map_location: Location = "cpu") -> dict[str, Any]:
-    """What a checkpoint file holds: halfpeak's, with its digest checked, or plain data of another program.
+def read_checkpoint(path: StrPath, map_location: Location = "cpu") -> dict[str, Any]:
+    """The content of a checkpoint file: halfpeak's, with its digest checked, or plain data of another program.
 
     Args:
         map_location: as in ``torch.load``; ``"default"`` means the host.
@@ -74,7 +79,7 @@ def load_weights(
 
 
 def link_latest(target: Path) -> None:
-    """Let ``latest.pth`` beside a file lead to it."""
+    """Make ``latest.pth`` beside a file a link to it."""
     link = target.parent / "latest.pth"
     temporary = target.parent / ".latest.pth.tmp"
     temporary.unlink(missing_ok=True)
@@ -100,3 +105,118 @@ def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 def _shape(value: object) -> object:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def load_checkpoint(
+    model: nn.Module,
+    filename: StrPath,
+    map_location: Location = None,
+    strict: bool = False,
+    logger: Logger | None = None,
+    revise_keys: ReviseKeys = ((r"^module\.", ""),),
+) -> dict[str, Any]:
+    """Load the weights in a file into a model, and return everything in the file.
+
+    Args:
+        filename: a file of halfpeak, or of mmcv if it holds plain data.
+        map_location: as in ``torch.load``.
+        strict: refuse what does not fit exactly; otherwise it is left out, and ``logger`` says so.
+        revise_keys: pairs of a regular expression and its replacement, applied to each key.
+
+    Raises:
+        ConfigError: an address instead of a file.
+        CheckpointError: the file is damaged, missing, or holds something other than plain data.
+        StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+    """
+    if "://" in str(filename):
+        raise ConfigError(f"{filename} is an address; download it, and write the path of the file")
+    checkpoint = read_checkpoint(filename, map_location)
+    load_weights(model, checkpoint, strict=strict, revise_keys=revise_keys, logger=logger)
+    return checkpoint
+
+
+def load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = False, logger: Logger | None = None
+) -> None:
+    """Load weights; what does not fit is left out, and ``logger`` says so, unless ``strict``.
+
+    Raises:
+        StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+    """
+    load_weights(module, {"state_dict": state_dict}, strict=strict, revise_keys=(), logger=logger)
+
+
+def save_checkpoint(
+    model: nn.Module,
+    filename: StrPath,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> None:
+    """Save ``meta``, the weights and the state of the optimizer to a file: whole or not at all, with a digest.
+
+    Raises:
+        ConfigTypeError: ``meta`` is not a dict.
+        CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
+    """
+    if meta is not None and not isinstance(meta, Mapping):
+        raise ConfigTypeError(f"meta must be a dict, not {type(meta).__name__}; write meta=dict(seed=0)")
+    state: dict[str, Any] = {
+        "meta": {**(meta or {}), "time": time.asctime()},
+        "state_dict": weights_to_cpu(unwrap(model).state_dict()),
+    }
+    if isinstance(optimizer, Mapping):
+        state["optimizer"] = {name: one.state_dict() for name, one in optimizer.items()}
+    elif optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+    save(filename, state, keep_previous=False)
+
+
+def get_state_dict(
+    module: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """The ``state_dict`` of the module that a wrapper is around, or of the module itself."""
+    given = {} if destination is None else {"destination": destination}
+    return unwrap(module).state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+
+
+def weights_to_cpu(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights on the host."""
+    return {name: value.cpu() for name, value in state_dict.items()}
+
+
+def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
+    """The file that a template such as ``"epoch_{}.pth"`` names; its directory is made.
+
+    Raises:
+        ConfigError: the template does not take one number.
+    """
+    try:
+        name = filename_tmpl.format(number)
+    except (AttributeError, IndexError, KeyError, ValueError):
+        raise ConfigError(
+            f"filename_tmpl={filename_tmpl!r} must have one place for the number; write filename_tmpl='epoch_{{}}.pth'"
+        ) from None
+    directory = Path(out_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / name
+
+
+def checkpoint_directory(out_dir: StrPath | None, work_dir: str | None, owner: str) -> str:
+    """Where a hook saves: the work directory, or one of the same name inside ``out_dir``.
+
+    Raises:
+        ConfigError: there is neither.
+
+    >>> checkpoint_directory(None, "runs/a", "X"), checkpoint_directory("store", "runs/a", "X")
+    ('runs/a', 'store/a')
+    """
+    if out_dir is None:
+        if work_dir is None:
+            raise ConfigError(
+                f"{owner} has no place to save; give the runner work_dir=..., or the hook out_dir=..."
+            )
+        return work_dir
+    if work_dir is None or Path(out_dir) == Path(work_dir):
+        return str(out_dir)
+    return str(Path(out_dir) / Path(work_dir).name)

@@ -1,4 +1,4 @@
-"""Making a model compute in a low dtype the way mmcv 1.7.2 did: flags for its decorators, and a low model."""
+"""Models that compute in a low dtype the way mmcv 1.7.2 did: flags for its decorators, low weights, and an engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import (
     CastInputs,
@@ -19,6 +21,16 @@ from halfpeak.casting.modules import (
 )
 from halfpeak.core.dtypes import LOW, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.policy import Policy
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.engine import Engine
+from halfpeak.engine.prepare import build
+from halfpeak.engine.validation import check_models, check_optimizers, wrapper_of
+from halfpeak.optim.unwrap import check_can_convert, has_shards, reconnect, unwrap
+from halfpeak.state.clip import Clip
+from halfpeak.state.found_inf import FoundInfReducer
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights, float32 masters. ``"autocast"``: float32 weights, operations cast one by one."""
@@ -40,7 +52,7 @@ class Fp16Casts:
 
 
 def casts_of(module: object) -> Fp16Casts:
-    """What :func:`wrap_fp16_model` has set on a module; mmcv's own where somebody set ``fp16_enabled`` by hand."""
+    """The casts that :func:`wrap_fp16_model` has set on a module; mmcv's where a script set ``fp16_enabled`` itself."""
     casts = getattr(module, _ATTRIBUTE, None)
     return casts if isinstance(casts, Fp16Casts) else Fp16Casts()
 
@@ -79,7 +91,7 @@ def wrap_fp16_model(
 
 
 def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16) -> nn.Module:
-    """Make every normalisation layer in ``module`` float32, and let it take and return the low dtype; returns ``module``.
+    """Make every normalisation layer in ``module`` float32, with inputs and outputs in the low dtype; returns ``module``.
 
     Batch norm needs no casts: its kernels take low inputs with float32 weights. Doing this twice changes nothing.
 
@@ -98,7 +110,7 @@ def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16)
 
 
 def is_decorated(model: nn.Module) -> bool:
-    """Whether the model says itself where it computes in a low dtype."""
+    """Whether the model has ``auto_fp16`` methods, which cast at the places that it chose."""
     return any(hasattr(module, "fp16_enabled") for module in model.modules())
 
 
@@ -125,3 +137,98 @@ def parse_low(dtype: torch.dtype | str) -> torch.dtype:
     if low not in LOW:
         raise ConfigError(f"dtype={dtype!r} is not a low dtype; write 'float16' or 'bfloat16'")
     return low
+
+
+def build_fp16_engine(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    mode: Mode,
+    dtype: torch.dtype,
+    scale: ScaleConfig,
+    clip: Clip,
+    reducer: FoundInfReducer,
+) -> Engine:
+    """Prepare model and optimizer. A refused call leaves them as they were.
+
+    Args:
+        model: may be wrapped in ``DistributedDataParallel``.
+        optimizer: with ``mode="master"`` its groups hold float32 masters afterwards.
+        mode: see :func:`~halfpeak.runner.fp16_model.wrap_fp16_model`.
+        dtype: the low dtype.
+        scale: how the loss scale moves.
+        clip: what limits the gradients.
+        verdict: the reduction of found_inf over the ranks.
+
+    Raises:
+        ParameterError: a model or optimizer that cannot be prepared.
+    """
+    inner = unwrap(model)
+    if mode == "autocast":
+        config = EngineConfig(properties=Properties(), policy=Policy(), scale=scale, clip=clip)
+        engine = build(config, [inner], [optimizer], reducer=reducer)
+        wrap_fp16_model(inner, mode=mode, dtype=dtype)
+        return engine
+    check_can_convert(model)
+    properties = resolve("O2" if dtype is torch.float16 else "O5")
+    policy = properties.policy(norms="all")
+    exact = [(parameter, parameter.data) for parameter in inner.parameters()]
+    if is_decorated(inner):
+        # The decorators cast at the places the model chose, so nothing may be cast at its boundary.
+        policy = Policy(masters=True)
+        check_models([inner], policy)
+        check_optimizers([optimizer], [inner])
+        wrap_fp16_model(inner, mode=mode, dtype=dtype)
+    config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip)
+    engine = build(config, [inner], [optimizer], reducer=reducer)
+    for parameter, value in exact:
+        engine.masters.take(parameter, value)
+    if not is_decorated(inner):
+        engine.context.handles += suspend_autocast(inner, engine.device.type)
+    reconnect(model)
+    return engine
+
+
+def suspend_autocast(model: nn.Module, device_type: str) -> list[RemovableHandle]:
+    """Switch autocast off inside the model's ``forward``, which casts at its boundary and stores what it computes in.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handles = suspend_autocast(model, "cpu")
+    >>> with torch.autocast("cpu"):
+    ...     inside, outside = model(torch.ones(1, 2)).dtype, torch.relu(model.weight @ torch.ones(2)).dtype
+    >>> inside, outside
+    (torch.float32, torch.bfloat16)
+    """
+    pause = _Pause(device_type)
+    return [
+        model.register_forward_pre_hook(pause.begin, prepend=True),
+        model.register_forward_hook(pause.end, always_call=True),
+    ]
+
+
+class _Pause:
+    """Switches autocast off and back on; nests. Sets torch's flags, because torch.compile cannot trace the context manager."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._before: list[bool] = []
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        self._before.append(torch.is_autocast_enabled(self._device_type))
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def end(self, module: nn.Module, args: object, output: object) -> None:
+        if self._before:  # else an earlier hook raised before begin
+            torch.set_autocast_enabled(self._device_type, self._before.pop())
+
+
+def reduces_itself(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether gradients are reduced over the ranks already: by DDP or FSDP around the model, or for sharded parameters."""
+    names = ("DistributedDataParallel", "FullyShardedDataParallel")
+    while True:
+        if (wrapper_of(model) or "").endswith(names):
+            return True
+        inner = next(iter(model.children()), model) if wrapper_of(model) else model
+        if inner is model:
+            return has_shards(optimizer)
+        model = inner

@@ -1,13 +1,18 @@
-"""Hook: what is called at each stage of a run. Answers to mmcv 1.7.2."""
+"""Hook: the methods that a runner calls at each stage of a run, and RunnerView: what they may use of it.
+
+Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from os import PathLike
+from typing import Any, ClassVar, Final, Protocol
 
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.core.step_result import StepResult
+from halfpeak.runner.log_buffer import LogBuffer
 
 GENERIC: Final = {
     "before_train_epoch": "before_epoch",
@@ -22,6 +27,89 @@ GENERIC: Final = {
 """Which general method a stage calls by default."""
 
 
+class RunnerView(Protocol):
+    """The part of a runner that hooks use. :class:`~halfpeak.runner.BaseRunner` says what each name means."""
+
+    model: Any
+    optimizer: Any
+    logger: logging.Logger
+    meta: dict[str, Any]
+    mode: str | None
+    work_dir: str | None
+    timestamp: str
+    data_loader: Any
+    log_buffer: LogBuffer
+    outputs: dict[str, Any]
+    step_result: StepResult | None
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """The registered hooks, in the order of their calls."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Finished training epochs."""
+        ...
+
+    @property
+    def iter(self) -> int:
+        """Finished training iterations."""
+        ...
+
+    @property
+    def inner_iter(self) -> int:
+        """The iteration within its epoch."""
+        ...
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the run in epochs, if it has one."""
+        ...
+
+    @property
+    def max_iters(self) -> int | None:
+        """Length of the run in iterations, as soon as it is known."""
+        ...
+
+    @property
+    def scheduled_iter(self) -> int:
+        """Finished iterations without those of skipped steps."""
+        ...
+
+    def current_lr(self) -> list[float] | dict[str, list[float]]:
+        """The learning rate of each group; by name where there are several optimizers."""
+        ...
+
+    def current_momentum(self) -> list[float] | dict[str, list[float]]:
+        """The momentum of each group; by name where there are several optimizers."""
+        ...
+
+    def validation_step(self) -> AbstractContextManager[Any]:
+        """The context that an evaluation of the model runs in."""
+        ...
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the current iteration or epoch is over."""
+        ...
+
+    def write_checkpoint(
+        self,
+        path: str | PathLike[str],
+        save_optimizer: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        create_symlink: bool = False,
+        every_rank: bool = False,
+    ) -> None:
+        """Save the run to a file."""
+        ...
+
+
 class Hook:
     """Base of all hooks: override the stages that matter.
 
@@ -32,15 +120,15 @@ class Hook:
             before_train_iter   [around_train_step: model.train_step]   after_train_iter
           after_train_epoch
           before_val_epoch
-            before_val_iter     [model.val_step]                        after_val_iter
+            before_val_iter     [around_val_step: model.val_step]       after_val_iter
           after_val_epoch
         after_run
 
     The stages of training and of validation call ``before_epoch``, ``before_iter``, ``after_iter`` and ``after_epoch``
-    unless they are overridden themselves. A hook that holds state of the training gives it in :meth:`state_dict`.
+    unless they are overridden themselves. A hook with state that a resumed run needs returns it from :meth:`state_dict`.
 
     Attributes:
-        priority: given by the runner when the hook is registered.
+        priority: set by the runner when the hook is registered.
     """
 
     stages: ClassVar[tuple[str, ...]] = (
@@ -58,92 +146,92 @@ class Hook:
 
     priority: int
 
-    def before_run(self, runner: BaseRunner) -> None:
-        """Before anything. The model is on its device; state of a checkpoint comes right after this stage."""
+    def before_run(self, runner: RunnerView) -> None:
+        """Before anything else. The model is on its device; hooks get the state of a checkpoint right after this stage."""
 
-    def after_run(self, runner: BaseRunner) -> None:
-        """After everything."""
+    def after_run(self, runner: RunnerView) -> None:
+        """After everything else."""
 
-    def before_epoch(self, runner: BaseRunner) -> None:
+    def before_epoch(self, runner: RunnerView) -> None:
         """Before each epoch of training or validation."""
 
-    def after_epoch(self, runner: BaseRunner) -> None:
+    def after_epoch(self, runner: RunnerView) -> None:
         """After each epoch of training or validation."""
 
-    def before_iter(self, runner: BaseRunner) -> None:
+    def before_iter(self, runner: RunnerView) -> None:
         """Before each iteration of training or validation."""
 
-    def after_iter(self, runner: BaseRunner) -> None:
+    def after_iter(self, runner: RunnerView) -> None:
         """After each iteration of training or validation."""
 
-    def before_train_epoch(self, runner: BaseRunner) -> None:
+    def before_train_epoch(self, runner: RunnerView) -> None:
         """Before each training epoch."""
         self.before_epoch(runner)
 
-    def before_val_epoch(self, runner: BaseRunner) -> None:
+    def before_val_epoch(self, runner: RunnerView) -> None:
         """Before each validation epoch."""
         self.before_epoch(runner)
 
-    def after_train_epoch(self, runner: BaseRunner) -> None:
+    def after_train_epoch(self, runner: RunnerView) -> None:
         """After each training epoch."""
         self.after_epoch(runner)
 
-    def after_val_epoch(self, runner: BaseRunner) -> None:
+    def after_val_epoch(self, runner: RunnerView) -> None:
         """After each validation epoch."""
         self.after_epoch(runner)
 
-    def before_train_iter(self, runner: BaseRunner) -> None:
-        """Before the batch goes through the model."""
+    def before_train_iter(self, runner: RunnerView) -> None:
+        """Before ``train_step``."""
         self.before_iter(runner)
 
-    def before_val_iter(self, runner: BaseRunner) -> None:
-        """Before the batch goes through the model."""
+    def before_val_iter(self, runner: RunnerView) -> None:
+        """Before ``val_step``."""
         self.before_iter(runner)
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
+    def after_train_iter(self, runner: RunnerView) -> None:
         """After ``train_step``; ``runner.outputs`` holds what it returned."""
         self.after_iter(runner)
 
-    def after_val_iter(self, runner: BaseRunner) -> None:
+    def after_val_iter(self, runner: RunnerView) -> None:
         """After ``val_step``; ``runner.outputs`` holds what it returned."""
         self.after_iter(runner)
 
-    def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """A context that ``model.train_step`` runs in, such as the casts of a precision; None for none."""
         return None
 
-    def around_val_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+    def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """A context that ``model.val_step`` and the ``test_fn`` of ``EvalHook`` run in; None for none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this hook, as plain data. That of rank 0 is kept, and every rank's open windows."""
+        """The state that a resumed run needs, as plain data. The file holds rank 0's, and every rank's open windows."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave. Called after ``before_run`` of every hook."""
+        """Restore what :meth:`state_dict` returned. Called after ``before_run`` of every hook."""
 
-    def every_n_epochs(self, runner: BaseRunner, n: int) -> bool:
+    def every_n_epochs(self, runner: RunnerView, n: int) -> bool:
         """Whether this epoch is an n-th one; never for n below 1."""
         return (runner.epoch + 1) % n == 0 if n > 0 else False
 
-    def every_n_inner_iters(self, runner: BaseRunner, n: int) -> bool:
+    def every_n_inner_iters(self, runner: RunnerView, n: int) -> bool:
         """Whether this iteration is an n-th one of its epoch."""
         return (runner.inner_iter + 1) % n == 0 if n > 0 else False
 
-    def every_n_iters(self, runner: BaseRunner, n: int) -> bool:
+    def every_n_iters(self, runner: RunnerView, n: int) -> bool:
         """Whether this iteration is an n-th one of the run."""
         return (runner.iter + 1) % n == 0 if n > 0 else False
 
-    def end_of_epoch(self, runner: BaseRunner) -> bool:
+    def end_of_epoch(self, runner: RunnerView) -> bool:
         """Whether this iteration is the last one of its epoch."""
         return runner.inner_iter + 1 == len(runner.data_loader)
 
-    def is_last_epoch(self, runner: BaseRunner) -> bool:
+    def is_last_epoch(self, runner: RunnerView) -> bool:
         """Whether this epoch is the last one of the run."""
         return runner.epoch + 1 == runner.max_epochs
 
-    def is_last_iter(self, runner: BaseRunner) -> bool:
+    def is_last_iter(self, runner: RunnerView) -> bool:
         """Whether this iteration is the last one of the run."""
         return runner.iter + 1 == runner.max_iters
 

@@ -1,98 +1,160 @@
-"""The hooks of a run: kept in order of priority, called by stage, saved by name."""
+"""HookList: the hooks of a run, kept in order of priority, called by stage, saved by name. And Priority.
+
+Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from enum import IntEnum
+from typing import Any, Final
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.runner.hook import GENERIC, Hook
-from halfpeak.runner.priority import Priority, get_priority
+from halfpeak.runner.hook import GENERIC, Hook, RunnerView
 
 
-def insert(hooks: list[Hook], hook: Hook, priority: int | str | Priority) -> None:
-    """Put a hook behind those of the same or a smaller priority number.
+class PriorityNameError(ConfigError, KeyError):
+    """A priority with an unknown name."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the message quoted
+
+
+class Priority(IntEnum):
+    """The named priorities. A smaller number is called earlier; any number from 0 to 100 may be used."""
+
+    HIGHEST = 0
+    VERY_HIGH = 10
+    HIGH = 30
+    ABOVE_NORMAL = 40
+    NORMAL = 50
+    BELOW_NORMAL = 60
+    LOW = 70
+    VERY_LOW = 90
+    LOWEST = 100
+
+
+_NAMES: Final = ", ".join(Priority.__members__)
+
+
+def get_priority(priority: int | str | Priority) -> int:
+    """The number of a priority.
 
     Raises:
-        ConfigTypeError: not a hook.
-        ConfigError: it was registered before, or the priority is wrong.
+        ConfigTypeError: neither a number nor a name.
+        PriorityNameError: no such name.
+        ConfigError: a number below 0 or above 100.
+
+    >>> get_priority("very_high"), get_priority(Priority.LOW), get_priority(55)
+    (10, 70, 55)
     """
-    if not isinstance(hook, Hook):
+    if isinstance(priority, bool) or not isinstance(priority, (int, str)):
         raise ConfigTypeError(
-            f"hook must be a Hook, not {type(hook).__name__}; pass an object of a subclass of halfpeak.runner.Hook"
+            f"priority={priority!r} must be a number from 0 to 100 or one of {_NAMES}; write priority='NORMAL'"
         )
-    if hasattr(hook, "priority"):
-        raise ConfigError(
-            f"{type(hook).__name__} has a priority already: it was registered before, or its class has an attribute of that "
-            "name; register a new object"
-        )
-    hook.priority = get_priority(priority)
-    place = sum(other.priority <= hook.priority for other in hooks)
-    hooks.insert(place, hook)
+    if isinstance(priority, str):
+        if priority.upper() not in Priority.__members__:
+            raise PriorityNameError(
+                f"priority={priority!r} is unknown; write a number from 0 to 100 or one of {_NAMES}"
+            )
+        return Priority[priority.upper()].value
+    if not 0 <= priority <= 100:
+        raise ConfigError(f"priority={priority} must be from 0 to 100")
+    return int(priority)
 
 
-def check_stage(stage: str, hooks: Sequence[Hook]) -> None:
-    """Check that every hook can be called at a stage.
+class HookList(list[Hook]):
+    """The hooks of a run, in the order of their calls. It is a list, because code written for mmcv changes it as one."""
 
-    Raises:
-        ConfigError: one has no method of that name.
-    """
-    every: Sequence[object] = hooks or [Hook]
-    if not all(callable(getattr(hook, stage, None)) for hook in every):
-        raise unknown_stage(stage)
+    def register(self, hook: Hook, priority: int | str | Priority) -> None:
+        """Add a hook after those of the same or a smaller priority number.
+
+        Raises:
+            ConfigTypeError: not a hook, or not a priority.
+            ConfigError: it was registered before, or the priority does not exist.
+        """
+        if not isinstance(hook, Hook):
+            raise ConfigTypeError(
+                f"hook must be a Hook, not {type(hook).__name__}; pass an object of a subclass of halfpeak.runner.Hook"
+            )
+        if hasattr(hook, "priority"):
+            raise ConfigError(
+                f"{type(hook).__name__} has a priority already: it was registered before, or its class has an attribute of "
+                "that name; register a new object"
+            )
+        hook.priority = get_priority(priority)
+        self.insert(sum(other.priority <= hook.priority for other in self), hook)
+
+    def check_stage(self, stage: str) -> None:
+        """Check that every hook can be called at a stage.
+
+        Raises:
+            ConfigError: a hook has no method of that name.
+        """
+        if not all(callable(getattr(hook, stage, None)) for hook in (self or [Hook])):
+            raise unknown_stage(stage)
+
+    def call(self, stage: str, runner: RunnerView) -> None:
+        """Call one stage of every hook."""
+        for hook in tuple(self):
+            getattr(hook, stage)(runner)
+
+    def training_step(self, runner: RunnerView) -> AbstractContextManager[None]:
+        """The contexts that ``train_step`` runs in."""
+        return nested(hook.around_train_step(runner) for hook in self)
+
+    def validation_step(self, runner: RunnerView) -> AbstractContextManager[None]:
+        """The contexts that ``val_step`` runs in."""
+        return nested(hook.around_val_step(runner) for hook in self)
+
+    def describe(self) -> str:
+        """Which hooks act at which stage, in the order of their calls."""
+        blocks: list[str] = []
+        for stage in Hook.stages:
+            acting = [hook for hook in self if stage in hook.get_triggered_stages()]
+            lines = [f"({_name(hook.priority):<12}) {type(hook).__name__:<35}" for hook in acting]
+            if lines:
+                blocks.append("\n".join([f"{stage}:", *lines, " -------------------- "]))
+        return "\n".join(blocks)
+
+    def by_name(self) -> dict[str, Hook]:
+        """The hooks under names that are the same in every run with the same hooks: the class, numbered from the second."""
+        names: dict[str, Hook] = {}
+        for hook in self:
+            kind = type(hook).__name__
+            number = sum(type(other).__name__ == kind for other in names.values())
+            names[f"{kind}.{number}" if number else kind] = hook
+        return names
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every hook that has one, by name."""
+        states = {name: hook.state_dict() for name, hook in self.by_name().items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> list[str]:
+        """Restore the states of the hooks; returns the names in ``states`` that no hook has."""
+        known = self.by_name()
+        for name, hook in known.items():
+            if name in states:
+                hook.load_state_dict(states[name])
+        return [name for name in states if name not in known]
 
 
 def unknown_stage(stage: str) -> ConfigError:
-    """What is raised for a stage that does not exist."""
+    """The error for a stage that does not exist."""
     names = ", ".join((*Hook.stages, *dict.fromkeys(GENERIC.values())))
     return ConfigError(f"unknown stage {stage!r}; the stages are {names}")
 
 
 @contextmanager
 def nested(contexts: Iterable[AbstractContextManager[Any] | None]) -> Generator[None]:
-    """Enter the contexts that hooks gave, in their order."""
+    """Enter the contexts that hooks returned, in their order; None is left out."""
     with ExitStack() as stack:
         for context in contexts:
             if context is not None:
                 stack.enter_context(context)
         yield
-
-
-def describe(hooks: Sequence[Hook]) -> str:
-    """Which hooks act at which stage, in the order of their calls."""
-    blocks: list[str] = []
-    for stage in Hook.stages:
-        acting = [hook for hook in hooks if stage in hook.get_triggered_stages()]
-        lines = [f"({_name(hook.priority):<12}) {type(hook).__name__:<35}" for hook in acting]
-        if lines:
-            blocks.append("\n".join([f"{stage}:", *lines, " -------------------- "]))
-    return "\n".join(blocks)
-
-
-def named(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """The hooks under names that are the same in every run with the same hooks: the class, numbered from the second."""
-    names: dict[str, Hook] = {}
-    for hook in hooks:
-        kind = type(hook).__name__
-        number = sum(type(other).__name__ == kind for other in names.values())
-        names[f"{kind}.{number}" if number else kind] = hook
-    return names
-
-
-def take_states(hooks: Sequence[Hook]) -> dict[str, Any]:
-    """The state of every hook that has one, by name."""
-    states = {name: hook.state_dict() for name, hook in named(hooks).items()}
-    return {name: state for name, state in states.items() if state}
-
-
-def put_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> list[str]:
-    """Give the hooks their states back; the names that no hook has are returned."""
-    known = named(hooks)
-    for name, hook in known.items():
-        if name in states:
-            hook.load_state_dict(states[name])
-    return [name for name in states if name not in known]
 
 
 def _name(priority: int) -> str:

@@ -16,13 +16,13 @@ Number = float | Tensor
 class LogBuffer:
     """Collects named numbers with weights and averages the last of them.
 
-    Tensors are kept as they come, on their device; averaging is what waits.
+    Tensors are kept on their device; only averaging waits for it.
 
     Attributes:
         val_history: every value since :meth:`clear`, by name.
         n_history: its weight, usually a batch size.
-        output: the averages, and whatever hooks put beside them.
-        ready: whether ``output`` waits to be logged.
+        output: the averages, and the values that hooks put beside them.
+        ready: whether ``output`` is to be logged.
 
     >>> buffer = LogBuffer()
     >>> buffer.update({"loss": 1.0}, count=3)
@@ -48,8 +48,8 @@ class LogBuffer:
             raise ConfigTypeError(
                 f"the log takes a dict of numbers, not {type(vars).__name__}; write dict(loss=loss.item())"
             )
-        taken = {name: _number(name, value) for name, value in vars.items()}
-        for name, value in taken.items():
+        numbers = {name: _number(name, value) for name, value in vars.items()}
+        for name, value in numbers.items():
             self.val_history.setdefault(name, []).append(value)
             self.n_history.setdefault(name, []).append(count)
 
@@ -89,7 +89,7 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self.clear()
         self.val_history.update({name: list(values) for name, values in state["values"].items()})
         self.n_history.update({name: list(counts) for name, counts in state["counts"].items()})

@@ -1,18 +1,95 @@
-"""LossScaler: a loss scale for loops that scale, check and step by themselves. Answers to mmcv 1.7.2."""
+"""What ``loss_scale=`` means, and LossScaler: a loss scale for loops that scale, check and step by themselves.
+
+Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.foreign import from_mmcv
-from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, advance
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.ops import foreach
-from halfpeak.runner.scale_rules import MMCV_RULE, parse_loss_scale
+from halfpeak.optim.registry import unknown_key
+from halfpeak.state.loss_scaler import LossScaler as EngineScaler
+
+MMCV_RULE: Final = ScaleConfig(init=2.0**32, interval=1000, floor=1.0, ceiling=2.0**32)
+"""The constants of mmcv's ``LossScaler``, and a ceiling, which mmcv does not have."""
+
+TORCH_RULE: Final = ScaleConfig()
+"""The constants of ``torch.amp.GradScaler``, with bounds."""
+
+_NAMES: Final = {
+    "init_scale": "init",
+    "growth_factor": "growth",
+    "backoff_factor": "backoff",
+    "growth_interval": "interval",
+    "scale_window": "interval",
+}
+
+
+def parse_loss_scale(loss_scale: object, rule: ScaleConfig) -> ScaleConfig:
+    """The schedule that ``loss_scale`` means, with the constants of ``rule`` where it leaves them open.
+
+    Args:
+        loss_scale: ``"dynamic"``; a number, which is a static scale; or a dict with keys of mmcv's ``LossScaler``
+            (``init_scale``, ``mode``, ``scale_factor``, ``scale_window``), of torch's ``GradScaler``, or of
+            :class:`~halfpeak.ScaleConfig`.
+
+    Raises:
+        ConfigTypeError: anything else.
+        ConfigError: an unknown key, or a value out of range.
+
+    >>> parse_loss_scale({"init_scale": 512.0, "scale_factor": 4.0}, MMCV_RULE).backoff
+    0.25
+    >>> parse_loss_scale(512, TORCH_RULE).dynamic
+    False
+    """
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return rule
+    if isinstance(loss_scale, Mapping):
+        return _parse_dict(loss_scale, rule)
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        raise ConfigTypeError(
+            f"loss_scale must be of type float, int or dict, or 'dynamic', not {loss_scale!r}; write loss_scale=512.0"
+        )
+    return ScaleConfig.static(require_scale("loss_scale", loss_scale))
+
+
+def _parse_dict(given: Mapping[str, Any], rule: ScaleConfig) -> ScaleConfig:
+    own = [field.name for field in fields(ScaleConfig)]
+    allowed = [*_NAMES, "mode", "scale_factor", "enabled", *own]
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in allowed:
+            raise ConfigError(unknown_key("loss_scale", key, allowed))
+        if key == "mode":
+            if value not in ("dynamic", "static"):
+                raise ConfigError(f"mode={value!r} in loss_scale must be 'dynamic' or 'static'")
+            values["dynamic"] = value == "dynamic"
+        elif key == "scale_factor":
+            values["growth"] = require_scale("scale_factor", value)
+            values["backoff"] = 1 / values["growth"]
+        elif key == "enabled":
+            if not isinstance(value, bool):
+                raise ConfigTypeError(f"enabled={value!r} in loss_scale must be True or False")
+        else:
+            values[_NAMES.get(key, key)] = value
+    config = _with_bounds(rule, values)
+    return config if given.get("enabled", True) else ScaleConfig.static()
+
+
+def _with_bounds(rule: ScaleConfig, values: Mapping[str, Any]) -> ScaleConfig:
+    """``rule`` with ``values``; a first scale beyond its bounds moves them, unless they were given."""
+    config = replace(rule, **values)
+    bounds = {"floor": min(config.floor, config.init), "ceiling": max(config.ceiling, config.init)}
+    return replace(config, **{name: bound for name, bound in bounds.items() if name not in values})
 
 
 class LossScaler:
@@ -58,23 +135,40 @@ class LossScaler:
             "scale_factor": scale_factor,
             "scale_window": scale_window,
         }
-        # As far as a float32 goes: whoever holds this class reads the scale and bounds it.
-        self._config: ScaleConfig = parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE)
-        self._state = self._config.start()
+        # Up to the largest power of two in float32; the loop that uses this class bounds the scale itself.
+        self._scaler = EngineScaler(parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE))
         self.mode = mode
         self.scale_factor = scale_factor
         self.scale_window = scale_window
         self.cur_iter = 0
         self.last_overflow_iter = -1
+        self._is_loaded = False
+
+    @classmethod
+    def of(cls, config: ScaleConfig) -> LossScaler:
+        """A scaler with any rule, such as that of a hook."""
+        made = cls(2.0**16, "dynamic" if config.dynamic else "static", config.growth, config.interval)
+        made._scaler = EngineScaler(config)
+        return made
+
+    def follow(self, scaler: EngineScaler) -> None:
+        """Show, and move, the loss scale of an engine from now on; its state is the one that this object has."""
+        if self.cur_iter or self._is_loaded:
+            scaler.load_state_dict(self._scaler.state_dict())
+        self._scaler, self._is_loaded = scaler, False
 
     @property
     def cur_scale(self) -> float:
-        """The scale."""
-        return float(self._state.scale)
+        """The scale. Waits for the device."""
+        return self._scaler.read_scale()
 
     @property
     def loss_scale(self) -> float:
-        """The scale."""
+        """The scale. Waits for the device."""
+        return self.cur_scale
+
+    def get_scale(self) -> float:
+        """The scale, as code written for ``GradScaler`` asks for it. Waits for the device."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
@@ -88,10 +182,10 @@ class LossScaler:
 
     def update_scale(self, overflow: bool | Tensor) -> None:
         """Move the scale after an update that overflowed or not. A static one stays as it is, and counts nothing."""
-        if not self._config.dynamic:
+        if not self._scaler.config.dynamic:
             return
         overflow = bool(overflow)
-        self._state = advance(self._config, self._state, torch.tensor(float(overflow)))
+        self._scaler.update(torch.tensor(float(overflow)))
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1
@@ -108,7 +202,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, its rule included.
+        """Restore what :meth:`state_dict` returned, its rule included.
 
         Raises:
             StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
@@ -119,7 +213,9 @@ class LossScaler:
             restored = LossScaler(init_scale=numbers["scale"], **rule)
         except (ConfigError, KeyError) as error:
             raise StateError(f"{error}; nothing was loaded") from None
-        restored._state = restored._state._replace(clean=torch.full_like(self._state.clean, numbers["clean"]))
+        begun = restored._scaler.state_dict()
+        restored._scaler.load_state_dict({**begun, "clean": numbers["clean"]})
         restored.cur_iter = state_dict["cur_iter"]
         restored.last_overflow_iter = state_dict["last_overflow_iter"]
+        restored._is_loaded = True
         vars(self).update(vars(restored))

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.optim import OPTIMIZERS, Registry
-from halfpeak.optim.registry import unknown_key
-from halfpeak.optim.rules import (
+from halfpeak.optim.paramwise import (
     PARAMWISE_KEYS,
     Place,
     check_paramwise,
@@ -21,7 +20,8 @@ from halfpeak.optim.rules import (
     is_depthwise,
     is_norm,
 )
-from halfpeak.optim.wrapped import unwrap
+from halfpeak.optim.registry import unknown_key
+from halfpeak.optim.unwrap import unwrap
 
 OPTIMIZER_BUILDERS: Final = Registry("optimizer constructor")
 """What ``constructor`` of an optimizer's configuration may name."""

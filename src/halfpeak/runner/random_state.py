@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 
-def take(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """Python's, torch's and (where it is in use) NumPy's state, and that of the given accelerators.
+def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """The states of Python, torch, NumPy (if it was imported) and the given accelerators.
 
-    >>> before = take()
+    >>> before = capture()
     >>> first = torch.rand(2)
-    >>> put(before)
+    >>> restore(before)
     >>> torch.equal(torch.rand(2), first)
     True
     """
@@ -24,7 +24,7 @@ def take(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "cpu": torch.get_rng_state(),
         "devices": {
-            str(device): torch.get_device_module(device).get_rng_state(*_which(device))
+            str(device): torch.get_device_module(device).get_rng_state(*_device_argument(device))
             for device in set(devices)
             if device.type not in ("cpu", "meta")
         },
@@ -42,23 +42,23 @@ def take(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     return state
 
 
-def put(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`take` gave. Devices that this machine does not have are left out."""
+def restore(state: Mapping[str, Any]) -> None:
+    """Restore the states that :func:`capture` returned. Devices that this machine does not have are left out."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["cpu"].cpu())
     for name, saved in state["devices"].items():
         device = torch.device(name)
-        module: Any = torch.get_device_module(device) if _is_here(device) else None
+        module: Any = torch.get_device_module(device) if _is_available(device) else None
         if module is not None:
-            module.set_rng_state(saved.cpu(), *_which(device))
+            module.set_rng_state(saved.cpu(), *_device_argument(device))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.asarray(keys, dtype=numpy.uint32), *rest))
 
 
-def _is_here(device: torch.device) -> bool:
+def _is_available(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     return (
         accelerator is not None
@@ -67,6 +67,6 @@ def _is_here(device: torch.device) -> bool:
     )
 
 
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """The argument that names a device to its module's generator; there is one mps device, and it is not named."""
+def _device_argument(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument by which a device module finds the generator; ``torch.mps`` has one device and takes none."""
     return () if device.type == "mps" else (device,)

@@ -17,7 +17,7 @@ import torch
 
 from halfpeak.optim.registry import Registry
 from halfpeak.runner.checkpoint import StrPath
-from halfpeak.runner.dist import get_dist_info
+from halfpeak.runner.distributed import get_dist_info
 
 
 def set_random_seed(seed: int, deterministic: bool = False, use_rank_shift: bool = False) -> None:
@@ -55,7 +55,7 @@ def get_time_str() -> str:
 def get_logger(
     name: str, log_file: StrPath | None = None, log_level: int | str = logging.INFO, file_mode: str = "w"
 ) -> logging.Logger:
-    """The logger of that name. When it is first asked for, rank 0 gets the screen and a file, the others errors only."""
+    """The logger of that name. The first call sets it up: rank 0 logs to the screen and a file, other ranks log errors only."""
     logger = logging.getLogger(name)
     parents = [logging.getLogger(name[:end]) for end, letter in enumerate(name) if letter == "."]
     if logger.handlers or any(parent.handlers for parent in parents):
@@ -79,7 +79,7 @@ def mkdir_or_exist(dir_name: StrPath, mode: int = 0o777) -> None:
 
 
 def symlink(src: StrPath, dst: StrPath, overwrite: bool = True) -> None:
-    """Let ``dst`` lead to ``src``."""
+    """Make ``dst`` a link to ``src``."""
     if overwrite:
         Path(dst).unlink(missing_ok=True)
     Path(dst).symlink_to(src)

@@ -1,23 +1,18 @@
-"""Old imports work again, for who asks for it: :func:`install` and :func:`uninstall`.
+"""Old imports work again where a script asks for it: :func:`install` and :func:`uninstall`.
 
 >>> import halfpeak.shim
 >>> halfpeak.shim.install()  # the same as install("apex")
 >>> from apex import amp
 >>> halfpeak.shim.uninstall()
 
-Nothing here happens by itself: a script that asks whether there is an apex is told the truth until ``install``.
+Nothing here happens by itself: until ``install``, a script that asks whether there is an apex finds none.
 
-What can be installed stands in ``shim/table.py``, a row (:class:`~halfpeak.shim.description.Shim`) each: which import
-names it brings and the folder or file behind each, which names it refuses with advice, and what else is to be done at
-install and undone at uninstall. The files below ``shim/apex/`` are laid out as apex is and loaded as ``apex...``, never
-as ``halfpeak.shim.apex...``; where a real package is installed, single files of the tree fill its gaps. So they
-
-* import from ``halfpeak`` by absolute names, or relatively within their own folder; never from ``apex``: a neighbouring
-  folder may be the real one;
-* re-export, and define no class: those live in a room of halfpeak (``shim/emulated/`` for what nobody else needs), where
-  they stay the same over every install;
-* are found by being there: a new file is importable, as an attribute of its package too;
-* leave out what is not provided; the row's ``absent`` says what to use for it and for everything below it.
+What can be installed is a :class:`~halfpeak.shim.spec.Shim` each, in ``shim/apex.py``, ``mmcv.py`` and ``mmengine.py``: a table
+of modules, where the names of each come from, which names are absent with what to use instead, and what else to do at
+install. ``shim/finder.py`` makes modules from it. To add a name or a module, write it into the table. The object itself lives
+in halfpeak's package for it, or in ``shim/apex_impl`` if only old scripts want it, and is the same over every install.
+A row takes names from halfpeak, from torch, or from rows below it, but never from ``apex...`` by that name: where a real
+package is installed, the table fills its gaps, and the neighbouring module may be the real one.
 """
 
 from halfpeak.shim.installing import install, installed, uninstall

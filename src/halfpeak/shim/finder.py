@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder, PathEntryFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
-from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any
 
-from halfpeak.shim.completion import AfterImport, Completion
-from halfpeak.shim.description import Shim, Undo
-from halfpeak.shim.distribution import ShimDistribution, add_to_working_set, normalized
+from halfpeak.shim.dist_metadata import ShimDistribution, add_to_working_set, normalized
+from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules
+from halfpeak.shim.spec import SUBMODULES, Shim, Undo
 
 
 class Finder(MetaPathFinder):
-    """Stands first in ``sys.meta_path``, and asks everybody behind it before it answers.
+    """Stands first in ``sys.meta_path``, and asks every finder behind it before it answers.
 
-    Where a package is missing, it is taken from the shim's tree. Where a real one is installed, the tree gives the
-    modules that it lacks. Either way they are imported when they are first asked for, also as attributes of the package.
+    Where a package is missing, it is made from the shim's table. Where a real one is installed, the table gives the modules
+    that it lacks. Either way they are imported when they are first asked for, also as attributes of the package.
     """
 
     def __init__(self, name: str, shim: Shim) -> None:
@@ -39,21 +38,22 @@ class Finder(MetaPathFinder):
             self._announce(sys.modules["pkg_resources"])
 
     def set_up(self) -> None:
-        """Do what the shim wants done besides."""
+        """Run the shim's ``setup``."""
         if self.shim.setup is not None:
             self._undo.append(self.shim.setup())
 
     def stop(self) -> None:
-        """Leave no trace of what was answered."""
+        """Take back what was answered: modules, attributes of packages, caches."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         for name in [name for name in sys.modules if self.shim.owns(name)]:
-            if self.shim.made(sys.modules[name]):
+            if self._made(sys.modules[name]):
                 self._forget(name)
-        for path in [path for path in sys.path_importer_cache if self.shim.has(path)]:
-            del sys.path_importer_cache[path]
+        for path, lister in list(sys.path_importer_cache.items()):
+            if isinstance(lister, RowLister) and lister.shim is self.shim:
+                del sys.path_importer_cache[path]
         importlib.invalidate_caches()
 
     def find_spec(
@@ -62,23 +62,24 @@ class Finder(MetaPathFinder):
         """The spec of a module at or below one of the shim's packages; None for any other.
 
         Raises:
-            ImportError: the shim provides no such module. Who only asks, by ``importlib.util.find_spec``, gets None.
+            ImportError: the shim provides no such module. ``importlib.util.find_spec``, which only asks, gets None.
         """
         if fullname == "pkg_resources":
             return self._watched(self._ask_others(fullname, path, target), self._announce)
         if not self.shim.owns(fullname):
             return None
-        spec = self._ask_others(fullname, path, target) or self._own(fullname)
+        spec = self._ask_others(fullname, path, target)
         if spec is not None:
-            is_watched = fullname in self.shim.packages or self.shim.has(spec.origin)
-            return self._watched(spec, self._complete) if is_watched else spec
-        # Who asks whether a module is there, and does not import it, has another way in mind.
+            return self._watched(spec, self._complete) if fullname in self.shim.packages else spec
+        if fullname in self.shim.modules:
+            return self._watched(RowLoader(self.shim).spec(fullname), self._complete)
+        # A script that asks whether a module is there, and does not import it, can do without it.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
             self._refuse(fullname)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        """What ``importlib.metadata`` shall know: the shim's distribution, unless a real one has its name."""
+        """The shim's distribution for ``importlib.metadata``, unless a real one has its name."""
         context = DistributionFinder.Context() if context is None else context
         name = self.shim.distribution
         if not name or (context.name is not None and normalized(context.name) != normalized(name)):
@@ -100,30 +101,32 @@ class Finder(MetaPathFinder):
                 return found
         return None
 
-    def _own(self, fullname: str) -> ModuleSpec | None:
-        file = self.shim.file_of(fullname)
-        if file is None:
-            return None
-        folders = [str(file.parent)] if file.name == "__init__.py" else None
-        return spec_from_file_location(fullname, file, submodule_search_locations=folders)
-
     @staticmethod
-    def _watched(spec: ModuleSpec | None, tell: Callable[[ModuleType], None]) -> ModuleSpec | None:
+    def _watched(spec: ModuleSpec | None, action: Callable[[ModuleType], None]) -> ModuleSpec | None:
         if spec is not None:
-            spec.loader = AfterImport(spec.loader, tell)
+            spec.loader = AfterImport(spec.loader, action)
         return spec
 
     def _announce(self, pkg_resources: ModuleType) -> None:
         if self.shim.distribution:
             self._undo.append(add_to_working_set(pkg_resources, self.shim))
 
-    def _refuse(self, fullname: str) -> None:
-        parent = sys.modules.get(fullname.rpartition(".")[0])
-        if self.shim.made(parent) or self.shim.advice(fullname):
-            raise ImportError(self.shim.refusal(fullname), name=fullname)
-
     def _complete(self, package: ModuleType) -> None:
-        self._undo.append(Completion(package, self.shim).undo)
+        self._undo.append(add_lazy_submodules(package, self.shim.modules.__contains__, self._refusal))
+
+    def _refuse(self, fullname: str) -> None:
+        message = self._refusal(fullname)
+        if message:
+            raise ImportError(message, name=fullname)
+
+    def _refusal(self, fullname: str) -> str:
+        """Empty for a name of a real package that has nothing to do with the shim."""
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        return self.shim.refusal(fullname) if self._made(parent) or self.shim.advice(fullname) else ""
+
+    def _made(self, module: ModuleType | None) -> bool:
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        return isinstance(loader, RowLoader) and loader.shim is self.shim
 
     def _forget(self, name: str) -> None:
         module = sys.modules.pop(name)
@@ -131,3 +134,63 @@ class Finder(MetaPathFinder):
         owner = sys.modules.get(parent)
         if owner is not None and vars(owner).get(leaf) is module:
             delattr(owner, leaf)
+
+
+class RowLoader(Loader):
+    """Makes a module from its row in the shim's table."""
+
+    def __init__(self, shim: Shim) -> None:
+        self.shim = shim
+
+    def spec(self, fullname: str) -> ModuleSpec:
+        """The table is the file of each module. As in a zip file, packages have paths below it."""
+        is_package = self.shim.is_package(fullname)
+        spec = ModuleSpec(fullname, self, origin=self.shim.table, is_package=is_package)
+        spec.has_location = True
+        if spec.submodule_search_locations is not None:
+            path = f"{self.shim.table}/{fullname.replace('.', '/')}"
+            spec.submodule_search_locations.append(path)
+            sys.path_importer_cache[path] = RowLister(self.shim, fullname)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its names."""
+        fullname = module.__name__
+        names: dict[str, Any] = {}
+        for source, entries in self.shim.modules[fullname].items():
+            for entry in entries.split():
+                name, _, original = entry.partition("=")
+                if source == SUBMODULES:
+                    names[name] = importlib.import_module(f"{fullname}.{name}")
+                else:
+                    names[name] = getattr(_owner(source, fullname), original or name)
+        # After the imports: a class may have the name of the submodule that it comes from.
+        vars(module).update(names)
+        vars(module)["__all__"] = sorted(names)
+        module.__doc__ = f"The part of ``{fullname}`` that halfpeak provides; {self.shim.page} describes it."
+
+
+class RowLister(PathEntryFinder):
+    """Lists a package's submodules for ``pkgutil.iter_modules``, and with it ``help``. Finding them is the finder's part."""
+
+    def __init__(self, shim: Shim, fullname: str) -> None:
+        self.shim = shim
+        self._fullname = fullname
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> None:
+        """Nothing."""
+
+    def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Each submodule, and whether it is a package."""
+        for name in sorted(self.shim.submodules(self._fullname)):
+            yield prefix + name, self.shim.is_package(f"{self._fullname}.{name}")
+
+
+def _owner(source: str, fullname: str) -> Any:
+    """What holds the names of a source: a module, or the result of a call."""
+    name, _, factory = source.partition(":")
+    module = importlib.import_module(name, fullname)
+    return getattr(module, factory)() if factory else module

@@ -1,12 +1,21 @@
-"""``install`` and ``uninstall``. That a shim is installed is kept nowhere but in ``sys.meta_path``."""
+"""``install`` and ``uninstall``, and what they can install. Only ``sys.meta_path`` says that a shim is installed."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.shim.apex import APEX
 from halfpeak.shim.finder import Finder
-from halfpeak.shim.table import SHIMS
+from halfpeak.shim.mmcv import MMCV
+from halfpeak.shim.mmengine import MMENGINE
+from halfpeak.shim.spec import Shim
+
+SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": APEX, "mmcv": MMCV, "mmengine": MMENGINE})
+"""Argument of ``install`` -> what it installs."""
 
 
 def install(name: str = "apex") -> None:

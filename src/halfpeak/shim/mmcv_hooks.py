@@ -14,9 +14,9 @@ from halfpeak.runner import (
     GradientCumulativeOptimizerHook,
     OptimizerHook,
 )
-from halfpeak.shim.description import Undo
-from halfpeak.shim.later import when_imported
+from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import put
+from halfpeak.shim.spec import Undo
 
 
 def set_up() -> Undo:
@@ -31,13 +31,13 @@ def register(runner: ModuleType) -> Undo:
         runner: the module ``mmcv.runner``.
     """
     registry: Any = vars(runner)["HOOKS"]
-    if registry is HOOKS:  # from our tree
+    if registry is HOOKS:  # this mmcv.runner is the shim's
         return put([])
     return put([(registry, name, cls) for name, cls in make_hooks(vars(runner)["Hook"]).items()])
 
 
 def make_hooks(base: type) -> dict[str, type]:
-    """Each of halfpeak's optimizer hooks as a subclass of mmcv's ``Hook``, which its runners ask for."""
+    """Each of halfpeak's optimizer hooks as a subclass of mmcv's ``Hook``, which its runners require."""
     made: dict[str, type] = {}
     for own in (
         OptimizerHook,
@@ -46,13 +46,13 @@ def make_hooks(base: type) -> dict[str, type]:
         GradientCumulativeFp16OptimizerHook,
     ):
         made[own.__name__] = type(
-            own.__name__, (_Guest, own, base), {"__module__": __name__, "__doc__": own.__doc__}
+            own.__name__, (_OnMmcvRunner, own, base), {"__module__": __name__, "__doc__": own.__doc__}
         )
     return made
 
 
-class _Guest:
-    """What a runner of mmcv's has otherwise than ours."""
+class _OnMmcvRunner:
+    """Adapts a hook to mmcv's own runners, whose ``meta`` may be None and whose log cannot average tensors on a device."""
 
     def before_run(self, runner: Any) -> None:
         if runner.meta is None:
@@ -61,7 +61,7 @@ class _Guest:
 
     def after_train_iter(self, runner: Any) -> None:
         super().after_train_iter(runner)  # type: ignore[misc]
-        # Its log averages with NumPy, which cannot see a tensor on an accelerator.
+        # The log averages with NumPy.
         norms = runner.log_buffer.val_history.get("grad_norm", [])
         if norms and isinstance(norms[-1], Tensor):
             norms[-1] = float(norms[-1])

@@ -1,17 +1,34 @@
-"""``install("mmengine")``: halfpeak's wrappers and their constructor in mmengine's registries, under mmengine's names."""
+"""``install("mmengine")``: halfpeak's wrappers and their constructor in mmengine's registries, under mmengine's names.
+
+mmengine's ``Runner`` takes no wrapper that is not an instance of mmengine's own classes, so each class here is a subclass of
+halfpeak's and of mmengine's at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, Final
 
+from halfpeak.core.errors import RegistryError
 from halfpeak.insight.extras import MissingExtraError
-from halfpeak.shim.description import Undo
-from halfpeak.shim.later import when_imported
-from halfpeak.shim.mmengine_classes import make_constructor, make_wrappers
+from halfpeak.optim import (
+    AmpOptimWrapper,
+    ApexOptimWrapper,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    OptimWrapperDict,
+    Registry,
+)
+from halfpeak.optim.registry import Factory
+from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import Entry, put
+from halfpeak.shim.spec import Shim, Undo
+
+_SCOPE: Final = "_scope_"
+"""A key of mmengine's configurations that only the registry reads."""
 
 
 def set_up() -> Undo:
@@ -34,7 +51,7 @@ def register(optim: ModuleType) -> Undo:
         optim: the module ``mmengine.optim``.
 
     Returns:
-        What puts mmengine's own back. A name that somebody else has taken since stays theirs.
+        A function that puts mmengine's own back. A name that was registered anew since then stays as it is.
     """
     registries: Any = import_module("mmengine.registry")
     wrappers = make_wrappers(optim)
@@ -44,3 +61,110 @@ def register(optim: ModuleType) -> Undo:
         (registries.OPTIM_WRAPPER_CONSTRUCTORS, constructor.__name__, constructor),
     ]
     return put(entries)
+
+
+class _CountsWindows:
+    """Sets ``_global_step``, by which mmengine's schedulers decide whether to warn that ``step()`` was never called.
+
+    Inside an accumulation window no step is due, so a first call of ``update_params`` sets it too.
+    """
+
+    _global_step: int
+
+    def update_params(self, *args: Any, **kwargs: Any) -> None:
+        super().update_params(*args, **kwargs)  # type: ignore[misc]
+        if vars(self).get("_global_step") == -1:
+            self._global_step = 0
+
+
+def make_wrappers(optim: ModuleType) -> dict[str, type[OptimWrapper]]:
+    """Each of halfpeak's wrappers as a subclass of the one that ``mmengine.optim`` has under its name.
+
+    halfpeak's class comes first and handles every call, its constructor included. mmengine's is a base for ``isinstance``.
+
+    Args:
+        optim: the module ``mmengine.optim``.
+    """
+    made: dict[str, type[OptimWrapper]] = {}
+    for own in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper, OptimWrapperDict):
+        name = own.__name__
+        first = () if own is OptimWrapperDict else (_CountsWindows,)
+        made[name] = type(
+            name, (*first, own, getattr(optim, name)), {"__module__": __name__, "__doc__": own.__doc__}
+        )
+    return made
+
+
+def make_constructor(
+    optim: ModuleType, wrappers: Mapping[str, type[OptimWrapper]], registries: Any
+) -> type[DefaultOptimWrapperConstructor]:
+    """halfpeak's constructor, which builds the classes registered in mmengine's registries.
+
+    Args:
+        optim: the module ``mmengine.optim``.
+        wrappers: the result of :func:`make_wrappers`.
+        registries: the module ``mmengine.registry``.
+    """
+    # Configurations in mmengine's new style give the class itself as type.
+    instead = {getattr(optim, name): cls for name, cls in wrappers.items()}
+
+    class Constructor(DefaultOptimWrapperConstructor):
+        _optimizers: ClassVar[Registry] = _ForeignRegistry("optimizer", registries.OPTIMIZERS, {})
+        _wrappers: ClassVar[Registry] = _ForeignRegistry(
+            "optimizer wrapper", registries.OPTIM_WRAPPERS, instead
+        )
+
+        def __init__(
+            self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
+        ) -> None:
+            super().__init__(optim_wrapper_cfg, _without_scope(paramwise_cfg))
+
+    Constructor.__name__ = Constructor.__qualname__ = DefaultOptimWrapperConstructor.__name__
+    Constructor.__doc__ = DefaultOptimWrapperConstructor.__doc__
+    return Constructor
+
+
+class _ForeignRegistry(Registry):
+    """One of mmengine's registries, with halfpeak's error messages.
+
+    Args:
+        name: a noun for its members, for messages.
+        registry: mmengine's.
+        instead: a class given as ``type`` -> the class to build.
+    """
+
+    def __init__(self, name: str, registry: Any, instead: Mapping[Any, Factory]) -> None:
+        super().__init__(name)
+        self._registry = registry
+        self._instead = instead
+
+    def resolve(self, cfg: Mapping[str, Any]) -> Factory:
+        """The factory that ``cfg["type"]`` names in mmengine's registry and in the scope of ``cfg``; a class is itself."""
+        kind = cfg.get("type")
+        if not isinstance(kind, str):
+            factory = super().resolve(cfg)
+            return self._instead.get(factory, factory)
+        with self._registry.switch_scope_and_registry(cfg.get(_SCOPE)) as registry:
+            found = registry.get(kind)
+        if found is None:
+            raise RegistryError(
+                f"{kind!r} is not a registered {self.name} of mmengine; registered are "
+                f"{', '.join(sorted(self._registry.module_dict))}; add one with @register_module()"
+            )
+        return found
+
+    def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
+        """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments."""
+        arguments = {**(default_args or {}), **cfg}
+        arguments["type"] = self.resolve(arguments)
+        return super().build(_without_scope(arguments))
+
+
+def _without_scope(cfg: Any) -> Any:
+    """``cfg`` without the key ``_scope_``, at any depth of dicts."""
+    if not isinstance(cfg, Mapping):
+        return cfg
+    return {key: _without_scope(value) for key, value in cfg.items() if key != _SCOPE}
+
+
+MMENGINE: Final = Shim(setup=set_up, page="docs/compat/mmengine.md")

@@ -1,21 +1,21 @@
-"""Taking names in a registry of mmengine or mmcv, and giving them back."""
+"""Registering classes under names that a registry of mmengine or mmcv has already, and undoing it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from halfpeak.shim.description import Undo
+from halfpeak.shim.spec import Undo
 
 Entry = tuple[Any, str, type]
-"""A registry, a name, and the class that it shall mean."""
+"""A registry, a name, and the class to register under it."""
 
 
 def put(entries: Sequence[Entry]) -> Undo:
-    """Let each name mean our class.
+    """Register each class, in place of the one that has its name.
 
     Returns:
-        What puts back who had it before. A name that somebody else has taken since stays theirs.
+        A function that puts the former classes back. A name that was registered anew since then stays as it is.
     """
     before = [registry.module_dict.get(name) for registry, name, _ in entries]
     for registry, name, cls in entries:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.fused.rules.base import Count, Rule
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.flat.layout import params_of
+from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,12 @@ class AdagradRule(Rule):
     counts: bool = True
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("sum",)
 
     @property
-    def count(self) -> Count:
+    def step_scope(self) -> StepScope:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "parameter" if self.counts else "nowhere"
 
@@ -62,20 +65,20 @@ class AdagradRule(Rule):
         return (rate, group["eps"], group["weight_decay"])
 
     def __call__(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         rate, eps, decay = constants
         if not self.decoupled:
             grad = grad + weight * decay
-        total = slots[0] + grad * grad
+        total = state[0] + grad * grad
         move = grad / (total.sqrt() + eps)
         if self.decoupled:
             move = move + weight * decay
         return weight - rate * move, total
 
-    def fused(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    def torch_fused(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if self.decoupled or step.device.type != "cpu":
@@ -83,7 +86,7 @@ class AdagradRule(Rule):
         torch._fused_adagrad_(
             [weight],
             [grad],
-            [slots[0]],
+            [state[0]],
             [step],
             lr=float(group["lr"]),
             lr_decay=float(group["lr_decay"]) if self.counts else 0.0,
@@ -92,3 +95,80 @@ class AdagradRule(Rule):
             maximize=False,
         )
         return True
+
+    def kernel_config(self) -> KernelConfig | None:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return KernelConfig("adagrad", self.decoupled)
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return (float(group["lr_decay"]) if self.counts else 0.0, 0.0, float(group["eps"]))
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad; see :class:`~halfpeak.fused.rules.adagrad.AdagradRule` for the rule.
+
+    Its state goes into ``torch.optim.Adagrad`` and back.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        lr_decay: by which the learning rate falls as ``lr / (1 + (t - 1) * lr_decay)``.
+        weight_decay: what is added to a gradient, times the weight.
+        initial_accumulator_value: where the sum of squares starts.
+        eps: what is added to its root.
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedAdagrad([weight], lr=0.5)
+        >>> weight.grad = torch.tensor([1.0, -2.0, 3.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.5000, 1.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, backend=backend, road=road)
+
+    def rule(self, group: Mapping[str, Any]) -> AdagradRule:
+        """The rule by which a group is stepped."""
+        return AdagradRule()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's layout, which has a row for every parameter, stepped or not."""
+        state = super().state_dict()
+        numbers = (index for group in state["param_groups"] for index in group["params"])
+        starts = (group["initial_accumulator_value"] for group in self.param_groups for _ in group["params"])
+        for index, target, start in zip(numbers, params_of(self), starts, strict=True):
+            if index not in state["state"]:
+                wide = torch.promote_types(target.dtype, torch.float32)
+                total = torch.full_like(target, start, dtype=wide, requires_grad=False)
+                state["state"][index] = {"step": torch.zeros(()), "sum": total}
+        return state

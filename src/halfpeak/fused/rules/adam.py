@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused.rules.base import Count, Rule
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat, StateFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,13 @@ class AdamRule(Rule):
     per_group: bool = False
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         first = ("exp_avg", "exp_avg_sq")
         return (*first, "max_exp_avg_sq") if self.amsgrad else first
 
     @property
-    def count(self) -> Count:
+    def step_scope(self) -> StepScope:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "group" if self.per_group else "parameter"
 
@@ -69,7 +72,7 @@ class AdamRule(Rule):
         return (1 - beta1, beta2, 1 - beta2, lr / start1, start2**-0.5, group["eps"], shrink)
 
     def __call__(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         gain1, beta2, gain2, rate, widen, eps, shrink = constants
@@ -77,14 +80,14 @@ class AdamRule(Rule):
             weight = weight * shrink
         else:
             grad = grad + weight * shrink
-        first = slots[0] + (grad - slots[0]) * gain1
-        second = slots[1] * beta2 + grad * grad * gain2
-        largest = (torch.maximum(slots[2], second),) if self.amsgrad else ()
+        first = state[0] + (grad - state[0]) * gain1
+        second = state[1] * beta2 + grad * grad * gain2
+        largest = (torch.maximum(state[2], second),) if self.amsgrad else ()
         denominator = (largest or (second,))[0].sqrt() * widen + eps
         return (weight - rate * (first / denominator), first, second, *largest)
 
-    def fused(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    def torch_fused(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if not self.correct:
@@ -94,9 +97,9 @@ class AdamRule(Rule):
         kernel(
             [weight],
             [grad],
-            [slots[0]],
-            [slots[1]],
-            [slots[2]] if self.amsgrad else [],
+            [state[0]],
+            [state[1]],
+            [state[2]] if self.amsgrad else [],
             [step],
             lr=float(group["lr"]),
             beta1=float(beta1),
@@ -107,3 +110,148 @@ class AdamRule(Rule):
             maximize=False,
         )
         return True
+
+    def kernel_config(self) -> KernelConfig | None:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return KernelConfig("adam", self.decoupled, self.amsgrad)
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.decoupled))
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
+
+    Its state goes into ``torch.optim.Adam`` and back. apex's ``FusedAdam`` was AdamW by default: that is
+    :class:`FusedAdamW`.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        betas: how much of the first and of the second moment is kept.
+        eps: what is added to the root of the second moment.
+        weight_decay: what is added to a gradient, times the weight.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+        master: where the bits of bfloat16 weights are that the model does not see; see
+            :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
+            master, bit for bit, in 2 bytes per parameter less.
+        moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedAdam([weight], lr=0.5, eps=0.0, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([0.1, -2.0, 30.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.5000, 1.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+        master: MasterFormat = "float32",
+        moments: torch.dtype | Literal["int8"] = torch.float32,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": self._decoupled,
+        }
+        super().__init__(
+            params, defaults, backend=backend, road=road, state_format=StateFormat(master, moments)
+        )
+
+    _decoupled = False
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule by which a group is stepped."""
+        rule = AdamRule(decoupled=self._decoupled, amsgrad=bool(group["amsgrad"]))
+        return self._state_format.of(rule, squares=(False, True, True)[: len(rule.state_names)])
+
+
+class FusedAdamW(FusedAdam):
+    """AdamW; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
+
+    Its state goes into ``torch.optim.AdamW`` and back.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        betas: how much of the first and of the second moment is kept.
+        eps: what is added to the root of the second moment.
+        weight_decay: how much of the weight is taken away, times the learning rate.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+        master: where the bits of bfloat16 weights are that the model does not see; see
+            :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
+            master, bit for bit, in 2 bytes per parameter less.
+        moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedAdamW([weight], lr=0.5, eps=0.0, weight_decay=0.2)
+        >>> weight.grad = torch.tensor([0.1, -2.0, 30.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.4000, 1.4000, 0.4000])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+        master: MasterFormat = "float32",
+        moments: torch.dtype | Literal["int8"] = torch.float32,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            backend=backend,
+            road=road,
+            master=master,
+            moments=moments,
+        )
+
+    _decoupled = True

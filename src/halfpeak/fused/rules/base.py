@@ -1,4 +1,4 @@
-"""What an update rule is: a function of tensors that every road runs and is tested against."""
+"""What an update rule is: a function of tensors that every backend runs and is tested against."""
 
 from __future__ import annotations
 
@@ -8,41 +8,64 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-Count: TypeAlias = Literal["parameter", "group", "nowhere"]
+StepScope: TypeAlias = Literal["parameter", "group", "nowhere"]
+"""Where the number of steps is kept: as ``step`` in the state of each parameter, in its group, or not at all."""
 
 
-class Part(NamedTuple):
-    """A state tensor of a parameter.
+class StateTensor(NamedTuple):
+    """How one state tensor of a parameter is stored.
 
     Attributes:
         name: in the state.
         dtype: of its elements; None for the dtype that the rule computes in.
-        grain: elements of the parameter for each of its own. With more than one it is a vector, in the order of memory.
+        block_size: elements of the parameter for each of its own. With more than one it is a vector, in the order of memory.
     """
 
     name: str
     dtype: torch.dtype | None = None
-    grain: int = 1
+    block_size: int = 1
+
+
+class KernelConfig(NamedTuple):
+    """Which formula a Triton kernel is compiled for; see :func:`halfpeak.ops.triton.update.update_kernel`.
+
+    Attributes:
+        rule: the formula.
+        option: a variant of it.
+        other: a second variant of it.
+        master: bits of the weight's remainder, 0 where it has none.
+        moments: the storage format of each state tensor.
+        norm: what is taken of each parameter's gradient before the update: nothing, ``squares`` or ``largest``.
+        trust: whether an update is rescaled to the norm of the weight.
+    """
+
+    rule: str
+    option: bool | str
+    other: bool = False
+    master: int = 0
+    moments: tuple[str, str, str] = ("identity", "identity", "identity")
+    norm: str = ""
+    trust: bool = False
 
 
 class Rule(Protocol):
-    """How an optimizer moves a weight.
+    """How an optimizer updates a weight.
 
     A rule is a frozen, hashable value: what changes the formula is a field of it, what changes only numbers comes in
     ``constants``, so that a compiled kernel of it serves every learning rate and step.
 
-    Most rules go element by element, and see any stretch of memory. A layer-wise one takes norms, and sees one whole
-    parameter at a time.
+    Most rules go element by element and are called on any stretch of memory. A layer-wise one takes norms and is called on
+    one whole parameter at a time.
     """
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors, as torch's optimizer calls them. Those of one number per parameter come last."""
         ...
 
     @property
-    def scalars(self) -> int:
-        """How many of the slots hold one number per parameter instead of one per element."""
+    def per_param_scalars(self) -> int:
+        """How many of the state tensors hold one number per parameter instead of one per element."""
         return 0
 
     @property
@@ -51,22 +74,22 @@ class Rule(Protocol):
         return False
 
     @property
-    def count(self) -> Count:
-        """Where the number of steps is kept: as ``step`` in the state of each parameter, or in its group."""
+    def step_scope(self) -> StepScope:
+        """Where the number of steps is kept."""
         return "parameter"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """How its slots are stored, one for each."""
-        return tuple(map(Part, self.slots))
+    def storage(self) -> tuple[StateTensor, ...]:
+        """How its state tensors are stored, one entry for each."""
+        return tuple(map(StateTensor, self.state_names))
 
     def for_weight(self, dtype: torch.dtype) -> Rule:
-        """The rule for weights of one dtype, where it stores their states in a form of their own."""
+        """The rule for weights of one dtype, where their states are stored in another format."""
         return self
 
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """What each of the slots starts with."""
-        return (0.0,) * len(self.slots)
+        """What each state tensor starts with."""
+        return (0.0,) * len(self.state_names)
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """The numbers of one step, from the hyper-parameters of a group.
@@ -78,25 +101,36 @@ class Rule(Protocol):
         ...
 
     def __call__(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The new weight and the new slots, in float32 or float64, of any shape. Nothing is written."""
+        """The new weight and the new state, in float32 or float64, of any shape. Nothing is written."""
         ...
 
-    def read(self, weight: Tensor, slots: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
-        """What weight and slots are worth, as the rule computes with them."""
-        return (weight.to(wide), *(slot.to(wide) for slot in slots))
+    def decode(self, weight: Tensor, state: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
+        """The weight and the state as the rule computes with them, from what is stored."""
+        return (weight.to(wide), *(one.to(wide) for one in state))
 
-    def written(self, moved: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What to store of the new weight and the new slots; rounding to the dtype of its place may be left."""
-        return tuple(moved)
+    def encode(self, updated: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What to store of the new weight and the new state; rounding to the stored dtype may be left to the caller."""
+        return tuple(updated)
 
-    def fused(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    def torch_fused(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        """Move what was :meth:`read` in place with torch's own fused kernel; False where there is none.
+        """Update what was :meth:`decode`-d in place with torch's own fused kernel; False where there is none.
 
         Args:
             step: the number of this step.  # f32[] on the CPU
         """
         return False
+
+    def kernel_config(self) -> KernelConfig | None:
+        """How the Triton kernels are told of this rule; None if they do not know it."""
+        return None
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """What the Triton kernels read of a group beside sign, learning rate and weight decay.
+
+        Two numbers of the rule, ``eps`` and three switches; zeros at the end may be left out.
+        """
+        return ()

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from halfpeak.fused.rules.base import Count, Rule
+from halfpeak.fused.backends.base import DeviceBackend, DeviceStep
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.backends.kernels import clip_coef_without_eps
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,7 @@ class LAMBRule(Rule):
         w  <- w - lr * |w| / |u| * u                               (trusts; else w - lr * u)
 
     ``beta3`` is ``1 - beta1``, or 1 where gradients are not averaged. Where ``|w|`` or ``|u|`` is zero the ratio is one.
-    Gradients come clipped to a global norm: who feeds the rule does that.
+    The rule expects gradients that are already clipped to a global norm.
 
     Attributes:
         decoupled: decay beside the gradient, as in AdamW.
@@ -55,7 +61,7 @@ class LAMBRule(Rule):
     per_group: bool = False
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
 
@@ -65,7 +71,7 @@ class LAMBRule(Rule):
         return True
 
     @property
-    def count(self) -> Count:
+    def step_scope(self) -> StepScope:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "group" if self.per_group else "parameter"
 
@@ -78,14 +84,14 @@ class LAMBRule(Rule):
         return (beta1, beta3, beta2, 1 - beta2, 1 / start1, start2**-0.5, group["eps"], decay, group["lr"])
 
     def __call__(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta3, beta2, gain2, widen1, widen2, eps, decay, lr = constants
         if not self.decoupled:
             grad = grad + weight * decay
-        first = slots[0] * beta1 + grad * beta3
-        second = slots[1] * beta2 + grad * grad * gain2
+        first = state[0] * beta1 + grad * beta3
+        second = state[1] * beta2 + grad * grad * gain2
         move = first * widen1 / (second.sqrt() * widen2 + eps)
         if self.decoupled:
             move = move + weight * decay
@@ -93,6 +99,110 @@ class LAMBRule(Rule):
             lr = lr * _ratio(vector_norm(weight), vector_norm(move))
         return weight - lr * move, first, second
 
+    def kernel_config(self) -> KernelConfig | None:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return KernelConfig("lamb", self.decoupled, trust=self.trusts)
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.average))
+
 
 def _ratio(size: Tensor, move: Tensor) -> Tensor:
     return torch.where((size != 0) & (move != 0), size / move, 1.0)
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB for large batches; see :class:`~halfpeak.fused.rules.lamb.LAMBRule` for the rule.
+
+    The gradients of all groups together are clipped to ``max_grad_norm`` first.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        bias_correction: correct the moments for their start at zero.
+        betas: how much of the first and of the second moment is kept.
+        eps: what is added to the root of the second moment.
+        weight_decay: how much of the weight is taken away, within the step that is then rescaled.
+        adam_w_mode: decay beside the gradient; False adds it to the gradient.
+        grad_averaging: a gradient enters the first moment by ``1 - beta1``; False lets it enter whole.
+        max_grad_norm: the largest norm of all gradients; 0 does not clip. It is one for all groups.
+        use_nvlamb: rescale the step of groups without weight decay too.
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.full((4,), 2.0))
+        >>> optimizer = FusedLAMB([weight], lr=0.1, use_nvlamb=True, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([1.0, -2.0, 3.0, -4.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([1.8000, 2.2000, 1.8000, 2.2000])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        maximize: bool = False,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+        }
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        super().__init__(params, defaults, backend=backend, road=road)
+
+    def rule(self, group: Mapping[str, Any]) -> LAMBRule:
+        """The rule by which a group is stepped."""
+        return LAMBRule(
+            decoupled=self.adam_w_mode,
+            average=bool(group["grad_averaging"]),
+            correct=bool(group["bias_correction"]),
+            trusts=self.use_nvlamb or group["weight_decay"] != 0,
+        )
+
+    def _device_step(
+        self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
+    ) -> DeviceStep:
+        max_norm = self.defaults["max_grad_norm"]
+        return super()._device_step(slices, inputs, found_inf)._replace(max_norm=max_norm or None)
+
+    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
+        max_norm, known = self.defaults["max_grad_norm"], self._measured
+        if max_norm:
+            slices = self._slices(inputs) if known is None or known[0] is not inputs.grads else known[1]
+            self._measured = (inputs.grads, slices)
+            backend = self._backend_for(slices) if slices else None
+            # A device backend clips within its step.
+            if backend is not None and not isinstance(backend, DeviceBackend):
+                norm = backend.measure(slices, inputs.grads, inputs.multiplier).sum_squares.sqrt()
+                clip = clip_coef_without_eps(norm, max_norm)
+                inputs = inputs._replace(multiplier=inputs.multiplier * clip)
+        super()._update(inputs, found_inf)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode, "use_nvlamb": self.use_nvlamb}

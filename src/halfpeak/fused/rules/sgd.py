@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.fused.rules.base import Count, Rule
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,12 @@ class SGDRule(Rule):
     late: bool = False
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
-    def count(self) -> Count:
+    def step_scope(self) -> StepScope:
         """torch's SGD keeps none."""
         return "nowhere"
 
@@ -64,7 +66,7 @@ class SGDRule(Rule):
         return (group["lr"], group["momentum"], gain, group["weight_decay"])
 
     def __call__(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         lr, momentum, gain, decay = constants
@@ -73,14 +75,14 @@ class SGDRule(Rule):
         buffers: tuple[Tensor, ...] = ()
         if self.momentum:
             # The buffer starts at zero, so the first step needs no branch.
-            buffer = slots[0] * momentum + grad * gain
+            buffer = state[0] * momentum + grad * gain
             buffers, grad = (buffer,), grad + buffer * momentum if self.nesterov else buffer
         if self.late:
             grad = grad + weight * decay
         return (weight - lr * grad, *buffers)
 
-    def fused(
-        self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    def torch_fused(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if self.late or step.device.type != "cpu":
@@ -88,7 +90,7 @@ class SGDRule(Rule):
         torch._fused_sgd_(
             [weight],
             [grad],
-            [slots[0]] if self.momentum else [],
+            [state[0]] if self.momentum else [],
             weight_decay=float(group["weight_decay"]),
             momentum=float(group["momentum"]),
             lr=float(group["lr"]),
@@ -98,3 +100,71 @@ class SGDRule(Rule):
             is_first_step=float(step) <= 1,
         )
         return True
+
+    def kernel_config(self) -> KernelConfig | None:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        option = ("nesterov" if self.nesterov else "momentum") if self.momentum else ""
+        return KernelConfig("sgd", option, self.late)
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return (float(group["momentum"]), float(group["dampening"]))
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum; see :class:`~halfpeak.fused.rules.sgd.SGDRule` for the rule.
+
+    Its state goes into ``torch.optim.SGD`` and back.
+
+    Args:
+        params: parameters or groups, dense, real, floating point.
+        lr: learning rate: a number or a tensor of one element.
+        momentum: what is left of the buffer at each step; 0 keeps no buffer.
+        dampening: what is left out of a gradient that enters the buffer; the first enters whole.
+        weight_decay: what is added to a gradient, times the weight.
+        nesterov: Nesterov's momentum.
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+
+    Raises:
+        ConfigError: a value is out of its range.
+        ParameterError: a parameter is not dense, real and floating point.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = FusedSGD([weight], lr=0.5, momentum=0.9)
+        >>> for _ in range(2):
+        ...     weight.grad = torch.ones(3)
+        ...     optimizer.step()
+        >>> weight.data
+        tensor([-0.4500, -0.4500, -0.4500])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, backend=backend, road=road)
+
+    def rule(self, group: Mapping[str, Any]) -> SGDRule:
+        """The rule by which a group is stepped."""
+        return SGDRule(momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]))

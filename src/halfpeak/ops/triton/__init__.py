@@ -1,4 +1,4 @@
-"""The door to the Triton kernels: whether they can be had, and the module that holds them. Triton is imported here only."""
+"""Access to the Triton kernels without importing triton: whether it is installed, and the module of kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def is_installed() -> bool:
 
 
 def kernels() -> Any:
-    """The module ``halfpeak.ops.triton.step``, whose import takes longer than all of halfpeak's.
+    """The module ``halfpeak.ops.triton.launch``, whose import takes longer than all of halfpeak's.
 
     Raises:
         ImportError: triton is not installed.
     """
-    return importlib.import_module("halfpeak.ops.triton.step")
+    return importlib.import_module("halfpeak.ops.triton.launch")

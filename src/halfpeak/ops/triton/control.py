@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfpeak.ops.triton.numbers import NUMBERS, write_numbers
+from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
 
 
 @triton.jit(
@@ -50,8 +50,8 @@ def control_kernel(
     numbers,
     floats,
     ints,
-    limit,
-    own_limit,
+    max_norm,
+    own_max_norm,
     growth,
     backoff,
     floor,
@@ -61,7 +61,7 @@ def control_kernel(
     JUDGES: tl.constexpr,
     CLIPS: tl.constexpr,
     CLIPS_AGAIN: tl.constexpr,
-    KEEPS_BOOKS: tl.constexpr,
+    DECIDES: tl.constexpr,
     IS_DYNAMIC: tl.constexpr,
     REFILLS_CLEAN: tl.constexpr,
     RULE: tl.constexpr,
@@ -70,12 +70,12 @@ def control_kernel(
 ):
     """Finish the reduction; decide; clip; move the loss scale; and work out the numbers that the update reads.
 
-    The transition of the scale is :func:`halfpeak.core.schedule.advance`; the clip is that of
-    :class:`halfpeak.ClipNorm`, whose norm is a verdict too if it is infinite.
+    The reference of the transition of the scale is :func:`halfpeak.core.schedule.advance`, and that of the clip
+    :func:`halfpeak.ops.reference.clip_coef`; with clipping, a norm that is not finite skips the step as well.
 
     Args:
         squares, flags: of each program that measured; ``partials`` of them.  # f32[partials], i32[partials]
-        factor: what makes gradients true-sized.                               # f32[]
+        factor: what unscales gradients.                                       # f32[]
         found_inf: what is known already: skip on anything but zero.           # f32[]
         scale, clean, grace, stuck: the loss scale.                            # f32[], i32[], ...
         taken, skipped: steps so far.                                          # i32[]
@@ -84,8 +84,8 @@ def control_kernel(
         numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
         floats: result: found_inf, norm, factor, squares, scale, stuck.        # f32[6]
         ints: result: clean, grace, stuck, taken, skipped.                     # i32[5]
-        limit: of the norm, with ``CLIPS``.
-        own_limit: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
+        max_norm: of the norm, with ``CLIPS``.
+        own_max_norm: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
         growth, backoff, floor, ceiling, interval, hysteresis: of the scale's configuration.
         JUDGES: what was measured decides, too.
     """
@@ -99,7 +99,7 @@ def control_kernel(
     multiplier = tl.load(factor)
     if CLIPS:
         overflow = overflow | ((norm < float("inf")) == 0)
-        clip = tl.minimum(tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * limit, 1.0)
+        clip = tl.minimum(tl.div_rn(tl.full([], 1.0, tl.float32), norm + 1e-6) * max_norm, 1.0)
         multiplier = multiplier * clip
     tl.store(floats, overflow.to(tl.float32))
     tl.store(floats + 1, norm)
@@ -107,8 +107,8 @@ def control_kernel(
     tl.store(floats + 3, total)
     if CLIPS_AGAIN:
         rest = norm * clip if CLIPS else norm
-        multiplier = tl.where(rest > own_limit, multiplier * tl.div_rn(own_limit, rest), multiplier)
-    if KEEPS_BOOKS:
+        multiplier = tl.where(rest > own_max_norm, multiplier * tl.div_rn(own_max_norm, rest), multiplier)
+    if DECIDES:
         was = tl.load(scale)
         patience = tl.load(stuck)
         spare = tl.load(grace)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfpeak.ops.triton.forms import (
+from halfpeak.ops.triton.codecs import (
     FIRST,
     LOW,
     SECOND,
@@ -21,7 +21,7 @@ from halfpeak.ops.triton.forms import (
     store_weight,
 )
 from halfpeak.ops.triton.measure import pointer
-from halfpeak.ops.triton.numbers import NUMBERS
+from halfpeak.ops.triton.step_numbers import NUMBERS
 from halfpeak.ops.triton.update import count_step, lamb, lamb_move, place_of
 
 CHUNKS = tl.constexpr(11)
@@ -29,7 +29,7 @@ CHUNKS = tl.constexpr(11)
 
 
 @triton.jit
-def _whole(each, own, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _total(each, own, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of what was found in the chunks of a member, or the largest of it."""
     first, count, rest = tl.load(own + CHUNKS), tl.load(own + CHUNKS + 1), tl.load(own + CHUNKS + 2)
     at = tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def norm_kernel(
     number = numbers + tl.load(own + 1) * NUMBERS
     place = pointer(own, SECOND, tl.float32, 1)
     norm = tl.load(place)
-    now = _whole(each, own, LARGEST, BLOCK)
+    now = _total(each, own, LARGEST, BLOCK)
     # They may have been clipped since.
     clip = tl.abs(tl.div_rn(tl.load(number), tl.load(factor)))
     keep, gain = tl.load(number + 3), tl.load(number + 4)
@@ -88,7 +88,9 @@ def norm_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["numbers", "sums", "rates"])
-def trust_kernel(members, first, count, numbers, sums, rates, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def lamb_trust_kernel(
+    members, first, count, numbers, sums, rates, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
     """LAMB's learning rate for each member, times the size of its weight over that of its move: one program for one.
 
     Args:
@@ -100,14 +102,14 @@ def trust_kernel(members, first, count, numbers, sums, rates, COLUMNS: tl.conste
     member = first + tl.program_id(0)
     own = members + member * COLUMNS
     number = numbers + tl.load(own + 1) * NUMBERS
-    size = tl.sqrt_rn(_whole(sums, own, False, BLOCK))
-    move = tl.sqrt_rn(_whole(sums + count, own, False, BLOCK))
+    size = tl.sqrt_rn(_total(sums, own, False, BLOCK))
+    move = tl.sqrt_rn(_total(sums + count, own, False, BLOCK))
     ratio = tl.where((size != 0.0) & (move != 0.0), tl.div_rn(size, move), 1.0)
     tl.store(rates + member, tl.load(number + 9) * ratio)
 
 
 @triton.jit
-def _turn(
+def _lamb_moments(
     members,
     grads,
     chunks,
@@ -131,8 +133,8 @@ def _turn(
         # Beside it there may be 0 / 0.
         _, at, left = where
         move = tl.where(at < left, move, 0.0)
-    store_moment(own, FIRST, "whole", ALIGN, where, first, 0, FULL)
-    store_moment(own, SECOND, "whole", ALIGN, where, second, 0, FULL)
+    store_moment(own, FIRST, "identity", ALIGN, where, first, 0, FULL)
+    store_moment(own, SECOND, "identity", ALIGN, where, second, 0, FULL)
     tl.store(sums + chunk, tl.sum(weight * weight))
     tl.store(sums + count + chunk, tl.sum(move * move))
 
@@ -141,7 +143,7 @@ def _turn(
     do_not_specialize=["full", "count"],
     do_not_specialize_on_alignment=["numbers", "found_inf", "chunks", "sums"],
 )
-def turn_kernel(
+def lamb_moments_kernel(
     members,
     grads,
     chunks,
@@ -157,7 +159,7 @@ def turn_kernel(
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """The first of LAMB's passes: its moments, and ``sums`` for :func:`trust_kernel`, unless ``found_inf`` is not zero.
+    """The first of LAMB's passes: its moments, and ``sums`` for :func:`lamb_trust_kernel`, unless ``found_inf`` is not zero.
 
     Args:
         others: see :func:`~halfpeak.ops.triton.update.update_kernel`.
@@ -167,7 +169,7 @@ def turn_kernel(
     programs = tl.num_programs(0)
     skips = tl.load(found_inf) != 0.0
     for chunk in range(program, tl.where(skips, 0, full), programs):
-        _turn(
+        _lamb_moments(
             members,
             grads,
             chunks,
@@ -184,7 +186,7 @@ def turn_kernel(
             True,
         )
     for chunk in range(full + program, tl.where(skips, 0, count), programs):
-        _turn(
+        _lamb_moments(
             members,
             grads,
             chunks,
@@ -203,7 +205,7 @@ def turn_kernel(
 
 
 @triton.jit
-def _follow(
+def _lamb_update(
     members,
     chunks,
     chunk,
@@ -219,8 +221,8 @@ def _follow(
 ):
     member, own, number, where = place_of(members, chunks, chunk, numbers, COLUMNS, CHUNK)
     weight = load_weight(own, DTYPE, 0, ALIGN, where, FULL)
-    first = load_moment(own, FIRST, "whole", ALIGN, where, FULL)
-    second = load_moment(own, SECOND, "whole", ALIGN, where, FULL)
+    first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
+    second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
     weight = weight - tl.load(rates + member) * lamb_move(number, first, second, weight, OPTION)
     store_weight(own, DTYPE, 0, ALIGN, where, weight, 0, FULL)
     if LOWER is not None:
@@ -231,7 +233,7 @@ def _follow(
     do_not_specialize=["full", "count", "counters"],
     do_not_specialize_on_alignment=["numbers", "found_inf", "rows", "chunks", "rates"],
 )
-def follow_kernel(
+def lamb_update_kernel(
     members,
     chunks,
     full,
@@ -252,13 +254,17 @@ def follow_kernel(
 
     Args:
         others: see :func:`~halfpeak.ops.triton.update.update_kernel`.
-        rates: of :func:`trust_kernel`.  # f32[members]
+        rates: of :func:`lamb_trust_kernel`.  # f32[members]
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     skips = tl.load(found_inf) != 0.0
     for chunk in range(program, tl.where(skips, 0, full), programs):
-        _follow(members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, True)
+        _lamb_update(
+            members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, True
+        )
     for chunk in range(full + program, tl.where(skips, 0, count), programs):
-        _follow(members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, False)
+        _lamb_update(
+            members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, False
+        )
     count_step(rows, counters, skips)

@@ -87,7 +87,7 @@ def measure_kernel(
         chunks: member, and which of its chunks.  # i32[count, 2]
         full: how many chunks their parameter fills.
         count: how many chunks there are.
-        factor: what makes gradients true-sized.  # f32[]
+        factor: what unscales gradients.  # f32[]
         squares: the result.   # f32[programs]
         flags: the result.     # i32[programs]
         each: result for rules that take norms: ``EACH``, ``squares`` or ``largest``, of every chunk.  # f32[count]

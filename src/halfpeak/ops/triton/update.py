@@ -1,4 +1,4 @@
-"""Update: make gradients true-sized, clip, apply a rule, round into the model's weight, in one pass.
+"""Update: unscale gradients, clip, apply a rule, round into the model's weight, in one pass.
 
 Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfpeak.ops.triton.forms import (
+from halfpeak.ops.triton.codecs import (
     FIRST,
     LOW,
     SECOND,
@@ -23,7 +23,7 @@ from halfpeak.ops.triton.forms import (
     where_of,
 )
 from halfpeak.ops.triton.measure import pointer
-from halfpeak.ops.triton.numbers import NUMBERS, SEED
+from halfpeak.ops.triton.step_numbers import NUMBERS, SEED
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def lamb(
     """The moments of LAMB after a step, and where they point."""
     if not OPTION:
         grad = grad + weight * tl.load(number + 8)
-    first = load_moment(own, FIRST, "whole", ALIGN, where, FULL)
-    second = load_moment(own, SECOND, "whole", ALIGN, where, FULL)
+    first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
+    second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
     first = first * tl.load(number + 1) + grad * tl.load(number + 2)
     second = second * tl.load(number + 3) + grad * grad * tl.load(number + 4)
     return first, second, lamb_move(number, first, second, weight, OPTION)
@@ -151,8 +151,8 @@ def _move(
         # OPTION: decoupled. With trust it takes three kernels; see halfpeak.ops.triton.layerwise.
         first, second, move = lamb(own, number, grad, weight, OPTION, ALIGN, where, FULL)
         weight = weight - tl.load(number + 9) * move
-        store_moment(own, FIRST, "whole", ALIGN, where, first, seed, FULL)
-        store_moment(own, SECOND, "whole", ALIGN, where, second, seed, FULL)
+        store_moment(own, FIRST, "identity", ALIGN, where, first, seed, FULL)
+        store_moment(own, SECOND, "identity", ALIGN, where, second, seed, FULL)
     else:
         # NovoGrad, whose norm is up to date. OPTION: inside.
         norm = tl.load(pointer(own, SECOND, tl.float32, 1))
@@ -203,7 +203,7 @@ def update_kernel(
     """Move every weight once, unless ``found_inf`` is anything but zero; then count the step.
 
     Args:
-        members: numel, row of numbers, addresses; see :mod:`halfpeak.ops.triton.forms`.  # i64[members, COLUMNS]
+        members: numel, row of numbers, addresses; see :mod:`halfpeak.ops.triton.codecs`.  # i64[members, COLUMNS]
         grads: addresses.                                                # i64[members]
         chunks: member, and which of its chunks.                         # i32[count, 2]
         full: how many chunks their parameter fills; they come first.

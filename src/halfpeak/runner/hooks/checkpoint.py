@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.runner import naming
-from halfpeak.runner.allreduce import allreduce_params
-from halfpeak.runner.checkpoint import StrPath
-from halfpeak.runner.hook import Hook
-
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
+from halfpeak.runner.distributed import allreduce_params
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_flag
 
 
+@HOOKS.register_module()
 class CheckpointHook(Hook):
     """Saves the run after every ``interval`` epochs or iterations, and after the last one.
 
-    The file is taken when every hook has done its part of the epoch or iteration and the counters have moved on: to
-    resume from it repeats and skips nothing. ``runner.meta["hook_msgs"]["last_ckpt"]`` names the last file.
+    The file is written when every hook has been called for the epoch or iteration and the counters have moved on, so a
+    resumed run repeats and skips nothing. ``runner.meta["hook_msgs"]["last_ckpt"]`` names the last file.
 
     Args:
         interval: -1 saves only the last.
@@ -51,10 +50,6 @@ class CheckpointHook(Hook):
         for name, number in (("interval", interval), ("max_keep_ckpts", max_keep_ckpts)):
             if isinstance(number, bool) or not isinstance(number, int) or number == 0 or number < -1:
                 raise ConfigError(f"{name}={number!r} must be an integer of 1 or more, or -1")
-        flags = {"by_epoch": by_epoch, "save_optimizer": save_optimizer, "save_last": save_last}
-        for name, flag in {**flags, "sync_buffer": sync_buffer}.items():
-            if not isinstance(flag, bool):
-                raise ConfigTypeError(f"{name}={flag!r} must be True or False")
         unknown = kwargs.keys() - {"filename_tmpl", "meta", "create_symlink"}
         if unknown:
             raise ConfigTypeError(
@@ -62,12 +57,12 @@ class CheckpointHook(Hook):
                 "save_optimizer, out_dir, max_keep_ckpts, save_last, sync_buffer, filename_tmpl, meta, create_symlink"
             )
         self.interval = interval
-        self.by_epoch = by_epoch
-        self.save_optimizer = save_optimizer
+        self.by_epoch = require_flag("by_epoch", by_epoch)
+        self.save_optimizer = require_flag("save_optimizer", save_optimizer)
         self.out_dir = out_dir
         self.max_keep_ckpts = max_keep_ckpts
-        self.save_last = save_last
-        self.sync_buffer = sync_buffer
+        self.save_last = require_flag("save_last", save_last)
+        self.sync_buffer = require_flag("sync_buffer", sync_buffer)
         self.filename_tmpl: str = kwargs.get("filename_tmpl") or (
             "epoch_{}.pth" if by_epoch else "iter_{}.pth"
         )
@@ -75,35 +70,35 @@ class CheckpointHook(Hook):
         self.create_symlink: bool = kwargs.get("create_symlink", True)
         self._kwargs = kwargs
 
-    def before_run(self, runner: BaseRunner) -> None:
+    def before_run(self, runner: RunnerView) -> None:
         """Find the directory.
 
         Raises:
             ConfigError: neither the hook nor the runner has one.
         """
-        self.out_dir = naming.directory(self.out_dir, runner.work_dir, "CheckpointHook")
+        self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "CheckpointHook")
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
 
-    def after_train_epoch(self, runner: BaseRunner) -> None:
-        """Save, if it is time."""
+    def after_train_epoch(self, runner: RunnerView) -> None:
+        """Save, if a file is due."""
         is_last = self.save_last and self.is_last_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d epochs", runner.epoch + 1)
             self._save(runner, runner.epoch + 1)
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
-        """Save, if it is time."""
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Save, if a file is due."""
         is_last = self.save_last and self.is_last_iter(runner)
         if not self.by_epoch and (self.every_n_iters(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d iterations", runner.iter + 1)
             self._save(runner, runner.iter + 1)
 
-    def _save(self, runner: BaseRunner, number: int) -> None:
+    def _save(self, runner: RunnerView, number: int) -> None:
         assert self.out_dir is not None
-        path = naming.target(self.out_dir, self.filename_tmpl, number)
-        theirs = getattr(type(runner), "save_checkpoint", None)
-        if theirs is not None and not theirs.__module__.startswith("halfpeak."):
-            self._save_their_way(runner, path, number)
+        path = checkpoint_path(self.out_dir, self.filename_tmpl, number)
+        override = getattr(type(runner), "save_checkpoint", None)
+        if override is not None and not override.__module__.startswith("halfpeak."):
+            self._save_by_override(runner, path, number)
             return
 
         def save() -> None:
@@ -118,8 +113,8 @@ class CheckpointHook(Hook):
 
         runner.defer(save)
 
-    def _save_their_way(self, runner: Any, path: Path, number: int) -> None:
-        """Call the ``save_checkpoint`` of a subclass: at once, because it counts for itself that the epoch is over."""
+    def _save_by_override(self, runner: Any, path: Path, number: int) -> None:
+        """Call the ``save_checkpoint`` of a runner's subclass: at once, because it counts the current epoch as over itself."""
         if self.sync_buffer:
             allreduce_params(runner.model.buffers())
         if runner.rank == 0:

@@ -1,4 +1,4 @@
-"""The curves that learning rates and momenta follow: numbers in, a number out."""
+"""The curves that learning rates and momenta follow: a place in, a value out. No hook and no runner is known here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.runner.hooks.arguments import require_count, require_flag, require_number
+
+Total: TypeAlias = Callable[[], int]
+"""The length of a schedule, asked for only by curves that need one: a run may have none in that unit."""
+
+Shape: TypeAlias = Callable[[float, float, float], float]
+"""From one value to another, for a place between 0 and 1."""
 
 
 def cosine(start: float, end: float, place: float) -> float:
@@ -25,32 +32,29 @@ def linear(start: float, end: float, place: float) -> float:
     return start + (end - start) * place
 
 
-ANNEALS: Final[Mapping[str, Callable[[float, float, float], float]]] = {"cos": cosine, "linear": linear}
+SHAPES: Final[Mapping[str, Shape]] = {"cos": cosine, "linear": linear}
 
 
-def anneal(strategy: str) -> Callable[[float, float, float], float]:
-    """The curve with that name.
+class Curve(Protocol):
+    """A value for each place, counted in finished epochs or iterations."""
 
-    Raises:
-        ConfigError: there is none.
-    """
-    if strategy not in ANNEALS:
-        raise ConfigError(f"anneal_strategy={strategy!r} must be one of {', '.join(map(repr, ANNEALS))}")
-    return ANNEALS[strategy]
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """The value at ``place`` of a schedule that begins with ``base``."""
+        ...
 
 
 class Steps:
-    """``base * gamma ** n``, where n counts the steps until now, and never below ``floor``.
+    """``base * gamma ** n``, where n counts the steps until now, and never below ``minimum``.
 
     Args:
-        step: one every so many, or a list of the places where they are.
+        step: the distance between two steps, or a list of their places.
 
-    >>> steps = Steps([2, 4], 0.5)
-    >>> [steps(8.0, place) for place in range(5)]
+    >>> steps = Steps([2, 4], 0.5, None)
+    >>> [steps(8.0, place, int) for place in range(5)]
     [8.0, 8.0, 4.0, 4.0, 2.0]
     """
 
-    def __init__(self, step: int | Sequence[int], gamma: float, floor: float | None = None) -> None:
+    def __init__(self, step: int | Sequence[int], gamma: float, minimum: float | None) -> None:
         several: Any = step if isinstance(step, (list, tuple)) else [step]
         if not several or not all(type(one) is int for one in several):
             raise ConfigTypeError(
@@ -58,17 +62,21 @@ class Steps:
             )
         if any(one < 1 for one in several):
             raise ConfigError(f"step={step!r} must be above 0; write step=[8, 11]")
-        self.step, self.gamma, self.floor = step, require_number("gamma", gamma), floor
+        self.step, self.gamma, self.minimum = step, require_number("gamma", gamma), minimum
 
-    def __call__(self, base: float, place: int) -> float:
-        """The value at ``place``."""
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """The value after the steps until ``place``."""
         count = place // self.step if isinstance(self.step, int) else sum(place >= one for one in self.step)
         value = base * self.gamma**count
-        return value if self.floor is None else max(value, self.floor)
+        return value if self.minimum is None else max(value, self.minimum)
 
 
 class Target:
-    """Where a curve ends: at a number, or at a fraction of where it begins. Exactly one of them is given."""
+    """The end of a curve: a number, or a ratio of its beginning. Exactly one of them is given.
+
+    Args:
+        name: of the number in messages, such as ``"min_lr"``.
+    """
 
     def __init__(self, name: str, value: float | None, ratio: float | None) -> None:
         if (value is None) == (ratio is None):
@@ -83,6 +91,58 @@ class Target:
         return base * self._ratio if self._value is None else self._value  # type: ignore[operator]
 
 
+class Annealing:
+    """From ``base`` to ``target`` over the whole run, along :func:`cosine` or :func:`linear`."""
+
+    def __init__(self, shape: Shape, target: Target) -> None:
+        self._shape, self._target = shape, target
+
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """The value on the curve."""
+        return self._shape(base, self._target(base), place / total())
+
+
+class FlatCosine:
+    """``base`` for the first ``start_percent`` of the run, then half a cosine down to ``target``."""
+
+    def __init__(self, start_percent: float, target: Target) -> None:
+        self.start_percent, self._target = start_percent, target
+
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """``base``, or the value on the cosine."""
+        length = total()
+        start = round(length * self.start_percent)
+        if place < start:
+            return base
+        return cosine(base, self._target(base), (place - start) / max(length - start, 1))
+
+
+class Restarts:
+    """Half a cosine per period, each from its weight times the distance to ``target``.
+
+    SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983).
+    """
+
+    def __init__(self, periods: Sequence[int], weights: Sequence[float], target: Target) -> None:
+        self._ends = list(accumulate(periods))
+        self._periods, self._weights, self._target = list(periods), list(weights), target
+
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """The value in the period of ``place``.
+
+        Raises:
+            ConfigError: the periods are over and the run is not.
+        """
+        number = bisect_right(self._ends, place)
+        if number == len(self._ends):
+            raise ConfigError(
+                f"iteration {place} comes after the last of periods={self._periods}; let them add up to the whole run"
+            )
+        inside = place - (self._ends[number] - self._periods[number])
+        end = self._target(base)
+        return cosine(end + self._weights[number] * (base - end), end, inside / self._periods[number])
+
+
 class Cycles:
     """Cycles up to ``base * up`` and down to ``base * down``; each one's excursion is ``gamma`` times the last one's.
 
@@ -90,6 +150,7 @@ class Cycles:
         target_ratio: ``(up, down)``; a single number means that and 1e-5 of it.
         cyclic_times: cycles in the run.
         step_ratio_up: the part of a cycle until its peak.
+        anneal_strategy: ``"cos"`` or ``"linear"``.
     """
 
     def __init__(
@@ -105,32 +166,30 @@ class Cycles:
             raise ConfigError(f"target_ratio={target_ratio!r} must be one number or a pair; write (10, 1e-4)")
         self._up = require_number("target_ratio", given[0])
         self._down = require_number("target_ratio", given[1]) if len(given) == 2 else self._up / 1e5
-        if isinstance(cyclic_times, bool) or not isinstance(cyclic_times, int) or cyclic_times < 1:
-            raise ConfigError(f"cyclic_times={cyclic_times!r} must be an integer of 1 or more")
+        self._times = require_count("cyclic_times", cyclic_times)
         if not 0 <= require_number("step_ratio_up", step_ratio_up) < 1:
             raise ConfigError(f"step_ratio_up={step_ratio_up!r} must be at least 0 and below 1")
         if not 0 < require_number("gamma", gamma) <= 1:
             raise ConfigError(f"gamma={gamma!r} must be above 0 and at most 1")
-        self._times, self._ratio_up, self._gamma = cyclic_times, step_ratio_up, gamma
-        self._anneal = anneal(anneal_strategy)
+        self._ratio_up, self._gamma, self._shape = step_ratio_up, gamma, _shape_of(anneal_strategy)
 
-    def __call__(self, base: float, place: int, total: int) -> float:
-        """The value at ``place`` of a run of ``total``."""
-        length = max(total // self._times, 1)
+    def __call__(self, base: float, place: int, total: Total) -> float:
+        """The value on the rise or the fall of the cycle at ``place``."""
+        length = max(total() // self._times, 1)
         rise = int(self._ratio_up * length)
         cycle, inside = divmod(place, length)
         peak = base + base * (self._up - 1) * self._gamma**cycle
         if inside < rise:
-            return self._anneal(base, peak, inside / rise)
-        return self._anneal(peak, base * self._down, (inside - rise) / (length - rise))
+            return self._shape(base, peak, inside / rise)
+        return self._shape(peak, base * self._down, (inside - rise) / (length - rise))
 
 
-class Phase(NamedTuple):
-    """A stretch of a :class:`OneCycle`: its last place, and the two ends by name."""
+class Ends(NamedTuple):
+    """The three values that a :class:`OneCycle` joins."""
 
-    last: float
-    start: str
-    end: str
+    start: float
+    peak: float
+    end: float
 
 
 class OneCycle:
@@ -142,75 +201,25 @@ class OneCycle:
     def __init__(self, pct_start: float, anneal_strategy: str, three_phase: bool) -> None:
         if isinstance(pct_start, bool) or not isinstance(pct_start, float) or not 0 <= pct_start <= 1:
             raise ConfigError(f"pct_start={pct_start!r} must be a float from 0 to 1; write pct_start=0.3")
-        if not isinstance(three_phase, bool):
-            raise ConfigTypeError(f"three_phase={three_phase!r} must be True or False")
-        self._pct, self._anneal, self._three = pct_start, anneal(anneal_strategy), three_phase
+        self._three = require_flag("three_phase", three_phase)
+        self._pct, self._shape = pct_start, _shape_of(anneal_strategy)
 
-    def __call__(self, ends: Mapping[str, float], place: int, total: int) -> float:
-        """The value at ``place``.
-
-        Args:
-            ends: the values called ``start``, ``peak`` and ``end``.
-        """
-        first = 0.0
-        phases = self._phases(total)
-        for phase in phases:
-            if place <= phase.last or phase is phases[-1]:
-                part = (place - first) / (phase.last - first) if phase.last > first else 1.0
-                return self._anneal(ends[phase.start], ends[phase.end], part)
-            first = phase.last
-        raise AssertionError("the last phase takes every place")
-
-    def _phases(self, total: int) -> list[Phase]:
+    def __call__(self, ends: Ends, place: int, total: int) -> float:
+        """The value at ``place``."""
         rise = float(self._pct * total) - 1
+        phases = [(rise, ends.start, ends.peak), (float(total - 1), ends.peak, ends.end)]
         if self._three:
             back = float(2 * self._pct * total) - 2
-            return [
-                Phase(rise, "start", "peak"),
-                Phase(back, "peak", "start"),
-                Phase(total - 1, "start", "end"),
-            ]
-        return [Phase(rise, "start", "peak"), Phase(total - 1, "peak", "end")]
+            phases[1:] = [(back, ends.peak, ends.start), (float(total - 1), ends.start, ends.end)]
+        first, (last, begin, end) = 0.0, phases[0]
+        for phase in phases[1:]:
+            if place <= last:
+                break
+            first, (last, begin, end) = last, phase
+        return self._shape(begin, end, (place - first) / (last - first) if last > first else 1.0)
 
 
-class Restarts:
-    """Half a cosine per period, each from its weight times the distance to the end.
-
-    SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983).
-    """
-
-    def __init__(self, periods: Sequence[int], restart_weights: Sequence[float]) -> None:
-        if not isinstance(periods, (list, tuple)) or not all(type(one) is int and one > 0 for one in periods):
-            raise ConfigError(f"periods={periods!r} must be a list of lengths; write periods=[100, 200]")
-        if len(periods) != len(restart_weights) or not periods:
-            raise ConfigError(
-                f"{len(periods)} periods and {len(restart_weights)} restart_weights; give one weight per period"
-            )
-        self._ends = list(accumulate(periods))
-        self._periods, self._weights = list(periods), list(restart_weights)
-
-    def __call__(self, base: float, end: float, place: int) -> float:
-        """The value at ``place``.
-
-        Raises:
-            ConfigError: it comes after the last period.
-        """
-        number = bisect_right(self._ends, place)
-        if number == len(self._ends):
-            raise ConfigError(
-                f"iteration {place} comes after the last of periods={self._periods}; let them add up to the whole run"
-            )
-        inside = place - (self._ends[number] - self._periods[number])
-        start = end + self._weights[number] * (base - end)
-        return cosine(start, end, inside / self._periods[number])
-
-
-def require_number(name: str, value: Any) -> float:
-    """A finite number.
-
-    Raises:
-        ConfigTypeError: anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigTypeError(f"{name}={value!r} must be a finite number; write {name}=0.1")
-    return value
+def _shape_of(strategy: str) -> Shape:
+    if strategy not in SHAPES:
+        raise ConfigError(f"anneal_strategy={strategy!r} must be one of {', '.join(map(repr, SHAPES))}")
+    return SHAPES[strategy]

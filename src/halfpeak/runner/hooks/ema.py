@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.optim.wrapped import unwrap
-from halfpeak.runner.hook import Hook
-from halfpeak.runner.hooks.curves import require_number
-
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.optim.unwrap import unwrap
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_count, require_number
 
 
+@HOOKS.register_module()
 class EMAHook(Hook):
     """Averages the weights over the steps of the optimizer, and puts the averages into the model between epochs.
 
@@ -27,13 +26,13 @@ class EMAHook(Hook):
         after a training epoch:           weights and averages change places, for validation and checkpoints
         before the next one:              and back
 
-    A step that was skipped, or not due yet, averages nothing. Weights are those that ``state_dict`` shows: with float32
-    masters, the masters. To know whether there was a step, it waits for the device.
+    An iteration without a step changes no average. The weights are those of ``state_dict``: with float32 masters, the
+    masters. The hook waits for the device to know whether a step was skipped.
 
     Args:
         momentum: part of the new weights in the average.
         interval: steps between two updates; the momentum is that of so many steps.
-        warm_up: greater values let the average move more slowly in the beginning.
+        warm_up: greater values slow the average down at the start.
 
     Raises:
         ConfigError: a value out of range.
@@ -42,9 +41,8 @@ class EMAHook(Hook):
     def __init__(self, momentum: float = 0.0002, interval: int = 1, warm_up: int = 100) -> None:
         if not 0 < require_number("momentum", momentum) < 1:
             raise ConfigError(f"momentum={momentum!r} must be above 0 and below 1; write momentum=0.0002")
-        for name, number in (("interval", interval), ("warm_up", warm_up)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(f"{name}={number!r} must be an integer of 1 or more")
+        require_count("interval", interval)
+        require_count("warm_up", warm_up)
         self.momentum = 1 - (1 - momentum) ** interval
         self.interval = interval
         self.warm_up = warm_up
@@ -54,21 +52,21 @@ class EMAHook(Hook):
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """What is not in the model now: the averages during a training epoch, the weights between two."""
+        """The values that are not in the model: the averages during a training epoch, the weights between two."""
         return dict(self._averages)
 
-    def before_run(self, runner: BaseRunner) -> None:
+    def before_run(self, runner: RunnerView) -> None:
         """Begin with the weights as they are."""
         self._averages = {name: value.clone() for name, value in _weights(runner).items()}
         self._steps, self._is_swapped = 0, False
 
-    def before_train_epoch(self, runner: BaseRunner) -> None:
+    def before_train_epoch(self, runner: RunnerView) -> None:
         """Put the weights into the model, if the averages are in it."""
         if self._is_swapped:
             self._swap(runner)
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
-        """Take the weights into the averages, if there was a step."""
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Average the weights, if there was a step."""
         if runner.step_result is not None and not runner.step_result.stepped():
             return
         step, self._steps = self._steps, self._steps + 1
@@ -78,28 +76,28 @@ class EMAHook(Hook):
             averages = list(self._averages.values())
             get_ema_multi_avg_fn(1 - momentum)(averages, [current[name] for name in self._averages], None)
 
-    def after_train_epoch(self, runner: BaseRunner) -> None:
+    def after_train_epoch(self, runner: RunnerView) -> None:
         """Put the averages into the model."""
         if not self._is_swapped:
             self._swap(runner)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not in the model, and the count of steps."""
+        """The values that are not in the model, and the count of steps."""
         return {"averages": dict(self._averages), "steps": self._steps, "is_swapped": self._is_swapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         for name, average in self._averages.items():
             average.copy_(state["averages"][name])
         self._steps, self._is_swapped = state["steps"], state["is_swapped"]
 
-    def _swap(self, runner: BaseRunner) -> None:
+    def _swap(self, runner: RunnerView) -> None:
         held = {name: value.clone() for name, value in _weights(runner).items()}
         _load(unwrap(runner.model), self._averages)
         self._averages, self._is_swapped = held, not self._is_swapped
 
 
-def _weights(runner: BaseRunner) -> dict[str, Tensor]:
+def _weights(runner: RunnerView) -> dict[str, Tensor]:
     """The parameters as the state dict shows them, by name; nothing is copied where there are no masters."""
     model = unwrap(runner.model)
     state = model.state_dict()
@@ -109,7 +107,8 @@ def _weights(runner: BaseRunner) -> dict[str, Tensor]:
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load parameters the way ``load_state_dict`` does, which hands exact values to float32 masters.
 
-    Module by module, so that nobody takes it for a checkpoint: statistics of an open window must not be settled.
+    Module by module, because ``model.load_state_dict`` would count as loading a checkpoint, which also commits the batch-norm
+    statistics of an open window.
     """
     values, problems = dict(weights), list[str]()
     metadata: Any = getattr(model.state_dict(), "_metadata", {})

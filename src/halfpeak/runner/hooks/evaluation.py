@@ -1,21 +1,24 @@
-"""EvalHook: evaluate during training and keep the best checkpoint. Answers to mmcv 1.7.2."""
+"""EvalHook and DistEvalHook: evaluate during training and keep the best checkpoint. Answer to mmcv 1.7.2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.runner import naming
-from halfpeak.runner.checkpoint import StrPath
-from halfpeak.runner.hook import Hook
-from halfpeak.runner.hooks.logger import EVAL_ITERS, LoggerHook
-
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.optim.registry import keywords_of
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
+from halfpeak.runner.distributed import broadcast_tensors, gather
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_count, require_flag
+from halfpeak.runner.hooks.loggers import EVAL_ITERS, LoggerHook
 
 GREATER: Final = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
 LESS: Final = ("loss",)
@@ -28,14 +31,15 @@ class Best(NamedTuple):
     previous: Path | None
     text: str
 
-    def save(self, runner: BaseRunner, *, every_rank: bool) -> None:
-        """Write the one file and then delete the other."""
+    def save(self, runner: RunnerView, *, every_rank: bool) -> None:
+        """Write the new file, then delete the previous one."""
         runner.write_checkpoint(self.path, every_rank=every_rank)
         runner.logger.info(self.text)
         if self.previous is not None:
             self.previous.unlink(missing_ok=True)
 
 
+@HOOKS.register_module()
 class EvalHook(Hook):
     """Evaluates the model after every ``interval`` epochs or iterations, logs the scores, and saves the best model.
 
@@ -81,11 +85,10 @@ class EvalHook(Hook):
     ) -> None:
         if not hasattr(dataloader, "__iter__") or not hasattr(dataloader, "__len__"):
             raise ConfigTypeError(f"dataloader must be a DataLoader, not {type(dataloader).__name__}")
-        for name, number, least in (("interval", interval, 1), ("start", 0 if start is None else start, 0)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ConfigError(f"{name}={number!r} must be an integer of {least} or more")
-        if not isinstance(by_epoch, bool):
-            raise ConfigTypeError(f"by_epoch={by_epoch!r} must be True or False")
+        require_count("interval", interval)
+        if start is not None:
+            require_count("start", start, least=0)
+        require_flag("by_epoch", by_epoch)
         if rule not in (None, "greater", "less"):
             raise ConfigError(f"rule={rule!r} must be 'greater', 'less' or None")
         self.dataloader = dataloader
@@ -99,36 +102,36 @@ class EvalHook(Hook):
         if save_best not in (None, "auto"):
             self._is_greater(str(save_best))
 
-    def before_run(self, runner: BaseRunner) -> None:
+    def before_run(self, runner: RunnerView) -> None:
         """Find the directory for the best model.
 
         Raises:
             ConfigError: there is none.
         """
         if self.save_best is not None:
-            self.out_dir = naming.directory(self.out_dir, runner.work_dir, "EvalHook")
+            self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "EvalHook")
             runner.meta.setdefault("hook_msgs", {})
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
-        """Evaluate, if it is time."""
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Evaluate, if an evaluation is due."""
         if not self.by_epoch and self._is_due(runner.iter + 1):
-            # What training has logged until now must not be averaged with the scores.
+            # Log the values of training first: they must not be averaged with the scores.
             for hook in runner.hooks:
                 if isinstance(hook, LoggerHook):
                     hook.after_train_iter(runner)
             runner.log_buffer.clear()
             self._evaluate(runner)
 
-    def after_train_epoch(self, runner: BaseRunner) -> None:
-        """Evaluate, if it is time."""
+    def after_train_epoch(self, runner: RunnerView) -> None:
+        """Evaluate, if an evaluation is due."""
         if self.by_epoch and self._is_due(runner.epoch + 1):
             self._evaluate(runner)
 
-    def evaluate(self, runner: BaseRunner, results: Any) -> dict[str, Any]:
-        """The scores of what the model gave.
+    def evaluate(self, runner: RunnerView, results: Any) -> dict[str, Any]:
+        """The scores of the model's results.
 
         Raises:
-            ConfigTypeError: neither the dataset nor ``test_fn`` gives a dict of scores.
+            ConfigTypeError: neither the dataset nor ``test_fn`` returns a dict of scores.
         """
         if isinstance(results, Mapping):
             scores: Any = results
@@ -151,13 +154,13 @@ class EvalHook(Hook):
             return number % self.interval == 0
         return number >= self.start and (number - self.start) % self.interval == 0
 
-    def _evaluate(self, runner: BaseRunner) -> None:
+    def _evaluate(self, runner: RunnerView) -> None:
         best = self._score(runner, self._test(runner))
         if best is not None and runner.rank == 0:
             runner.defer(lambda: best.save(runner, every_rank=False))
 
-    def _test(self, runner: BaseRunner) -> Any:
-        """What ``test_fn`` gives, from the model as it validates."""
+    def _test(self, runner: RunnerView) -> Any:
+        """The results of ``test_fn``, with the model in evaluation mode and in the casts of validation."""
         was_training = runner.model.training
         runner.model.eval()
         try:
@@ -166,7 +169,7 @@ class EvalHook(Hook):
         finally:
             runner.model.train(was_training)
 
-    def _score(self, runner: BaseRunner, results: Any) -> Best | None:
+    def _score(self, runner: RunnerView, results: Any) -> Best | None:
         """Log the scores; where to save the model, if it is the best so far."""
         scores = self.evaluate(runner, results)
         runner.log_buffer.output[EVAL_ITERS] = len(self.dataloader)
@@ -174,7 +177,7 @@ class EvalHook(Hook):
         runner.log_buffer.ready = True
         return self._note_best(runner, scores) if self.save_best is not None and scores else None
 
-    def _note_best(self, runner: BaseRunner, scores: Mapping[str, Any]) -> Best | None:
+    def _note_best(self, runner: RunnerView, scores: Mapping[str, Any]) -> Best | None:
         key = next(iter(scores)) if self.save_best == "auto" else str(self.save_best)
         if key not in scores:
             raise ConfigError(
@@ -186,7 +189,7 @@ class EvalHook(Hook):
         if not is_better or score != score:
             return None
         number, unit = (runner.epoch + 1, "epoch") if self.by_epoch else (runner.iter + 1, "iter")
-        path = naming.target(str(self.out_dir), f"best_{key}_{unit}_{{}}.pth".replace("/", "_"), number)
+        path = checkpoint_path(str(self.out_dir), f"best_{key}_{unit}_{{}}.pth".replace("/", "_"), number)
         previous = messages.get("best_ckpt")
         messages.update(best_score=score, best_ckpt=str(path))
         text = f"Best {key} is {score:.4f} at {unit} {number}, saved as {path.name}"
@@ -212,3 +215,93 @@ def collect_results(model: Any, dataloader: Any) -> list[Any]:
     for batch in dataloader:
         results.extend(model(return_loss=False, **batch))
     return results
+
+
+_NOTHING: Final = object()
+
+
+@HOOKS.register_module()
+class DistEvalHook(EvalHook):
+    """:class:`EvalHook` on every rank: each tests its share of the data, rank 0 scores the results in their order.
+
+    Without ``test_fn``, rank 0 gathers the results of all ranks, in the order of a ``DistributedSampler`` that does not
+    shuffle; they must be plain data: tensors, numbers, text, lists and dicts. A ``test_fn`` of your own gathers its results
+    itself, and gets ``tmpdir`` and ``gpu_collect`` if it takes them. The best model is saved with the
+    random generators and open windows of all ranks.
+
+    Args:
+        dataloader: this rank's share.
+        broadcast_bn_buffer: copy the running statistics of rank 0 to the other ranks first.
+        tmpdir: for ``test_fn``.
+        gpu_collect: for ``test_fn``.
+
+    The other arguments are those of :class:`EvalHook`.
+
+    Raises:
+        ConfigError: a value out of range.
+        ConfigTypeError: a value has the wrong type.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        start: int | None = None,
+        interval: int = 1,
+        by_epoch: bool = True,
+        save_best: str | None = None,
+        rule: str | None = None,
+        test_fn: Callable[..., Any] | None = None,
+        greater_keys: Sequence[str] | None = None,
+        less_keys: Sequence[str] | None = None,
+        broadcast_bn_buffer: bool = True,
+        tmpdir: str | None = None,
+        gpu_collect: bool = False,
+        out_dir: StrPath | None = None,
+        **eval_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataloader, start, interval, by_epoch, save_best, rule, test_fn, greater_keys, less_keys, out_dir,
+            **eval_kwargs,
+        )  # fmt: skip
+        self.broadcast_bn_buffer = broadcast_bn_buffer
+        self.tmpdir, self.gpu_collect = tmpdir, gpu_collect
+        if test_fn is None:
+            self.test_fn = self._collect
+            return
+        takes = keywords_of(test_fn)
+        options = {"tmpdir": tmpdir, "gpu_collect": gpu_collect}
+        extra: dict[str, Any] = {
+            name: value for name, value in options.items() if takes.is_open or name in takes.names
+        }
+        self.test_fn = partial(test_fn, **extra)
+
+    def _evaluate(self, runner: RunnerView) -> None:
+        if self.broadcast_bn_buffer:
+            broadcast_tensors(_statistics(runner.model))
+        results = self._test(runner)
+        best = self._score(runner, results) if runner.rank == 0 else None
+        if self.save_best is None:
+            return
+        device = next((parameter.device for parameter in runner.model.parameters()), torch.device("cpu"))
+        is_best = torch.tensor(float(best is not None), device=device)
+        broadcast_tensors([is_best])
+        if best is not None:
+            runner.defer(lambda: best.save(runner, every_rank=True))
+        elif is_best:
+            # Rank 0 writes the file; this call sends it the random generators and windows of this rank.
+            runner.defer(lambda: runner.write_checkpoint("", every_rank=True))
+
+    def _collect(self, model: Any, loader: Any) -> list[Any]:
+        """The results of all ranks on rank 0, in the order of the data."""
+        parts = gather(collect_results(model, loader))
+        interleaved = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
+        merged = [result for result in interleaved if result is not _NOTHING]
+        dataset = getattr(loader, "dataset", None)
+        # The sampler repeats a few samples so that every rank has the same number.
+        return merged if dataset is None else merged[: len(dataset)]
+
+
+def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+    found = [buffer for norm in norms for buffer in (norm.running_var, norm.running_mean)]
+    return [buffer for buffer in found if buffer is not None]

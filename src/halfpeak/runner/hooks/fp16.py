@@ -1,33 +1,43 @@
-"""Fp16OptimizerHook: a half-precision step after each iteration. Answers to mmcv 1.7.2."""
+"""Fp16OptimizerHook and GradientCumulativeFp16OptimizerHook: a half-precision step after each iteration, or after several.
+
+Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint.foreign import from_mmcv
-from halfpeak.core.errors import OrderError
+from halfpeak.checkpoint.foreign import from_mmcv, to_grad_scaler, to_mmcv
+from halfpeak.core.errors import ConfigError
 from halfpeak.engine.engine import Engine
-from halfpeak.optim.wrapped import has_shards, unwrap
-from halfpeak.parts.lagged import Lagged
-from halfpeak.parts.verdict import Verdict
-from halfpeak.runner.allreduce import allreduce_grads, broadcast_tensors, parse_bucket_size
-from halfpeak.runner.dist import get_dist_info
-from halfpeak.runner.fp16_engine import build_fp16_engine, reduces_itself
-from halfpeak.runner.fp16_model import Mode, is_decorated, parse_low, parse_mode
-from halfpeak.runner.hooks.checks import require_flag
-from halfpeak.runner.hooks.optimizer import OptimizerHook
-from halfpeak.runner.scale_rules import MMCV_RULE, TORCH_RULE, parse_loss_scale
-from halfpeak.runner.scaler_record import ScalerRecord
+from halfpeak.ops.async_scalar import AsyncScalar
+from halfpeak.optim.amp_wrapper import numbers_of
+from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
+from halfpeak.runner.fp16_model import (
+    Mode,
+    build_fp16_engine,
+    is_decorated,
+    parse_low,
+    parse_mode,
+    reduces_itself,
+)
+from halfpeak.runner.hook import RunnerView
+from halfpeak.runner.hooks.arguments import require_flag
+from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
+from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE, LossScaler, parse_loss_scale
+from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.loss_scaler import LossScaler as EngineScaler
 
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
 
-
+@HOOKS.register_module()
 class Fp16OptimizerHook(OptimizerHook):
     """Scales the loss, runs backward, unscales, and steps unless a gradient is not finite.
 
@@ -42,28 +52,33 @@ class Fp16OptimizerHook(OptimizerHook):
     ``autocast`` is what mmcv 1.7.2 does where torch is 1.6 or newer. With masters and no ``auto_fp16``, ``forward`` takes
     and computes in the low dtype and returns float32, and what ``train_step`` computes outside of it is cast by autocast.
 
-    The state of the loss scale lies in ``runner.meta["fp16"]["loss_scaler"]``, is read when somebody looks, and is taken
-    up from there in :meth:`before_run`.
+    ``runner.meta["fp16"]["loss_scaler"]`` shows the state of the loss scale; reading it waits for the device. A resumed run
+    takes the state from there in :meth:`before_run`.
 
     Args:
-        grad_clip: as in :class:`OptimizerHook`; true-sized gradients are clipped.
+        grad_clip: as in :class:`OptimizerHook`; unscaled gradients are clipped.
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: their size in MiB; -1 for one bucket per dtype and device.
         loss_scale: a number (a static scale), ``"dynamic"``, or a dict; see
-            :func:`~halfpeak.runner.scale_rules.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
+            :func:`~halfpeak.runner.loss_scaler.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
             ``LossScaler`` (from 2**32 on) with ``mode="master"`` and torch's with ``mode="autocast"``.
-        distributed: with several ranks, average the gradients of a model that no ``DistributedDataParallel`` is around.
+        distributed: with several ranks, average the gradients of a model without ``DistributedDataParallel``.
         mode: ``"master"`` or ``"autocast"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
 
+    Attributes:
+        loss_scaler: the loss scale, as mmcv's :class:`~halfpeak.runner.LossScaler`; in a run it shows the engine's.
+
     Raises:
-        ConfigError: a value out of range, an unknown key, mode or dtype.
+        ConfigError: a value out of range, an unknown key, mode or dtype; or a subclass that overrides what is not called.
 
     >>> Fp16OptimizerHook(loss_scale="dynamc")
     Traceback (most recent call last):
     ...
     halfpeak.core.errors.ConfigTypeError: loss_scale must be of type float, int or dict, or 'dynamic', not 'dynamc'; ...
     """
+
+    _steps_foreign = False
 
     def __init__(
         self,
@@ -76,6 +91,7 @@ class Fp16OptimizerHook(OptimizerHook):
         mode: Mode = "master",
         dtype: torch.dtype | str = torch.float16,
     ) -> None:
+        _refuse_overrides(type(self))
         super().__init__(grad_clip)
         self.mode: Mode = parse_mode(mode)
         self.dtype = parse_low(dtype)
@@ -84,52 +100,42 @@ class Fp16OptimizerHook(OptimizerHook):
         parse_bucket_size(bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self._scale = parse_loss_scale(loss_scale, TORCH_RULE if self.mode == "autocast" else MMCV_RULE)
+        self.loss_scaler = LossScaler.of(self._scale)
         self._record: ScalerRecord | None = None
         self._reduces = False
         self._casts_all = False
         self._skipped = 0.0
-        self._lagged: Lagged | None = None
+        self._lagged: AsyncScalar | None = None
 
-    @property
-    def loss_scaler(self) -> ScalerRecord:
-        """The loss scale, to look at: ``hook.loss_scaler.loss_scale``.
-
-        Raises:
-            OrderError: before :meth:`before_run`.
-        """
-        if self._record is None:
-            raise OrderError("the loss scale begins with the run; look at hook.loss_scaler after before_run")
-        return self._record
-
-    def before_run(self, runner: BaseRunner) -> None:
-        """Make model and optimizer ready and take up the loss scale of a resumed run.
+    def before_run(self, runner: RunnerView) -> None:
+        """Prepare model and optimizer, and restore the loss scale of a resumed run.
 
         Raises:
-            StateError: ``runner.meta`` holds another thing in its place.
+            StateError: ``runner.meta`` holds something else in its place.
         """
         super().before_run(runner)
-        self._take_up(self._ready(runner), runner.meta)
+        self._restore_scale(self._ready(runner), _meta_of(runner))
 
-    def after_run(self, runner: BaseRunner) -> None:
+    def after_run(self, runner: RunnerView) -> None:
         """Leave plain numbers in ``runner.meta``. Waits for the device."""
         if self._record is not None:
-            runner.meta.setdefault("fp16", {})["loss_scaler"] = self._record.read()
+            _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record.read()
         super().after_run(runner)
 
-    def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
-        """The casts of a model that does not say itself where it computes in the low dtype."""
+    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+        """Autocast for a model without ``auto_fp16``."""
         return self._casts(runner)
 
-    def around_val_step(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
-        """The same casts: a model with ``auto_fp16`` validates as it trains, and so does one without."""
+    def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+        """The same autocast in validation: a model with ``auto_fp16`` casts there too."""
         return self._casts(runner)
 
-    def _casts(self, runner: BaseRunner) -> AbstractContextManager[Any] | None:
+    def _casts(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         if not self._casts_all:
             return None
         return torch.autocast(self._ready(runner).device.type, self.dtype)
 
-    def _build(self, runner: BaseRunner, optimizer: Optimizer) -> Engine:
+    def _build(self, runner: RunnerView, optimizer: Optimizer) -> Engine:
         inner = unwrap(runner.model)
         is_alone = get_dist_info()[1] == 1 or reduces_itself(runner.model, optimizer)
         self._reduces = self.distributed and not is_alone
@@ -139,20 +145,21 @@ class Fp16OptimizerHook(OptimizerHook):
             mode=self.mode,
             dtype=self.dtype,
             scale=self._scale,
-            clip=self._clip,
-            verdict=Verdict("world" if self._reduces or has_shards(optimizer) else None),
+            clip=self._engine_clip,
+            reducer=FoundInfReducer("world" if self._reduces or has_shards(optimizer) else None),
         )
         if self._reduces:
-            # Nobody else makes the ranks equal; averaged gradients keep them so.
+            # No wrapper makes the ranks equal at the start. Averaged gradients keep them equal.
             masters = (master for _, master in engine.masters)
             broadcast_tensors((*inner.parameters(), *inner.buffers(), *masters))
         self._casts_all = not is_decorated(inner)
+        self.loss_scaler.follow(engine.scalers[0])
         self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
-        self._lagged, self._skipped = Lagged(engine.device), 0.0
+        self._lagged, self._skipped = AsyncScalar(engine.device), 0.0
         return engine
 
-    def _take_up(self, engine: Engine, meta: Mapping[str, Any]) -> None:
-        """Go on with the loss scale that ``meta`` holds. A static one keeps its configured value."""
+    def _restore_scale(self, engine: Engine, meta: Mapping[str, Any]) -> None:
+        """Restore the loss scale from ``meta``. A static one keeps its configured value."""
         saved = (meta.get("fp16") or {}).get("loss_scaler")
         scaler = engine.scalers[0]
         if saved:
@@ -160,21 +167,118 @@ class Fp16OptimizerHook(OptimizerHook):
             fixed = {} if scaler.config.dynamic else {"scale": scaler.read_scale()}
             scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis, **fixed})
 
-    def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
+    def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
         if self._reduces:
-            engine.lanes[0].take_in()
-            targets = [slot.target for slot in engine.lanes[0].slots()]
-            allreduce_grads(targets, self.coalesce, self.bucket_size_mb)
+            engine.accumulate()
+            allreduce_grads(engine.main_params(), self.coalesce, self.bucket_size_mb)
         super()._update(runner, engine, keep_gradients=keep_gradients)
-        runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler
+        _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record
         self._report(runner, engine)
 
-    def _report(self, runner: BaseRunner, engine: Engine) -> None:
-        """Log a step that was skipped, as soon as that is known without waiting."""
+    def _report(self, runner: RunnerView, engine: Engine) -> None:
+        """Log a skipped step, as soon as the count of skipped steps has reached the host: this never waits."""
         assert self._lagged is not None
-        self._lagged.push(engine.skipped)
+        self._lagged.push(engine.num_skipped)
         if self._lagged.value > self._skipped:
             self._skipped = self._lagged.value
             scale = engine.read_scale()  # waits, and only after an overflow
             did = "downscale loss scale to" if self._scale.dynamic else "skip a step at the static loss scale"
             runner.logger.warning(f"Check overflow, {did} {scale}")
+
+
+@HOOKS.register_module()
+class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
+    """The windows of :class:`GradientCumulativeOptimizerHook` with the steps of :class:`Fp16OptimizerHook`.
+
+    The gradients of a window are summed unscaled in float32. An overflow in any of its iterations skips its step.
+
+    >>> hook = GradientCumulativeFp16OptimizerHook(cumulative_iters=4, loss_scale="dynamic", mode="master")
+    >>> hook.cumulative_iters, hook.mode
+    (4, 'master')
+    """
+
+
+class ScalerRecord(Mapping[str, Any]):
+    """A loss scaler's state as it is now, in the keys that mmcv wrote for it.
+
+    A copy of it, and what a file keeps of it, is a dict of plain numbers.
+
+    Args:
+        scaler: the scaler; the record keeps a reference.
+        as_mmcv: the six keys of mmcv's ``LossScaler``; otherwise those of ``torch.amp.GradScaler``.
+
+    >>> import copy
+    >>> from halfpeak.core.schedule import ScaleConfig
+    >>> record = ScalerRecord(EngineScaler(ScaleConfig(init=8.0)), as_mmcv=False)
+    >>> record["scale"], type(copy.deepcopy(record))
+    (8.0, <class 'dict'>)
+    """
+
+    def __init__(self, scaler: EngineScaler, *, as_mmcv: bool) -> None:
+        self._scaler, self._as_mmcv = scaler, as_mmcv
+
+    def read(self) -> dict[str, Any]:
+        """The state as a dict. Waits for the device."""
+        translate = to_mmcv if self._as_mmcv else to_grad_scaler
+        return translate(numbers_of(self._scaler), self._scaler.config)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale. Waits for the device."""
+        return self._scaler.read_scale()
+
+    def get_scale(self) -> float:
+        """The scale, as code written for ``GradScaler`` asks for it. Waits for the device."""
+        return self._scaler.read_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a dict. Waits for the device."""
+        return self.read()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.read()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __repr__(self) -> str:
+        return repr(self.read())
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.read()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return self.read()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The one mapping that torch.load(weights_only=True) builds from a file.
+        return OrderedDict, (), None, None, iter(self.read().items())
+
+
+def _refuse_overrides(cls: type) -> None:
+    """Refuse methods of mmcv's hook that a subclass overrides in vain, unless it calls them in its own step.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if not cls.after_train_iter.__module__.startswith("halfpeak."):  # type: ignore[attr-defined]
+        return
+    for name, does in (
+        ("copy_grads_to_fp32", "adds gradients to float32 masters"),
+        ("copy_params_to_fp16", "rounds the masters into the weights"),
+    ):
+        if hasattr(cls, name):
+            raise ConfigError(
+                f"{cls.__name__} overrides {name}, which is not called: the engine {does}; override clip_grads(params), which "
+                "gets the unscaled float32 gradients before the step, or register a hook that changes the weights after it"
+            )
+
+
+def _meta_of(runner: RunnerView) -> dict[str, Any]:
+    """``runner.meta``; an empty one for a runner without it."""
+    if getattr(runner, "meta", None) is None:
+        runner.meta = {}
+    return runner.meta

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from halfpeak.core.errors import ConfigTypeError
-from halfpeak.core.outcome import StepResult
+from halfpeak.core.step_result import StepResult
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
-from halfpeak.runner.hook import Hook
-from halfpeak.runner.hooks.checks import require_loss
-
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.optimizer import require_loss
 
 
+@HOOKS.register_module()
 class OptimWrapperHook(Hook):
     """Lets the runner's :class:`~halfpeak.optim.OptimWrapper` take the step: accumulation, clipping and precision are its.
 
@@ -40,7 +39,7 @@ class OptimWrapperHook(Hook):
         (4, 2)
     """
 
-    def before_run(self, runner: BaseRunner) -> None:
+    def before_run(self, runner: RunnerView) -> None:
         """Tell the wrapper where the run is and how long it will be.
 
         Raises:
@@ -51,11 +50,11 @@ class OptimWrapperHook(Hook):
         with wrapper.optim_context(runner.model):
             pass  # a wrapper that converts its model does so in the first one, and validation may come before that
 
-    def around_train_step(self, runner: BaseRunner) -> AbstractContextManager[Any]:
+    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any]:
         """The wrapper's ``optim_context``."""
         return _wrapper_of(runner).optim_context(runner.model)
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
+    def after_train_iter(self, runner: RunnerView) -> None:
         """Backward, and a step where one is due.
 
         Raises:
@@ -74,7 +73,7 @@ class OptimWrapperHook(Hook):
             runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))
 
 
-def _wrapper_of(runner: BaseRunner) -> OptimWrapper:
+def _wrapper_of(runner: RunnerView) -> OptimWrapper:
     wrapper: Any = runner.optimizer
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         return wrapper

@@ -1,36 +1,47 @@
-"""OptimizerHook: a float32 step after each iteration. Answers to mmcv 1.7.2."""
+"""OptimizerHook and GradientCumulativeOptimizerHook: a float32 step after each iteration, or after several.
+
+Answers to mmcv 1.7.2.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import OrderError
+from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.checks import lane_of
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.plan import Plan
 from halfpeak.engine.prepare import build
-from halfpeak.optim import exact
-from halfpeak.optim.wrapped import has_shards, unwrap
-from halfpeak.parts.clip import Clip
-from halfpeak.parts.verdict import Verdict
-from halfpeak.runner.graph import unreachable_parameters
-from halfpeak.runner.hook import Hook
-from halfpeak.runner.hooks.checks import parse_grad_clip, require_flag, require_loss, require_optimizer
+from halfpeak.engine.sync import synchronising
+from halfpeak.engine.validation import prepared_of
+from halfpeak.optim import resume_state
+from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.clipping import parse_clip_grad
+from halfpeak.optim.registry import keywords_of, unknown_key
+from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook_list import nested
+from halfpeak.runner.hooks.arguments import require_count, require_flag
+from halfpeak.state.clip import Clip
+from halfpeak.state.found_inf import FoundInfReducer
 
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
 
-
+@HOOKS.register_module()
 class OptimizerHook(Hook):
     """Takes one step after each training iteration.
 
@@ -55,9 +66,10 @@ class OptimizerHook(Hook):
     halfpeak.core.errors.ConfigError: unknown key 'max_nrom' in grad_clip of type 'norm'; allowed: ...
     """
 
-    # Here, because hooks of somebody's own often do without ``super().__init__()``.
+    # Class attributes, because subclasses written for mmcv often do not call ``super().__init__()``.
     grad_clip: Mapping[str, Any] | None = None
     detect_anomalous_params: bool = False
+    _steps_foreign: ClassVar[bool] = True
     _engine: Engine | None = None
     _remove: weakref.finalize[Any, Any] | None = None
     _pending: Mapping[str, Any] = MappingProxyType({})
@@ -73,40 +85,56 @@ class OptimizerHook(Hook):
     def _clip(self) -> Clip:
         return parse_grad_clip(self.grad_clip)
 
-    def before_run(self, runner: BaseRunner) -> None:
-        """Make model and optimizer ready; later, if a subclass brings its own ``after_train_iter``.
+    @property
+    def _engine_clip(self) -> Clip:
+        """The clip of the engine: none if a subclass overrides :meth:`clip_grads`, which is called instead."""
+        return parse_grad_clip(None if self._overrides_clip else self.grad_clip)
+
+    @property
+    def _overrides_clip(self) -> bool:
+        return type(self).clip_grads is not OptimizerHook.clip_grads
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Prepare model and optimizer; later, if a subclass overrides ``after_train_iter``.
 
         Raises:
             ConfigTypeError: the runner has no optimizer, or several.
-            OrderError: somebody else steps the optimizer already.
+            OrderError: another hook or engine steps the optimizer already.
         """
-        # A hook of somebody's own may step by itself, an optimizer that halfpeak.amp has prepared for example.
-        if type(self).after_train_iter.__module__.startswith("halfpeak."):
+        # A subclass with its own after_train_iter may step by itself, for example an optimizer that halfpeak.amp prepared.
+        is_own = type(self).after_train_iter.__module__.startswith("halfpeak.")
+        if is_own and not self._is_foreign(runner.optimizer):
             self._ready(runner)
 
-    def after_run(self, runner: BaseRunner) -> None:
-        """Let go of the optimizer, so that another runner may take it. Masters stay, or their values would be lost."""
-        if self._engine is not None and not self._engine.masters.sum_apart:
+    def after_run(self, runner: RunnerView) -> None:
+        """Release the optimizer for another runner. With masters it stays prepared, or their values would be lost."""
+        if self._engine is not None and not self._engine.masters.accumulates_fp32:
             self._release()
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
+    def after_train_iter(self, runner: RunnerView) -> None:
         """Backward and step.
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss.
             LossScaleCollapse: gradients stay non-finite.
         """
+        if self._is_foreign(runner.optimizer):
+            self._step_foreign(runner, require_loss(runner))
+            return
         engine, loss = self._ready(runner), require_loss(runner)
         require_optimizer(runner, self).zero_grad()
         self._backward(runner, engine, loss)
         self._update(runner, engine, keep_gradients=True)
 
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
-        """Clip the gradients of ``params``; their norm before that, None where there are none or nothing measures it."""
+        """Clip the gradients of ``params``; their norm before that, None where there are none or nothing measures it.
+
+        An override is called before each step, if ``grad_clip`` is given, with the parameters that the optimizer steps.
+        """
         grads = [param.grad for param in params if param.requires_grad and param.grad is not None]
         return self._clip(grads) if grads else None
 
-    def detect_anomalous_parameters(self, loss: Tensor, runner: BaseRunner) -> None:
+    def detect_anomalous_parameters(self, loss: Tensor, runner: RunnerView) -> None:
         """Log the trainable parameters that ``loss`` does not depend on."""
         for name, parameter in unreachable_parameters(loss, unwrap(runner.model)):
             runner.logger.log(
@@ -115,37 +143,54 @@ class OptimizerHook(Hook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is open beyond model, optimizer and ``runner.meta``: ``{}`` between two windows. Waits for the device."""
-        found = exact.take_exact(self._engine) if self._engine is not None else None
-        return {} if found is None else {exact.KEY: found}
+        """The open window, beyond model, optimizer and ``runner.meta``: ``{}`` between two windows. Waits for the device."""
+        found = resume_state.save_resume_state(self._engine) if self._engine is not None else None
+        return {} if found is None else {resume_state.RESUME_KEY: found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
         if self._engine is None:
             self._pending = state
-        elif exact.KEY in state:
-            exact.put_exact(self._engine, state[exact.KEY])
-            self._engine.buffers.put_saved(state[exact.KEY]["buffers"])
+        elif resume_state.RESUME_KEY in state:
+            resume_state.load_resume_state(self._engine, state[resume_state.RESUME_KEY])
+            self._engine.context.stats.restore_saved(state[resume_state.RESUME_KEY]["buffers"])
         else:
             self._engine.abort()
-            self._engine.buffers.save()
+            self._engine.context.stats.save()
 
-    def _ready(self, runner: BaseRunner) -> Engine:
-        """The engine of the runner's model and optimizer as they are now."""
+    def _is_foreign(self, optimizer: Any) -> bool:
+        """Whether this has the methods of an optimizer, is no optimizer of torch, and this hook can step it."""
+        if not self._steps_foreign or isinstance(optimizer, (Optimizer, BaseOptimWrapper, Mapping)):
+            return False
+        return callable(getattr(optimizer, "zero_grad", None)) and callable(getattr(optimizer, "step", None))
+
+    def _step_foreign(self, runner: RunnerView, loss: Tensor) -> None:
+        """mmcv's own steps, for an object with the methods of an optimizer that is no ``torch.optim.Optimizer``."""
+        runner.optimizer.zero_grad()
+        if self.detect_anomalous_params:
+            self.detect_anomalous_parameters(loss, runner)
+        loss.backward()
+        norm = None if self.grad_clip is None else self.clip_grads(runner.model.parameters())
+        if norm is not None:
+            runner.log_buffer.update({"grad_norm": norm}, runner.outputs.get("num_samples", 1))
+        runner.optimizer.step()
+
+    def _ready(self, runner: RunnerView) -> Engine:
+        """The engine of the runner's model and optimizer; built anew if the optimizer was replaced."""
         optimizer = require_optimizer(runner, self)
         if self._engine is None or self._engine.optimizers[0] is not optimizer:
             self._release()
-            if lane_of(optimizer) is not None:
+            if prepared_of(optimizer) is not None:
                 raise OrderError(
                     f"{type(self).__name__} cannot take {type(optimizer).__name__}, which another hook or halfpeak.prepare "
                     "steps already; register one optimizer hook only, and let an earlier run come to its end"
                 )
             self._engine = engine = self._build(runner, optimizer)
-            # When this hook is gone, another may take the optimizer.
+            # When this hook is deleted, another may prepare the optimizer.
             self._remove = weakref.finalize(self, engine.remove)
             self._remove.atexit = False
             if self._pending:
@@ -158,21 +203,226 @@ class OptimizerHook(Hook):
             self._remove()
         self._engine = self._remove = None
 
-    def _build(self, runner: BaseRunner, optimizer: Optimizer) -> Engine:
-        plan = Plan(properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip)
-        verdict = Verdict("world" if has_shards(optimizer) else None)
-        return build(plan, [unwrap(runner.model)], [optimizer], verdict=verdict)
+    def _build(self, runner: RunnerView, optimizer: Optimizer) -> Engine:
+        config = EngineConfig(
+            properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._engine_clip
+        )
+        reducer = FoundInfReducer("world" if has_shards(optimizer) else None)
+        return build(config, [unwrap(runner.model)], [optimizer], reducer=reducer)
 
-    def _backward(self, runner: BaseRunner, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
-        """Backward; with ``delay`` its gradients stay scaled until the pass that ends the window."""
+    def _backward(self, runner: RunnerView, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
+        """Backward; with ``delay`` the gradients stay scaled and unreduced until the pass that ends the window."""
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
-        with engine.scaled(loss, lanes=engine.lanes, delay=delay) as scaled:
+        with engine.scaled(loss, delay=delay) as scaled:
             scaled.backward()
 
-    def _update(self, runner: BaseRunner, engine: Engine, *, keep_gradients: bool) -> None:
+    def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
         """End the window: clip, step or skip, log."""
-        has_gradients = engine.lanes[0].has_gradients()
+        has_gradients, norm = engine.context.prepared[0].has_gradients(), None
+        if self._overrides_clip and self.grad_clip is not None:
+            engine.unscale()
+            norm = self.clip_grads(
+                [p for group in engine.optimizers[0].param_groups for p in group["params"]]
+            )
         runner.step_result = result = engine.step(keep_gradients=keep_gradients)
-        if result.grad_norm is not None and has_gradients:
-            runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))
+        norm = result.grad_norm if norm is None else norm
+        if norm is not None and has_gradients:
+            runner.log_buffer.update({"grad_norm": norm}, runner.outputs.get("num_samples", 1))
+
+
+@HOOKS.register_module()
+class GradientCumulativeOptimizerHook(OptimizerHook):
+    """Takes one step, of the mean gradient, for every ``cumulative_iters`` iterations.
+
+    Windows are counted from the first iteration of the run, whatever the epochs. The last one is shorter where the run
+    ends inside it, and its losses are divided by its own length. ``DistributedDataParallel`` reduces the sums of a window
+    at its end, not each iteration's gradients.
+
+    Args:
+        cumulative_iters: iterations per step.
+        kwargs: those of the base class: ``grad_clip``, ``detect_anomalous_params``.
+
+    Raises:
+        ConfigError: ``cumulative_iters`` is not an integer of 1 or more.
+        ConfigTypeError: a keyword that the base class does not take.
+    """
+
+    _steps_foreign = False
+
+    def __init__(self, cumulative_iters: int = 1, **kwargs: Any) -> None:
+        accepted = keywords_of(super().__init__).names
+        for key in kwargs:
+            if key not in accepted:
+                raise ConfigTypeError(unknown_key(type(self).__name__, key, ("cumulative_iters", *accepted)))
+        super().__init__(**kwargs)
+        self.cumulative_iters = require_count(
+            "cumulative_iters", cumulative_iters, hint="; write cumulative_iters=4"
+        )
+        self._windows: Accumulation | None = None
+        self._next_iter = 0
+        self._delays = False
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Prepare model and optimizer, and read the length of the run again."""
+        super().before_run(runner)
+        self._windows = None
+
+    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+        """No reduction by ``DistributedDataParallel`` before the last iteration of a window."""
+        self._delays = self._can_delay(runner) and not self._windows_of(runner).is_boundary(runner.iter)
+        return nested([synchronising(runner.model, not self._delays), super().around_train_step(runner)])
+
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Backward; step at the end of a window.
+
+        Raises:
+            ConfigTypeError: ``train_step`` returned no loss.
+            LossScaleCollapse: gradients stay non-finite.
+        """
+        engine, loss = self._ready(runner), require_loss(runner)
+        windows = self._windows_of(runner)
+        self._backward(runner, engine, loss / windows.divisor(runner.iter), delay=self._delays)
+        self._delays = False
+        self._next_iter = runner.iter + 1
+        if windows.is_boundary(runner.iter):
+            self._update(runner, engine, keep_gradients=False)
+        else:
+            runner.step_result = StepResult(engine.accumulate(), engine.scale, boundary=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open window, and the iteration that it goes on with; ``{}`` where none is open. Waits for the device."""
+        state = super().state_dict()
+        return {**state, "iter": self._next_iter} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        super().load_state_dict(state)
+        self._next_iter = state.get("iter", 0)
+        self._windows = None
+
+    def has_batch_norm(self, module: nn.Module) -> bool:
+        """Whether ``module`` is or contains a batch norm."""
+        return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def _can_delay(self, runner: RunnerView) -> bool:
+        """Whether DDP may sum a window first. Low-precision gradients are added to float32 masters in every pass instead."""
+        return (
+            isinstance(runner.model, DistributedDataParallel)
+            and not self._ready(runner).masters.accumulates_fp32
+        )
+
+    def _windows_of(self, runner: RunnerView) -> Accumulation:
+        return self._windows or self._begin(runner)
+
+    def _begin(self, runner: RunnerView) -> Accumulation:
+        every, total = self.cumulative_iters, runner.max_iters
+        self._windows = windows = Accumulation(every=every, total=total)
+        engine = self._ready(runner)
+        if engine.is_open and self._next_iter != runner.iter:
+            engine.abort()  # the open window belongs to another iteration than the next one
+        if runner.iter % every != 0 and not engine.is_open:
+            runner.logger.warning(
+                "Resume iter number is not divisible by cumulative_iters in "
+                "GradientCumulativeOptimizerHook, which means the gradient of some iters is lost and the result may be "
+                f"influenced slightly: iteration {runner.iter} lies inside a window of {every}"
+            )
+        if every > 1 and self.has_batch_norm(runner.model):
+            runner.logger.warning(
+                "GradientCumulativeOptimizerHook may slightly decrease performance if the model has BatchNorm layers: "
+                "their statistics are those of one iteration, not of a window"
+            )
+        if total is not None and total % every:
+            rest = total % every
+            runner.logger.warning(
+                f"Loss will be divided by {rest} in the last {rest} iterations because they are not enough for "
+                f"{every} cumulative_iters"
+            )
+        return windows
+
+
+def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
+    """The runner's optimizer.
+
+    Raises:
+        ConfigTypeError: it has none, several, or a wrapper.
+    """
+    optimizer: Any = runner.optimizer
+    name = type(hook).__name__
+    if isinstance(optimizer, BaseOptimWrapper):
+        raise ConfigTypeError(
+            f"{name} cannot step a {type(optimizer).__name__}, which clips, accumulates and steps by itself; write "
+            "optimizer_config=dict(type='OptimWrapperHook')"
+        )
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, Mapping):
+        raise ConfigTypeError(
+            f"{name} steps one optimizer, and the runner has {', '.join(map(repr, optimizer))}; step them in the model's "
+            "train_step and write optimizer_config=None"
+        )
+    raise ConfigTypeError(
+        f"{name} needs a torch.optim.Optimizer in runner.optimizer, not {type(optimizer).__name__}; pass optimizer=..."
+    )
+
+
+def require_loss(runner: RunnerView) -> Tensor:
+    """The loss that ``train_step`` returned.
+
+    Raises:
+        ConfigTypeError: there is none, or it is not a tensor.
+    """
+    outputs: Any = runner.outputs
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(loss, Tensor):
+        raise ConfigTypeError(
+            f"train_step must return dict(loss=<tensor>, ...), and its loss is {type(loss).__name__}; write "
+            "return dict(loss=loss, num_samples=len(batch))"
+        )
+    return loss
+
+
+def parse_grad_clip(grad_clip: Mapping[str, Any] | None) -> Clip:
+    """What ``grad_clip=dict(max_norm=35, norm_type=2)`` means.
+
+    Raises:
+        ConfigTypeError: not a dict, or a flag that is not one.
+        ConfigError: empty, an unknown key, or a value out of range.
+
+    >>> parse_grad_clip(dict(max_norm=35.0))
+    ClipNorm(max_norm=35.0, norm_type=2.0)
+    """
+    try:
+        return parse_clip_grad(grad_clip)
+    except ConfigError as error:
+        # The wrappers call the same dict by another name.
+        raise type(error)(str(error).replace("clip_grad", "grad_clip")) from None
+
+
+def unreachable_parameters(loss: Tensor, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trainable parameters that get no gradient from a backward pass of ``loss``, with their names.
+
+    Walks the graph without recursion, so its depth does not matter. Call it before ``backward``, which frees the graph.
+
+    >>> model = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "idle": nn.Linear(1, 1, bias=False)})
+    >>> [name for name, _ in unreachable_parameters(model["used"](Tensor([1.0])).sum(), model)]
+    ['idle.weight']
+    """
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        waiting += [function for function, _ in node.next_functions]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reached and parameter is not loss:
+            yield name, parameter

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import profiler
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.runner.hook import Hook
-
-if TYPE_CHECKING:
-    from halfpeak.runner.base import BaseRunner
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
 
 
+@HOOKS.register_module()
 class ProfilerHook(Hook):
     """Profiles the first ``profile_iters`` epochs, or with ``by_epoch=False`` iterations, and stops.
 
     Args:
-        activities: ``"cpu"`` and ``"cuda"``; what this machine has not is left out.
+        activities: ``"cpu"`` and ``"cuda"``; activities that this machine does not have are left out.
         schedule: arguments of ``torch.profiler.schedule``, which counts iterations.
         on_trace_ready: a function of the profiler; ``dict(type="log_trace", row_limit=20)``, which logs a table; or
             ``dict(type="tb_trace", dir_name="traces")``, which writes for TensorBoard.
@@ -62,7 +61,7 @@ class ProfilerHook(Hook):
         self._trace = on_trace_ready
         self._profiler: profiler.profile | None = None
 
-    def before_run(self, runner: BaseRunner) -> None:
+    def before_run(self, runner: RunnerView) -> None:
         """Start."""
         handler: Any = self._trace
         if isinstance(handler, Mapping):
@@ -75,18 +74,18 @@ class ProfilerHook(Hook):
         self._profiler = profiler.profile(on_trace_ready=handler, **self._options)
         self._profiler.start()
 
-    def after_train_iter(self, runner: BaseRunner) -> None:
-        """Count, and stop if it is time."""
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Count the iteration, and stop after the last one to profile."""
         if self._profiler is not None:
             self._profiler.step()
             self._stop(not self.by_epoch and runner.iter + 1 >= self.profile_iters)
 
-    def after_train_epoch(self, runner: BaseRunner) -> None:
-        """Stop if it is time."""
+    def after_train_epoch(self, runner: RunnerView) -> None:
+        """Stop after the last epoch to profile."""
         self._stop(self.by_epoch and runner.epoch + 1 >= self.profile_iters)
 
-    def after_run(self, runner: BaseRunner) -> None:
-        """Stop in any case: the run may have been shorter."""
+    def after_run(self, runner: RunnerView) -> None:
+        """Stop, if the run was shorter than the profile."""
         self._stop(True)
 
     def _stop(self, is_over: bool) -> None:
@@ -97,5 +96,5 @@ class ProfilerHook(Hook):
             self._profiler = None
 
 
-def _logs(runner: BaseRunner, options: Mapping[str, Any]) -> Callable[[profiler.profile], None]:
+def _logs(runner: RunnerView, options: Mapping[str, Any]) -> Callable[[profiler.profile], None]:
     return lambda made: runner.logger.info("%s", made.key_averages().table(**options))

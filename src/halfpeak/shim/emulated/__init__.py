@@ -1,1 +1,8 @@
-"""What only old scripts ask for, and halfpeak itself has no use for; the trees of import names lead here."""
+"""The old name of :mod:`halfpeak.shim.apex_impl`, which models name that were saved whole, by pickling, under it."""
+
+import sys
+
+from halfpeak.shim.apex_impl import collectives, ddp, layer_norm, op_lists, stash, syncbn
+
+for _module in (collectives, ddp, layer_norm, op_lists, stash, syncbn):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

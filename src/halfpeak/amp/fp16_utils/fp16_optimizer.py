@@ -1,0 +1,305 @@
+"""``apex.fp16_utils.FP16_Optimizer`` as of apex 25.04: an optimizer with float32 masters and loss scaling, over an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
+from halfpeak.amp.messages import maybe_print, overflow_line
+from halfpeak.core.errors import ConfigError, OrderError, StateError
+from halfpeak.core.levels import Properties
+from halfpeak.core.policy import Policy
+from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.prepare import build
+from halfpeak.state.clip import ClipNorm
+from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.masters import Masters
+from halfpeak.state.remainder_store import remainder_store_of
+
+
+class FP16_Optimizer:
+    """Steps float32 masters of the low parameters (float16 or bfloat16) that an optimizer holds, and scales the loss.
+
+    ``backward`` unscales the gradients: they are on the masters afterwards, and removed from the model. ``step`` steps the
+    masters and rounds them into the model, or skips if a gradient was not finite, and drops the gradients. Unlike apex's it
+    may be called after several ``backward``, checks static scales too, updates the scale in the step, and takes closures and
+    further parameter groups. It is not deprecated here, so no warning is printed.
+
+    Args:
+        init_optimizer: its groups hold the masters afterwards.
+        static_loss_scale: the scale, unless ``dynamic_loss_scale``.
+        dynamic_loss_scale: start at 2**16, double after 2000 steps without overflow, halve on overflow.
+        dynamic_loss_args: for a dynamic scale, other values than these: ``init_scale``, ``scale_factor``,
+            ``scale_window``, ``min_loss_scale``, ``max_loss_scale``.
+        verbose: print a line for each skipped step.
+
+    Raises:
+        ConfigError: a scale out of its range, an unknown key in ``dynamic_loss_args``, or an optimizer without masters.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).half()
+        >>> optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0)
+        >>> optimizer.backward(model(torch.ones(3, 4).half()).float().square().mean())
+        >>> norm = optimizer.clip_master_grads(1.0)
+        >>> optimizer.step()
+        >>> optimizer.overflow
+        False
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        scale = (
+            dynamic_config(dynamic_loss_args or {})
+            if dynamic_loss_scale
+            else ScaleConfig.static(require_scale("static_loss_scale", static_loss_scale))
+        )
+        if remainder_store_of(init_optimizer) is not None:
+            raise ConfigError(
+                f"{type(init_optimizer).__name__} keeps remainders of its weights, and FP16_Optimizer steps float32 "
+                "masters; use halfpeak.prepare, or make the optimizer without master="
+            )
+        config = EngineConfig(
+            properties=Properties(enabled=True, master_weights=True),
+            policy=Policy(masters=True),
+            scale=scale,
+        )
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self._engine = build(config, [], [init_optimizer])
+        self._last_overflow = False
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Scale the loss, run backward, and unscale the gradients.
+
+        Args:
+            loss: a scalar.
+            update_master_grads: False leaves the gradients scaled in the model, for a later
+                :meth:`update_master_grads`.
+            retain_graph: as in ``Tensor.backward``.
+        """
+        with self._engine.scaled(loss, delay=not update_master_grads) as scaled:
+            scaled.backward(retain_graph=retain_graph)
+        self._engine.accumulate()
+
+    def update_master_grads(self) -> None:
+        """Unscale the gradients that lie in the model: those that ``backward`` was told to leave there.
+
+        Also those of a backward pass that the caller ran from ``loss * optimizer.loss_scale``.
+        """
+        self._engine.adopt_scaled_grads()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and round them into the model, or skip; then drop the gradients.
+
+        Args:
+            closure: computes the loss, calls :meth:`backward` on it and returns it. While it overflows, the scale falls
+                and it is called again.
+
+        Returns:
+            The loss of the first call of the closure that did not overflow; None without closure.
+
+        Raises:
+            OrderError: gradients are still scaled.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
+        """
+        self._require_unscaled("step")
+        if closure is None:
+            self._last_overflow = not self._engine.step().stepped()
+            if self._last_overflow:
+                maybe_print(
+                    overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale),
+                    verbosity=int(self.verbose),
+                )
+            return None
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            loss = closure()
+            if not self.overflow:
+                losses.append(loss)
+            return loss
+
+        self._engine.step(evaluate)
+        self._last_overflow = False
+        return losses[0] if losses else None
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Drop the gradients of model and masters, and their overflow flag.
+
+        Args:
+            set_grads_to_None: False keeps gradients that the optimizer would have read, as zeros.
+        """
+        held = [(param, param.grad) for param in self._engine.main_params()]
+        self._engine.abort()
+        for param, grad in held:
+            if grad is not None and not set_grads_to_None:
+                param.grad = grad.zero_()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
+        """Clip the unscaled gradients by their norm; returns it, or -1 without clipping after an overflow."""
+        self._require_unscaled("clip_master_grads")
+        clip = ClipNorm(max_norm=max_norm, norm_type=norm_type)
+        return -1 if self.overflow else clip(self._engine.main_grads())
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The unscaled gradients per group and parameter (None where there is none); None after an overflow."""
+        self._require_unscaled("inspect_master_grad_data")
+        if self.overflow:
+            maybe_print("Gradients are not finite, so they are not shown", verbosity=1)
+            return None
+        return [
+            [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]
+            for group in self.param_groups
+        ]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group to the optimizer and make masters for it."""
+        self.optimizer.add_param_group(group)
+        self._masters.adopt(self.optimizer)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient unscaled since the last step, or else in the last step, was not finite. Waits."""
+        return bool(self._engine.found_inf) if self._engine.is_open else self._last_overflow
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scaler."""
+        return self._engine.scalers[0]
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; can be set. Waits for the device."""
+        return self.loss_scaler.read_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.set_scale(value)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale moves."""
+        return self.loss_scaler.config.dynamic
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state, by master."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, which hold the masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The low parameters that have masters, per group."""
+        return [[low for low, _ in pairs] for pairs in self._pairs()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, per group."""
+        return [[master for _, master in pairs] for pairs in self._pairs()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The trainable parameters without masters, per group."""
+        return [
+            [p for p in group["params"] if p.requires_grad and self._masters.low_of(p) is None]
+            for group in self.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, masters and loss scale, as plain values and live tensors. Gradients are not in it.
+
+        The keys are apex's; ``loss_scaler`` is a dict of numbers, where apex put the object itself.
+        """
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, and round the masters into the model.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(
+            state_dict
+        )
+        if missing:
+            raise StateError(
+                f"keys {sorted(missing)} are missing; load what FP16_Optimizer.state_dict() gave"
+            )
+        scaler, saved = self.loss_scaler, state_dict["fp32_from_fp16"]
+        scale = scaler.parse(state_dict["loss_scaler"])
+        if _shapes(saved) != _shapes(self.fp32_from_fp16_groups):
+            raise StateError(
+                "fp32_from_fp16 does not hold a float32 tensor per low parameter, group by group"
+            )
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"optimizer_state_dict does not fit {type(self.optimizer).__name__}: {error}"
+            ) from error
+        self._engine.abort()
+        with torch.no_grad():
+            for group, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+                for master, value in zip(group, values, strict=True):
+                    master.copy_(value)
+        self._masters.publish()
+        scaler.state = scale
+        scaler.config = replace(scaler.config, dynamic=bool(state_dict["dynamic_loss_scale"]))
+        self._last_overflow = bool(state_dict.get("overflow", False))
+
+    def __getstate__(self) -> NoReturn:
+        raise OrderError(
+            "FP16_Optimizer cannot be pickled or copied; save state_dict() and load it into a new one"
+        )
+
+    @property
+    def _masters(self) -> Masters:
+        return self._engine.masters
+
+    def _pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        return [
+            [(low, p) for p in group["params"] if (low := self._masters.low_of(p)) is not None]
+            for group in self.param_groups
+        ]
+
+    def _require_unscaled(self, what: str) -> None:
+        if self._engine.has_scaled_grads:
+            raise OrderError(f"gradients are still scaled; write update_master_grads() before {what}()")
+
+
+def _shapes(groups: Any) -> list[list[torch.Size]] | None:
+    try:
+        return [[tensor.shape for tensor in group] for group in groups]
+    except (TypeError, AttributeError):
+        return None

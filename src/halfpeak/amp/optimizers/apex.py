@@ -1,0 +1,471 @@
+"""The classes of ``apex.optimizers``: fused optimizers with apex's arguments, defaults and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak import fused
+from halfpeak.amp.optimizers.internal_masters import ApexStateLayout, InternalMasters, no_amsgrad
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
+from halfpeak.fused.rules.adagrad import AdagradRule
+from halfpeak.fused.rules.adam import AdamRule
+from halfpeak.fused.rules.lamb import LAMBRule
+from halfpeak.fused.rules.novograd import NovoGradRule
+from halfpeak.fused.rules.sgd import SGDRule
+
+
+class FusedAdagrad(ApexStateLayout):
+    """Adagrad; see :class:`halfpeak.fused.rules.adagrad.AdagradRule`.
+
+    State per parameter: ``sum``.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        eps: added to the root of the sum of squares.
+        weight_decay: weight decay.
+        set_grad_none: :meth:`zero_grad` drops gradients.
+        adagrad_w_mode: decay beside the gradient, as in AdamW.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    copied = (*ApexStateLayout.copied, "adagrad_w_mode")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        self.adagrad_w_mode = int(adagrad_w_mode)
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def rule(self, group: Mapping[str, Any]) -> AdagradRule:
+        """The rule by which a group is stepped."""
+        return AdagradRule(decoupled=bool(self.adagrad_w_mode), counts=False)
+
+
+class FusedAdam(InternalMasters):
+    """Adam, or AdamW with ``adam_w_mode``, which is on by default; see :class:`halfpeak.fused.rules.adam.AdamRule`.
+
+    State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low parameters are stepped in
+    float32 and rounded.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay rates of the first and of the second moment.
+        eps: added to the root of the second moment.
+        adam_w_mode: decoupled weight decay.
+        weight_decay: weight decay.
+        amsgrad: not supported; raises ConfigError.
+        set_grad_none: :meth:`zero_grad` drops gradients.
+        capturable: no effect here.
+        master_weights: step float32 copies of low parameters. Needs ``capturable``.
+
+    Raises:
+        ConfigError: ``amsgrad``; ``master_weights`` without ``capturable``; a value is out of its range.
+    """
+
+    copied = (*InternalMasters.copied, "adam_w_mode", "capturable", "master_weights")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        no_amsgrad(amsgrad)
+        if master_weights and not capturable:
+            raise ConfigError("master_weights=True needs capturable=True, as in apex; write both")
+        self.set_grad_none = set_grad_none
+        self.adam_w_mode = int(adam_w_mode)
+        self.capturable = capturable
+        self.master_weights = master_weights
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def rule(self, group: Mapping[str, Any]) -> AdamRule:
+        """The rule by which a group is stepped."""
+        correct = bool(group["bias_correction"])
+        return AdamRule(decoupled=bool(self.adam_w_mode), correct=correct, per_group=True)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
+        **others: Any,
+    ) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+            grads: raises ConfigError, like the next three; ``apex.contrib.optimizers.FusedAdam`` takes them.
+            output_params: raises ConfigError.
+            scale: raises ConfigError.
+            grad_norms: raises ConfigError.
+            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped.
+
+        Raises:
+            ConfigError: an argument of the older form.
+        """
+        given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is an argument of apex.contrib.optimizers.FusedAdam.step; use that class, or leave it out"
+                )
+        return _step_with_scaler(self, super().step, closure, **others)
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """With ``master_weights``, every low parameter."""
+        return self.master_weights and is_low(parameter)
+
+    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
+        """The optimizer that steps the masters."""
+        return FusedAdam(masters, adam_w_mode=bool(self.adam_w_mode))
+
+
+class FusedSGD(ApexStateLayout):
+    """SGD with momentum; see :class:`halfpeak.fused.rules.sgd.SGDRule`.
+
+    State per parameter: ``momentum_buffer``, if there is momentum.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        momentum: what is left of the buffer at each step.
+        dampening: the share of a gradient that does not enter the buffer; the first gradient enters whole.
+        weight_decay: weight decay.
+        nesterov: Nesterov's momentum.
+        wd_after_momentum: add the weight decay after the momentum.
+        materialize_master_grads: no effect here: a fused optimizer always reads low gradients in place.
+        set_grad_none: :meth:`zero_grad` drops gradients.
+
+    Attributes:
+        most_recent_scale: divides the gradients of the next step, which resets it to 1.
+        scale_set_by_backward: whether ``most_recent_scale`` was set; the step resets it.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    copied = (
+        *ApexStateLayout.copied,
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "most_recent_scale",
+        "scale_set_by_backward",
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def rule(self, group: Mapping[str, Any]) -> SGDRule:
+        """The rule by which a group is stepped."""
+        return SGDRule(
+            momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]), late=self.wd_after_momentum
+        )
+
+    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
+        super()._update(inputs._replace(multiplier=inputs.multiplier / self.most_recent_scale), found_inf)
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+
+
+class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
+    """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments.
+
+    State per parameter: ``exp_avg`` and ``exp_avg_sq``; per group: ``step``. ``max_grad_norm=0`` does not clip; in apex
+    nothing is learned then.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
+    """
+
+    copied = (*ApexStateLayout.copied, "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        no_amsgrad(amsgrad)
+        self.set_grad_none = set_grad_none
+        fused.FusedLAMB.__init__(
+            self,
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+
+    def rule(self, group: Mapping[str, Any]) -> LAMBRule:
+        """The rule by which a group is stepped."""
+        return replace(super().rule(group), per_group=True)
+
+
+class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
+    """LAMB whose learning rate and step are tensors, for torch's gradient scaler, with masters of low parameters.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate; each group gets its own tensor.
+        step: the number of steps taken before.
+        reduced_precision_dtype: parameters of this dtype are stepped in float32 copies and rounded from them.
+
+    The other arguments are those of :class:`FusedLAMB`.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
+    """
+
+    copied = (*InternalMasters.copied, "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self._masters = {}
+        FusedLAMB.__init__(
+            self,
+            params,
+            torch.as_tensor(lr, dtype=torch.float32),
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+        for group in self.param_groups:
+            group["step"] = step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with its own learning rate tensor."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+
+    def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped.
+        """
+        return _step_with_scaler(self, super().step, closure, **others)
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """Every parameter of the reduced dtype."""
+        return self.reduced_precision_dtype is not None and parameter.dtype == self.reduced_precision_dtype
+
+    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
+        """The optimizer that steps the masters."""
+        return FusedLAMB(
+            masters,
+            adam_w_mode=self.adam_w_mode,
+            use_nvlamb=self.use_nvlamb,
+            max_grad_norm=self.defaults["max_grad_norm"],
+        )
+
+
+class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
+    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments, but for ``norm_type``.
+
+    In ``state_dict``, a parameter has ``exp_avg``, and a group ``step`` and ``exp_avg_sq``: the running norms of its
+    low parameters, and of the others.
+
+    Args:
+        norm_type: 2, or 0 for the largest absolute value.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
+    """
+
+    copied = (*ApexStateLayout.copied, "reg_inside_moment")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        no_amsgrad(amsgrad)
+        if norm_type not in (0, 2):
+            raise ConfigError(f"norm_type={norm_type!r} must be 2, or 0 for the largest absolute value")
+        self.set_grad_none = set_grad_none
+        fused.FusedNovoGrad.__init__(
+            self,
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            reg_inside_moment=reg_inside_moment,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type or math.inf,
+            init_zero=init_zero,
+        )
+
+    def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
+        """The rule by which a group is stepped."""
+        return replace(super().rule(group), per_group=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in apex's layout."""
+        state = super().state_dict()
+        state["state"] = {index: dict(row) for index, row in state["state"].items()}
+        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
+            norms: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for index, parameter in zip(group["params"], own["params"], strict=True):
+                row = state["state"].get(index, {})
+                if "exp_avg_sq" in row:
+                    norms[not is_low(parameter)].append(row.pop("exp_avg_sq"))
+            if any(norms):
+                group["exp_avg_sq"] = [torch.stack(one) if one else torch.zeros(0) for one in norms]
+            group["norm_type"] = 0 if group["norm_type"] == math.inf else group["norm_type"]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state in apex's layout.
+
+        Raises:
+            StateError: the number of norms of a group is not that of its parameters with a state.
+        """
+        state = {index: dict(row) for index, row in state_dict["state"].items()}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):
+            group["norm_type"] = group["norm_type"] or math.inf
+            if "exp_avg_sq" not in group:
+                continue
+            known = [pair for pair in zip(group["params"], own["params"], strict=False) if pair[0] in state]
+            for norms, low in zip(group.pop("exp_avg_sq"), (True, False), strict=True):
+                members = [index for index, parameter in known if is_low(parameter) == low]
+                norms = torch.zeros(0) if norms is None else norms
+                if len(norms) != len(members):
+                    raise StateError(
+                        f"exp_avg_sq holds {len(norms)} norms for {len(members)} {'low' if low else 'float32'} parameters "
+                        "that have a state; load the state of this model's optimizer"
+                    )
+                for index, norm in zip(members, norms.unbind(), strict=True):
+                    state[index]["exp_avg_sq"] = norm
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+
+def _step_with_scaler(
+    optimizer: FusedOptimizer,
+    step: Callable[..., Any],
+    closure: Callable[[], Any] | None,
+    grad_scaler: Any = None,
+) -> Any:
+    """Step with the scale and ``found_inf`` of a torch ``GradScaler`` passed as ``grad_scaler=``."""
+    if grad_scaler is None:
+        return step(closure)
+    found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
+    values = list(found.values())
+    given = {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
+    vars(optimizer).update(given)
+    try:
+        return step(closure)
+    finally:
+        for name in given:
+            vars(optimizer).pop(name, None)

@@ -1,0 +1,146 @@
+"""State and masters of apex's optimizers: the step count of a group, and float32 copies that the optimizer keeps itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.fused.backends.base import GradStats
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
+from halfpeak.fused.flat.layout import params_of
+from halfpeak.ops.versions import TensorVersion
+
+
+class ApexStateLayout(FusedOptimizer):
+    """A fused optimizer whose state is laid out as apex's: ``step`` in the group, none in the state of a parameter.
+
+    Attributes:
+        set_grad_none: whether :meth:`zero_grad` drops gradients instead of zeroing them.
+    """
+
+    copied: tuple[str, ...] = ("set_grad_none",)
+    """Attributes that a copy or a pickle of the optimizer has too."""
+
+    set_grad_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or zero them if the optimizer was built with ``set_grad_none=False``.
+
+        Args:
+            set_to_none: overrides ``set_grad_none``; apex takes no argument.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in apex's layout."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if "step" in group:
+                group["step"] = int(group["step"])
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of apex's, or of torch's optimizer of the same rule, which counts steps per parameter."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            steps = [self.state[p].pop("step") for p in group["params"] if "step" in self.state.get(p, {})]
+            if steps:
+                group.setdefault("step", max(int(step) for step in steps))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
+
+
+class InternalMasters(ApexStateLayout):
+    """Steps float32 copies of low parameters, and rounds the parameters from them.
+
+    The copies are made at the first step and are in no ``state_dict``, as in apex. After a write to a parameter, or an
+    assignment to its ``.data``, its master takes the new value, and keeps its extra precision in the elements that still round
+    to the parameter. An inner optimizer steps the masters; it shares the groups and the states of this one.
+    """
+
+    copied = (*ApexStateLayout.copied, "_masters")
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._masters: dict[Tensor, Tensor] = {}
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
+        """The optimizer that steps the masters."""
+
+    @abstractmethod
+    def has_master(self, parameter: Tensor) -> bool:
+        """Whether a parameter gets a master."""
+
+    def measure(self, inputs: StepInputs) -> GradStats:
+        """See :class:`~halfpeak.fused.base.FusedOptimizer`."""
+        if not self._has_masters():
+            return super().measure(inputs)
+        return self._synced_inner().measure(inputs._replace(model_params=params_of(self)))
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._inner: FusedOptimizer | None = None
+        self._versions: dict[Tensor, TensorVersion] = {}
+        """Of each parameter, when its master last had its value."""
+
+    def _has_masters(self) -> bool:
+        return any(map(self.has_master, params_of(self)))
+
+    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
+        if not self._has_masters():
+            super()._update(inputs, found_inf)
+            return
+        params = params_of(self)
+        inner = self._synced_inner()
+        inner._update(inputs._replace(model_params=params), found_inf)  # pyright: ignore[reportPrivateUsage]
+        for parameter, master in zip(params, params_of(inner), strict=True):
+            if master in inner.state:
+                self.state[parameter] = inner.state[master]
+            if master is not parameter:
+                self._versions[parameter] = TensorVersion.of(parameter)
+        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            if "step" in inner_group:
+                group["step"] = inner_group["step"]
+
+    def _synced_inner(self) -> FusedOptimizer:
+        """The inner optimizer, with the groups, masters and states as they are now."""
+        params = params_of(self)
+        masters = {parameter: self._synced_master(parameter) for parameter in params}
+        if self._inner is None:
+            self._inner = self.make_inner(list(masters.values()))
+        groups = [{**g, "params": [masters[p] for p in g["params"]]} for g in self.param_groups]
+        self._inner.param_groups = groups
+        for parameter in params:
+            row = self.state.get(parameter)
+            if row is not None and self._inner.state.get(masters[parameter]) is not row:
+                self._inner.state[masters[parameter]] = row
+        return self._inner
+
+    def _synced_master(self, parameter: Tensor) -> Tensor:
+        """The master of a parameter with its current value, or the parameter itself if it has none."""
+        if not self.has_master(parameter):
+            return parameter
+        version = self._versions.get(parameter)
+        if version is not None and version.matches(parameter):
+            return self._masters[parameter]
+        value = parameter.detach()
+        master = self._masters.setdefault(parameter, value.float())
+        master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+        self._versions[parameter] = TensorVersion.of(parameter)
+        return master
+
+
+def no_amsgrad(amsgrad: bool) -> None:
+    """Raise ConfigError, as apex raises RuntimeError, if ``amsgrad`` is true."""
+    if amsgrad:
+        raise ConfigError(
+            "amsgrad=True is not in apex's optimizers; use halfpeak.fused.FusedAdam(amsgrad=True)"
+        )

@@ -1,0 +1,210 @@
+"""Scopes of per-operation casts (opt levels O1 and O4): by apex's lists, or by torch's lists for the device."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from halfpeak.casting import oplists
+from halfpeak.casting.registry import Registrations, replace, restore
+from halfpeak.casting.rule_table import Table
+from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, restoring_scopes, scopes
+from halfpeak.casting.suspend import disable_casts
+from halfpeak.casting.weight_casts import WeightCache
+from halfpeak.core.dtypes import LOW
+from halfpeak.core.errors import ConfigError
+
+NONE: Final = Registrations()
+"""No registrations."""
+
+_ALLOW_BANNED: Final = {
+    f"{path}.{name}": "float32" for path, names in oplists.BANNED for name in names.split()
+}
+
+
+class OpCasts:
+    """Casts the arguments of torch operations: products low, sensitive functions in float32, mixtures to the widest.
+
+    Inside ``with casts:`` every torch call of this thread runs by the lists in :mod:`halfpeak.casting.oplists`, in
+    forward and in backward, losses written by the user included. Nothing in torch is replaced: the scope is a torch
+    function mode. It may be entered again, in any thread (each has its own scopes; a new thread starts with none), and left
+    in any order; only the innermost applies. What is traced by :func:`torch.compile` inside
+    the scope contains the casts.
+
+    A scope that a generator leaves open applies to the code that resumes it: close it before each ``yield``.
+
+    Args:
+        dtype: the low dtype.
+        registrations: functions that the user wants cast, in place of the built-in rule.
+        cache: share the cast of a weight among the uses before backward (see
+            :class:`~halfpeak.casting.weight_casts.WeightCache`).
+        allow_banned: compute :func:`torch.nn.functional.binary_cross_entropy` in float32 rather than refuse low input.
+        on_cast: called with a text such as ``"Float->Half (linear)"`` for every cast.
+
+    Attributes:
+        dtype: the low dtype.
+        traced: the scope in a form that code which :func:`torch.compile` traces can enter.
+
+    Raises:
+        ConfigError: ``dtype`` is not a low dtype.
+
+    >>> casts, x = OpCasts(torch.float16), torch.ones(2, 2)
+    >>> with casts:
+    ...     (x @ x).dtype, torch.exp(x @ x).dtype, (x @ x + x).dtype
+    (torch.float16, torch.float32, torch.float32)
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        registrations: Registrations = NONE,
+        cache: bool = True,
+        allow_banned: bool = False,
+        on_cast: Callable[[str], None] | None = None,
+    ) -> None:
+        if dtype not in LOW:
+            raise ConfigError(f"dtype={dtype!r} is not low; write torch.float16 or torch.bfloat16")
+        self.dtype = dtype
+        self._share_casts = cache
+        places = registrations.places()
+        changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
+        self._table = Table(changes, places, on_cast)
+        self.traced = TracedScope(dtype, self._table.key)
+        self._replaced = tuple(places)
+        self._caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+        self._local = _Local()
+
+    def __enter__(self) -> OpCasts:
+        self._local.entered.append(self._open(enter))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        entered = self._local.entered
+        # Scopes that restoring_scopes() removed are still listed.
+        while entered[-1] not in scopes() and len(entered) > 1:
+            entered.pop()
+        self._close(entered[-1])
+        entered.pop()
+
+    def install(self) -> None:
+        """Open a scope on this thread that stays until :meth:`uninstall`; if it is open, do nothing.
+
+        Contexts that were entered before may be left after. A forked process starts without the scope, so that data
+        loader workers do not cast.
+        """
+        if self._local.installed is None:
+            _forget_scopes_in_children()
+            self._local.installed = self._open(install)
+
+    def uninstall(self) -> None:
+        """Undo :meth:`install`; if that was not called on this thread, do nothing."""
+        if self._local.installed is not None:
+            self._close(self._local.installed)
+            self._local.installed = None
+
+    def clear_cache(self) -> None:
+        """Drop the cached casts of weights, in every thread. Needed only after a write that torch does not count."""
+        for cache in list(self._caches):
+            cache.clear()
+
+    def _open(self, place: Callable[[Scope], None]) -> Scope:
+        cache = WeightCache(self.dtype) if self._share_casts else None
+        if cache is not None:
+            self._caches.add(cache)
+        replace(self._replaced)
+        scope = Scope(self.dtype, self._table, cache)
+        place(scope)
+        return scope
+
+    def _close(self, scope: Scope) -> None:
+        leave(scope)
+        restore(self._replaced)
+
+
+class _Local(threading.local):
+    """The scopes that one :class:`OpCasts` has open on this thread."""
+
+    def __init__(self) -> None:
+        self.entered: list[Scope] = []
+        self.installed: Scope | None = None
+
+
+_fork_handled = False
+
+
+def _forget_scopes_in_children() -> None:
+    global _fork_handled
+    if not _fork_handled and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_all)
+    _fork_handled = True
+
+
+def _leave_all() -> None:
+    for scope in reversed(scopes()):
+        leave(scope)
+
+
+class DeviceCasts:
+    """Casts as ``torch.autocast`` does on this type of device, at its speed and with its cache of casts.
+
+    Its lists differ between devices and from apex's (on a CPU softmax, sums and norms stay low), it leaves float64 alone,
+    and it knows no bans. For the forward pass only, as torch recommends: recomputed checkpoints enter it again in backward.
+
+    Attributes:
+        traced: the scope in a form that code which :func:`torch.compile` traces can enter.
+
+    >>> x, casts = torch.ones(2, 2), DeviceCasts("cpu", torch.bfloat16)
+    >>> with casts, casts:
+    ...     (x @ x).dtype, (x @ x).softmax(0).dtype
+    (torch.bfloat16, torch.bfloat16)
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.device_type = device_type
+        self.dtype = dtype
+        self._local = _EnteredContexts()
+        self.traced = torch.autocast(device_type, dtype)
+
+    def __enter__(self) -> DeviceCasts:
+        scope = torch.autocast(self.device_type, self.dtype)
+        scope.__enter__()
+        self._local.entered.append(scope)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._local.entered.pop().__exit__(None, None, None)
+
+
+class _EnteredContexts(threading.local):
+    """The autocast contexts that are open on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.entered: list[torch.autocast] = []
+
+
+@contextmanager
+def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
+    """Run the block inside ``casting``: an :class:`OpCasts`, a :class:`DeviceCasts`, or another context. None casts nothing.
+
+    Code that :func:`torch.compile` traces enters the ``traced`` form of a scope. The compiler of torch 2.11 cannot trace a
+    null context, so None enters none.
+    """
+    if not is_dynamo_compiling():
+        with restoring_scopes(), nullcontext() if casting is None else casting:
+            yield
+    elif casting is None:
+        yield
+    else:
+        with casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting:
+            yield
+
+
+__all__ = ["NONE", "DeviceCasts", "OpCasts", "casts_on", "disable_casts"]

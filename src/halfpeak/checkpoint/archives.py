@@ -1,0 +1,236 @@
+"""The files that torch.save and safetensors write, read as data: a pickle or a header, and the bytes that it names."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from math import prod
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfpeak.checkpoint.safe_unpickle import SafeUnpickler
+from halfpeak.core.errors import CheckpointError
+
+ZIP_START: Final = b"PK\x03\x04"
+MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
+"""The first pickle of a file that torch wrote before 1.6, or with ``_use_new_zipfile_serialization=False``."""
+
+MAX_HEADER: Final = 100_000_000
+
+ZIP_ERRORS: Final = (
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,  # a compression or version that zipfile cannot read
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    MemoryError,
+)
+"""What zipfile raises for archives that are broken."""
+
+_SAFETENSORS: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Content(NamedTuple):
+    """What a pickle holds, and the classes and functions that it names."""
+
+    tree: Any
+    symbols: tuple[str, ...]
+
+
+def read_zip(file: BinaryIO) -> Content:
+    """The content of an archive of ``torch.save``, as data.
+
+    Raises:
+        CheckpointError: it is broken, packed, or declares more than it holds.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl"))
+            root = name.removesuffix("data.pkl")
+            byteorder = f"{root}byteorder"
+            if byteorder in archive.NameToInfo:
+                order = _record(archive, byteorder).decode("ascii", "replace")
+                if order and order != sys.byteorder:
+                    raise CheckpointError("the file was written with another byte order")
+            pickled = _record(archive, name)
+            return _read(
+                io.BytesIO(pickled),
+                len(pickled),
+                lambda key: bytearray(_record(archive, f"{root}data/{key}")),
+            )
+    except CheckpointError:
+        raise
+    except (StopIteration, *ZIP_ERRORS) as error:
+        raise CheckpointError(f"the archive is broken: {error or 'it has no data.pkl'}") from None
+
+
+def read_legacy(file: BinaryIO) -> Content:
+    """The content of a file that torch wrote before 1.6, as data: five pickles, then the bytes of each storage.
+
+    Raises:
+        CheckpointError: it is broken.
+    """
+    start, keys, item_sizes = _scan_legacy(file)
+    raw: dict[str, bytearray] = {}
+    for key in keys:
+        length = int.from_bytes(file.read(8), "little") * item_sizes.get(key, 1)
+        if length > _left(file):
+            raise CheckpointError(f"storage {key!r:.100} is cut off")
+        raw[key] = bytearray(file.read(length))
+    file.seek(start)
+    return _read(file, _left(file), raw.__getitem__)
+
+
+def read_bare(file: BinaryIO) -> Content:
+    """The content of a file of plain ``pickle.dump``, as data.
+
+    Raises:
+        CheckpointError: it is broken.
+    """
+
+    def refuse(key: str) -> bytearray:
+        raise CheckpointError("a pickle without an archive names a storage")
+
+    return _read(file, _left(file), refuse)
+
+
+def check_pickles(file: BinaryIO) -> None:
+    """Walk through the pickles of a file of ``torch.save``, without its tensors, and leave the file at its start.
+
+    ``torch.load(weights_only=True)`` runs no code, and has no limits either: a key of nested tuples ends its process.
+    So this goes first. What else is wrong with a file torch finds itself.
+
+    Raises:
+        CheckpointError: a pickle is broken, or goes beyond a limit of :mod:`~halfpeak.checkpoint.safe_unpickle`.
+    """
+    file.seek(0)
+    if file.read(len(ZIP_START)) == ZIP_START:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                # Every one: where a name occurs twice, readers differ in which record they take.
+                for entry in archive.infolist():
+                    if entry.filename.rpartition("/")[2] == "data.pkl":
+                        if entry.file_size > 64 * entry.compress_size + 2**20:
+                            raise CheckpointError(f"the record {entry.filename!r:.200} is a packed bomb")
+                        pickled = archive.read(entry)
+                        SafeUnpickler(io.BytesIO(pickled), len(pickled)).read_value()
+        except CheckpointError:
+            raise
+        except ZIP_ERRORS as error:
+            raise CheckpointError(f"the archive is broken: {error}") from None
+    else:
+        file.seek(0)
+        _scan_legacy(file)
+    file.seek(0)
+
+
+def read_safetensors(file: BinaryIO) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name: a JSON header that says where each lies, and the bytes.
+
+    Raises:
+        CheckpointError: the header is broken, or declares what the file does not hold.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER or sys.byteorder != "little":
+        raise CheckpointError(f"a safetensors header of {length} bytes cannot be read here")
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError):
+        raise CheckpointError("the safetensors header is no JSON") from None
+    data = bytearray(file.read())
+    entries = header.items() if isinstance(header, dict) else ()
+    tensors: dict[str, Tensor] = {}
+    left = len(data)
+    for name, entry in entries:
+        if name != "__metadata__":
+            tensors[name] = _entry(name, entry, data)
+            left -= tensors[name].nbytes
+            if left < 0:
+                raise CheckpointError("the safetensors entries overlap")
+    return tensors
+
+
+def looks_like_safetensors(head: bytes, size: int) -> bool:
+    """Whether a file of ``size`` bytes that begins with ``head`` (9 bytes) is one."""
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= size - 8
+
+
+def _scan_legacy(file: BinaryIO) -> tuple[int, list[str], dict[str, int]]:
+    """Where the pickle of the content starts, the keys of the storages, and the bytes per element of each."""
+    reader = SafeUnpickler(file, _left(file))
+    if reader.read_value() != MAGIC_NUMBER:
+        raise CheckpointError("this is no file of torch.save")
+    reader.read_value()
+    reader.read_value()
+    start = file.tell()
+    reader.read_value()
+    keys = reader.read_value()
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise CheckpointError("the file does not say where its storages are")
+    return start, keys, reader.item_sizes
+
+
+def _read(file: BinaryIO, size: int, read_storage: Callable[[str], bytearray]) -> Content:
+    reader = SafeUnpickler(file, size, read_storage)
+    tree = reader.read_value()
+    return Content(tree, tuple(reader.symbols))
+
+
+def _left(file: BinaryIO) -> int:
+    here = file.tell()
+    end = file.seek(0, os.SEEK_END)
+    file.seek(here)
+    return end - here
+
+
+def _record(archive: zipfile.ZipFile, name: str) -> bytes:
+    if name not in archive.NameToInfo:
+        raise CheckpointError(f"the archive has no record {name!r:.200}")
+    entry = archive.getinfo(name)
+    # torch packs nothing: a packed record may be a bomb.
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        raise CheckpointError(f"the record {name!r:.200} is packed; torch.save packs nothing")
+    return archive.read(entry)
+
+
+def _entry(name: str, entry: Any, data: bytearray) -> Tensor:
+    try:
+        dtype, shape, (begin, end) = _SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"the safetensors entry {name!r:.200} is broken, or of an unknown dtype"
+        ) from None
+    if type(shape) is not list or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise CheckpointError(f"the safetensors entry {name!r:.200} has an impossible shape or place")
+    if end - begin != prod(shape) * dtype.itemsize or end > len(data):
+        raise CheckpointError(f"the safetensors entry {name!r:.200} declares other bytes than it has")
+    # Bytes are copied, because a tensor may begin where its dtype is not aligned.
+    raw = data[begin:end]
+    try:
+        return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
+    except (RuntimeError, TypeError, OverflowError):
+        raise CheckpointError(
+            f"the safetensors entry {name!r:.200} has an impossible shape or place"
+        ) from None

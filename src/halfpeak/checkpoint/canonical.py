@@ -1,0 +1,418 @@
+"""What is in a checkpoint, whoever wrote it: models, optimizers, loss scalers, masters, counters, and the rest."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeGuard
+
+import torch
+from torch import Tensor
+
+from halfpeak.checkpoint.safe_unpickle import Record
+from halfpeak.checkpoint.scaler_states import ScalerState, recognise, translate
+from halfpeak.core.errors import StateError
+from halfpeak.core.schedule import ScaleConfig
+
+HALFPEAK_KEY: Final = "halfpeak"
+"""The key under which a converted checkpoint keeps what only halfpeak knows of."""
+
+
+@dataclass(frozen=True)
+class FoundScaler:
+    """A loss-scaler state (apex's may hold several), where it is in the file, and in whose keys: see ``scaler_states``."""
+
+    where: str
+    kind: str
+    state: Mapping[str, Any]
+
+    def states(self) -> list[ScalerState]:
+        """The scalers as halfpeak's.
+
+        Raises:
+            StateError: a value that no scaler has.
+        """
+        return translate(self.state)
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """The one value between reading and writing: every reader of a format gives it, and every writer takes it.
+
+    Reading copies nothing. ``convert`` makes a second one, with the masters put in place of the weights, the scalers
+    as halfpeak's and no more than the target has a place for.
+
+    Attributes:
+        form: the name of the format that was read (see :mod:`halfpeak.checkpoint.formats`).
+        version: the version that the writer noted.
+        models: state dicts of modules by where they are in the file.
+        optimizers: torch's two keys per optimizer, by where they are.
+        scalers: loss scalers.
+        masters: lists of float32 values beside the weights, by where they are, in the order of an optimizer.
+        level: the opt level that the file names.
+        counters: epochs and iterations, under the keys of the file.
+        window: an open accumulation window of an engine.
+        engine_counters: the steps that an engine counted.
+        rest: everything else by its key; converting has to find a place for it or drop it.
+        rule: growth and interval of the loss scale, for the writers; the readers leave it in ``scalers``.
+    """
+
+    form: str = "unknown"
+    version: str = ""
+    models: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    scalers: list[FoundScaler] = field(default_factory=list[FoundScaler])
+    masters: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    level: str | None = None
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    window: Mapping[str, Any] | None = None
+    engine_counters: Mapping[str, Any] | None = None
+    rest: dict[str, Any] = field(default_factory=dict[str, Any])
+    rule: ScaleConfig = field(default_factory=ScaleConfig)
+
+    @property
+    def epoch(self) -> int | None:
+        """Epochs, as far as one counter says it."""
+        return next((n for key, n in self.counters.items() if key in EPOCHS), None)
+
+    @property
+    def iteration(self) -> int | None:
+        """Iterations, as far as one counter or an engine says it."""
+        found = next((n for key, n in self.counters.items() if key in ITERATIONS), None)
+        return (
+            found if found is not None or self.engine_counters is None else self.engine_counters.get("index")
+        )
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The weights, for a format that holds one model."""
+        return next(iter(self.models.values()))
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """The optimizer, for a format that holds one."""
+        return next(iter(self.optimizers.values()), None)
+
+    @property
+    def scaler_states(self) -> list[ScalerState]:
+        """All loss scalers as halfpeak's.
+
+        Raises:
+            StateError: a value that no scaler has.
+        """
+        return [state for scaler in self.scalers for state in scaler.states()]
+
+    @property
+    def halfpeak_entry(self) -> dict[str, Any]:
+        """What only halfpeak knows of, under the one key that other libraries pass over; empty where there is nothing."""
+        states = self.scaler_states
+        has_more = any((state["grace"], state["stuck"]) != (1, 0) for state in states)
+        known = {
+            "level": self.level,
+            "counters": None if self.engine_counters is None else dict(self.engine_counters),
+            "scalers": [dict(state) for state in states] if has_more else None,
+        }
+        known = {key: value for key, value in known.items() if value is not None}
+        return {HALFPEAK_KEY: known} if known else {}
+
+    def add_model(self, where: str, value: object) -> bool:
+        """Add weights; False, and nothing added, if this is something else. So do the methods below."""
+        if not is_weights(value):
+            return False
+        self.models[where] = value  # type: ignore[assignment]
+        return True
+
+    def add_models(self, where: str, value: object) -> bool:
+        """Add weights, or several in a list or dict of nothing else."""
+        return _add_each(self.add_model, is_weights, where, value)
+
+    def add_optimizers(self, where: str, value: object) -> bool:
+        """Add an optimizer, or several in a list or dict of nothing else."""
+        return _add_each(
+            self.add_optimizer, lambda one: is_optimizer(one) or _is_fp16_optimizer(one), where, value
+        )
+
+    def add_optimizer(self, where: str, value: object) -> bool:
+        """Add an optimizer, or the wrapper of one with its loss scaler."""
+        if isinstance(value, Mapping) and _is_fp16_optimizer(value):
+            return self._add_fp16_optimizer(where, value)
+        if not is_optimizer(value):
+            return False
+        assert isinstance(value, Mapping)
+        self.optimizers[where] = {key: value[key] for key in ("state", "param_groups")}
+        exact = value.get(HALFPEAK_KEY)
+        own = exact.get("scalers") if isinstance(exact, Mapping) else None
+        own = own if isinstance(own, list) else []
+        for key in set(value) - {"state", "param_groups"}:
+            at = f"{where}.{key}"
+            if key == HALFPEAK_KEY and isinstance(exact, Mapping):
+                self._add_window(exact.get("window"))
+                self.scalers += [FoundScaler(at, "halfpeak", one) for one in own]
+            elif not (key in ("loss_scaler", "apex_amp") and (own or self.add_scaler(at, value[key]))):
+                self.rest[at] = value[key]
+        return True
+
+    def add_scaler(self, where: str, value: object) -> bool:
+        """Add the state of a loss scaler, or the object itself as apex's FP16_Optimizer saved it."""
+        if (
+            isinstance(value, Record)
+            and value.name.endswith("LossScaler")
+            and isinstance(value.state, Mapping)
+        ):
+            scale, clean = value.state.get("_loss_scale"), value.state.get("_unskipped")
+            value = {"loss_scaler0": {"loss_scale": scale, "unskipped": clean}}
+        kind = scaler_kind(value)
+        if kind is None:
+            return False
+        self.scalers.append(FoundScaler(where, kind, value))  # type: ignore[arg-type]
+        return True
+
+    def add_masters(self, where: str, value: object) -> bool:
+        """Add float32 values that somebody saved beside low weights."""
+        flat = _flat(value)
+        if (
+            where.rpartition(".")[2] not in MASTERS
+            or not flat
+            or not all(isinstance(t, Tensor) for t in flat)
+        ):
+            return False
+        self.masters[where] = flat
+        return True
+
+    def add_counter(self, key: str, value: object) -> bool:
+        """Add a count of epochs or iterations."""
+        if key not in EPOCHS | ITERATIONS or isinstance(value, bool) or not isinstance(value, int):
+            return False
+        self.counters[key] = value
+        return True
+
+    def add_engine(self, value: object) -> bool:
+        """Add the state of a :class:`halfpeak.Engine`."""
+        if not isinstance(value, Mapping) or not set(value) >= ENGINE:
+            return False
+        if not all(isinstance(value[key], list) for key in ("models", "optimizers", "scalers")):
+            return False
+        for number, model in enumerate(value["models"]):
+            if not self.add_model(f"models[{number}]", model):
+                self.rest[f"models[{number}]"] = model
+        for number, optimizer in enumerate(value["optimizers"]):
+            self.add_optimizer(f"optimizers[{number}]", optimizer)
+        for number, scaler in enumerate(value["scalers"]):
+            self.scalers.append(FoundScaler(f"scalers[{number}]", "halfpeak", scaler))
+        self._add_level_and_counters(value)
+        self._add_window(value["window"])
+        return True
+
+    def add_halfpeak_entry(self, value: object) -> None:
+        """Add what an earlier conversion kept for halfpeak; its scalers replace their less exact translations."""
+        if isinstance(value, Mapping):
+            self._add_level_and_counters(value)
+            own = value.get("scalers")
+            if isinstance(own, list) and own:
+                self.scalers = [
+                    FoundScaler(f"{HALFPEAK_KEY}.scalers[{i}]", "halfpeak", one) for i, one in enumerate(own)
+                ]
+
+    def _add_level_and_counters(self, value: Mapping[str, Any]) -> None:
+        level, counters = value.get("level"), value.get("counters")
+        if isinstance(level, str):
+            self.level = level
+        if isinstance(counters, Mapping) and all(type(count) is int for count in counters.values()):
+            self.engine_counters = counters
+
+    def _add_fp16_optimizer(self, where: str, value: Mapping[str, Any]) -> bool:
+        self.add_optimizer(f"{where}.optimizer_state_dict", value["optimizer_state_dict"])
+        self.add_masters(f"{where}.fp32_from_fp16", value["fp32_from_fp16"])
+        if not self.add_scaler(f"{where}.loss_scaler", value.get("loss_scaler")):
+            self.rest[f"{where}.loss_scaler"] = value.get("loss_scaler")
+        self.form = "fp16_optimizer"
+        return True
+
+    def _add_window(self, window: object) -> None:
+        optimizers = window.get("lanes") if isinstance(window, Mapping) else None
+        if isinstance(optimizers, list) and any(
+            isinstance(one, Mapping) and one.get("phase") != "CLEAN" for one in optimizers
+        ):
+            self.window = window  # type: ignore[assignment]
+
+
+def each(value: object, where: str) -> Iterator[tuple[str, Any]]:
+    """One thing, several in a list, or several by name; each with where it lies."""
+    if isinstance(value, list):
+        yield from ((f"{where}[{i}]", one) for i, one in enumerate(value))
+    elif isinstance(value, Mapping) and value and all(isinstance(one, Mapping) for one in value.values()):
+        yield from ((f"{where}.{key}", one) for key, one in value.items())
+    else:
+        yield where, value
+
+
+def _add_each(
+    add: Callable[[str, object], bool], is_one: Callable[[object], bool], where: str, value: object
+) -> bool:
+    several = [(where, value)] if is_one(value) else list(each(value, where))
+    # All or nothing: what is added must not stay in the rest too.
+    return bool(several) and all(is_one(one) for _, one in several) and all(add(*one) for one in several)
+
+
+def is_weights(value: object) -> bool:
+    """Whether this is the ``state_dict`` of a module."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        return False
+    tensors = sum(isinstance(one, Tensor) for one in value.values())
+    others = sum(
+        not isinstance(one, Tensor) and not key.endswith("_extra_state") for key, one in value.items()
+    )
+    return tensors > 0 and others == 0
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether this is the ``state_dict`` of an optimizer, with what a wrapper may have added."""
+    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
+        return False
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], Mapping)
+        and isinstance(groups, list)
+        and all(isinstance(group, Mapping) and _is_listing(group.get("params")) for group in groups)
+    )
+
+
+def _is_fp16_optimizer(value: object) -> bool:
+    return isinstance(value, Mapping) and {"optimizer_state_dict", "fp32_from_fp16"} <= set(value)
+
+
+def _is_listing(parameters: object) -> bool:
+    return isinstance(parameters, list) and all(isinstance(one, (int, str)) for one in parameters)
+
+
+def read_steps(optimizer: Mapping[str, Any]) -> list[float]:
+    """Every count of steps in an optimizer's state: per parameter in torch's, per group in apex's."""
+    holders = [*optimizer["state"].values(), *optimizer["param_groups"]]
+    found = [holder["step"] for holder in holders if isinstance(holder, Mapping) and "step" in holder]
+    return [float(one) for one in found if isinstance(one, (int, float)) or _is_scalar(one)]
+
+
+def _is_scalar(value: object) -> bool:
+    return has_values(value) and value.numel() == 1 and not value.is_complex()
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape; of nested tensors, which have none, the number of tensors in them."""
+    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
+
+
+def has_values(value: object) -> TypeGuard[Tensor]:
+    """Whether torch can compare the values: not sparse, nested, quantized, of more than 64 dimensions or on meta."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.dim() <= 64
+        and not (value.is_meta or value.is_nested or value.is_quantized)
+    )
+
+
+def scaler_kind(value: object) -> str | None:
+    """In whose keys a loss-scaler state is; None if it is none."""
+    if not isinstance(value, Mapping):
+        return None
+    try:
+        kind = recognise(value)
+    except StateError:
+        return None
+    inside = {"loss_scaler", "apex_amp", "meta", "fp16"} & set(value)
+    return None if inside else kind
+
+
+def walk(value: object) -> Iterator[object]:
+    """Everything inside, each thing once and what lies higher first: a file may refer to itself."""
+    seen: set[int] = set()
+    queue = deque([value])
+    while queue:
+        one = queue.popleft()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            queue.extend(_children(one))
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, Record):
+        return [value.state, value.entries, *value.args, *(value.items or ())]
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _flat(value: object) -> list[Any]:
+    """A list, or a list of lists, as one."""
+    groups: list[Any] = value if isinstance(value, list) else []
+    return [one for group in groups for one in (group if isinstance(group, list) else [group])]
+
+
+EPOCHS: Final = frozenset({"epoch", "epochs", "start_epoch", "last_epoch", "current_epoch"})
+ITERATIONS: Final = frozenset(
+    {
+        "iter",
+        "iters",
+        "iteration",
+        "iterations",
+        "global_step",
+        "step",
+        "steps",
+        "it",
+        "current_iter",
+        "num_updates",
+    }
+)
+MASTERS: Final = frozenset({"fp32_from_fp16", "master params", "master_params", "masters", "main_params"})
+ENGINE: Final = frozenset(
+    {"version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window"}
+)
+
+_LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "apex_opt_level", "amp_level", "level")
+_LEVEL: Final = re.compile(r"O[0-5]")
+_LEVEL_IN_TEXT: Final = re.compile(r"opt_level\W{1,4}(O[0-5])")
+
+
+def find_level(tree: object) -> str | None:
+    """An opt level that arguments or a configuration in the file name."""
+    for value in walk(tree):
+        if isinstance(value, Mapping):
+            named = next((value[key] for key in _LEVEL_KEYS if isinstance(value.get(key), str)), "")
+            if _LEVEL.fullmatch(named):
+                return named
+        elif isinstance(value, str):
+            found = _LEVEL_IN_TEXT.search(value)
+            if found:
+                return found[1]
+    return None
+
+
+def is_empty(value: object) -> bool:
+    """Whether there is nothing in it but empty containers and None."""
+    inside = (one for one in walk(value) if not isinstance(one, (Mapping, list, tuple)))
+    return next(inside, None) is None
+
+
+def summary(value: object) -> str:
+    """What something is, in a few words and without its content."""
+    return next((words(value) for kind, words in _WORDS.items() if isinstance(value, kind)), _name(value))
+
+
+def _name(value: object) -> str:
+    name = getattr(value, "name", None)
+    return f"an object of {name}" if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+_WORDS: Final[dict[type, Callable[[Any], str]]] = {
+    Mapping: lambda value: f"a dict of {len(value)}",
+    list: lambda value: f"a list of {len(value)}",
+    tuple: lambda value: f"a tuple of {len(value)}",
+    Tensor: lambda value: f"a {str(value.dtype).removeprefix('torch.')} tensor of {shape_of(value)}",
+    str: lambda value: f"a str of length {len(value)}",
+    bool: str,
+    int: lambda value: f"the number {value}" if abs(value) < 10**18 else "a long integer",
+    float: lambda value: f"the number {value:g}",
+}

@@ -1,0 +1,65 @@
+"""The folder of accelerate's save_state: a file per model and optimizer, and ``scaler.pt``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+
+_MODEL: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)")
+_OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.bin")
+
+
+def read(tree: Any) -> Contents | None:
+    """None: no single file is one."""
+    return None
+
+
+def read_folder(files: dict[str, Any] | None) -> Contents:
+    """The contents of a folder, by file name. One with nothing but weights is of the form ``weights``."""
+    contents = Contents()
+
+    def add(name: str, value: Any) -> bool:
+        return (
+            (_MODEL.fullmatch(name) is not None and contents.add_model(name, value))
+            or (_OPTIMIZER.fullmatch(name) is not None and contents.add_optimizer(name, value))
+            or (name == "scaler.pt" and contents.add_scaler(name, value))
+        )
+
+    add_entries(contents, (files or {}).items(), add)
+    random = any(name.startswith("random_states") for name in contents.rest)
+    if contents.optimizers or contents.scalers or random:
+        contents.form = "accelerate"
+    elif contents.models:
+        contents.form = "weights"
+    return contents
+
+
+def write(contents: Contents) -> Files:
+    """A folder for accelerate's ``load_state``."""
+
+    def name(stem: str, number: int) -> str:
+        return f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"
+
+    return {
+        **{name("pytorch_model", i): model for i, model in enumerate(contents.models.values())},
+        **{name("optimizer", i): optimizer for i, optimizer in enumerate(contents.optimizers.values())},
+        **grad_scaler_entry("scaler.pt", contents),
+    }
+
+
+FORMAT = Format(
+    "accelerate",
+    "a folder of accelerate's save_state",
+    read,
+    Target(
+        "a folder for accelerate's load_state",
+        write,
+        models=None,
+        optimizers=None,
+        keeps_counters=False,
+        is_folder=True,
+    ),
+)

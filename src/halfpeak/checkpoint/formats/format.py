@@ -1,0 +1,79 @@
+"""What the table of formats has a row of: a name, who reads and writes it, and what a writer has a place for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.scaler_states import to_grad_scaler
+
+Files = dict[str, Any]
+"""What to write: a dict, and for a folder one by file name."""
+
+SCRIPTS: Final = frozenset({"apex", "fp16_optimizer", "grad_scaler", "recipe"})
+"""Formats whose keys a script made up, and looks for again."""
+
+
+class Target(NamedTuple):
+    """A format to convert to.
+
+    Attributes:
+        brief: what it is, and who reads it.
+        write: makes it.
+        models: how many it holds at most; None for any number.
+        optimizers: likewise.
+        scalers: likewise.
+        family: formats whose other entries have their places in it; None for a script's own dict, which takes those of
+            a script.
+        needs_scale: whether it is made around a loss scale.
+        keeps_rule: whether growth factor and interval have a place.
+        keeps_counters: whether epochs and iterations have.
+        keeps_window: whether gradients of an open accumulation window have.
+        weights_only: whether nothing but weights is asked for.
+        is_folder: whether it is a folder of files.
+    """
+
+    brief: str
+    write: Callable[[Contents], Files]
+    models: int | None = 1
+    optimizers: int | None = 1
+    scalers: int | None = 1
+    family: tuple[str, ...] | None = ()
+    needs_scale: bool = False
+    keeps_rule: bool = True
+    keeps_counters: bool = True
+    keeps_window: bool = False
+    weights_only: bool = False
+    is_folder: bool = False
+
+
+class Format(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        brief: what it is.
+        read: gives the contents of a file, or None if it is not of this family. Formats that differ in little have one
+            reader, which says in ``Contents.form`` which of them it found.
+        target: how it is written, if it can be.
+    """
+
+    name: str
+    brief: str
+    read: Callable[[Any], Contents | None]
+    target: Target | None = None
+
+
+def add_entries(
+    contents: Contents, entries: Iterable[tuple[Any, Any]], add: Callable[[str, Any], bool]
+) -> None:
+    """Give each entry to ``add``, and what it refuses to the rest."""
+    for key, value in entries:
+        if not add(str(key), value):
+            contents.rest[str(key)] = value
+
+
+def grad_scaler_entry(key: str, contents: Contents) -> dict[str, Any]:
+    """The first loss scale as torch's GradScaler saves it, under a key; empty where there is none."""
+    states = contents.scaler_states
+    return {key: to_grad_scaler(states[0], contents.rule)} if states else {}

@@ -1,1 +1,0 @@
-"""Reading what somebody else saved, of any kind, as data: nothing in a file is executed."""

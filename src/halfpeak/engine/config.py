@@ -1,0 +1,57 @@
+"""EngineConfig: what an engine was asked to do, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.levels import Properties
+from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.state.clip import Clip, NoClip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What an engine does. A value; the engine holds the state.
+
+    Attributes:
+        properties: what the opt level and its overrides came to.
+        policy: in which dtype each thing is stored, computed and returned.
+        scale: how each loss scale moves.
+        num_losses: number of independent loss scalers.
+        accumulation: how many backward passes make a step.
+        clip: what limits the gradients before a step.
+        restore_buffers: put batch-norm statistics back when a step is skipped.
+        keep_gradient_memory: whether masters' gradients keep their memory between steps; None to let the device decide.
+        engine_steps: the engine alone calls ``optimizer.step()``; False where the caller does, as with apex.
+
+    Raises:
+        ConfigError: ``num_losses`` is not a positive integer, the norm rule is unknown, or
+            ``keep_gradient_memory`` is no truth value.
+    """
+
+    properties: Properties
+    policy: Policy
+    scale: ScaleConfig
+    num_losses: int = 1
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    clip: Clip = field(default_factory=NoClip)
+    restore_buffers: bool = True
+    keep_gradient_memory: bool | None = None
+    engine_steps: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_losses, bool) or not isinstance(self.num_losses, int) or self.num_losses < 1:
+            raise ConfigError(
+                f"num_losses={self.num_losses!r} must be an integer of 1 or more; write num_losses=1"
+            )
+        if not isinstance(self.keep_gradient_memory, bool | None):
+            raise ConfigError(
+                f"keep_gradient_memory={self.keep_gradient_memory!r} must be True, False or None"
+            )
+        if self.policy.norms not in get_args(NormRule):
+            allowed = ", ".join(map(repr, get_args(NormRule)))
+            raise ConfigError(f"norms={self.policy.norms!r} must be one of {allowed}")

@@ -1,0 +1,104 @@
+"""EngineContext: what an engine is made of, for the functions that save, copy, report or compile it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.step import TrainStep
+from halfpeak.engine.step_record import StepRecord
+from halfpeak.state.batch_norm import BatchNormStats
+from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.masters import Masters
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineContext:
+    """The parts of an engine.
+
+    Attributes:
+        config: what it was asked to do.
+        models: the prepared models.
+        prepared: one per optimizer.
+        masters: the float32 copies that the optimizers step.
+        scalers: one loss scaler per loss.
+        record: counters, and what a step has decided and not yet applied.
+        stats: the running statistics that a skipped step puts back.
+        train_step: the order of a step.
+        casting: the scope in which operations are cast (O1, O4); elsewhere a null context.
+        device: where the scalars of a step live.
+        handles: of the hooks on the models.
+    """
+
+    config: EngineConfig
+    models: tuple[nn.Module, ...]
+    prepared: list[PreparedOptimizer]
+    masters: Masters
+    scalers: list[LossScaler]
+    record: StepRecord
+    stats: BatchNormStats
+    train_step: TrainStep
+    casting: AbstractContextManager[Any]
+    device: torch.device
+    handles: list[RemovableHandle]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, in the order they were prepared."""
+        return [one.optimizer for one in self.prepared]
+
+    def catch_up(self) -> None:
+        """Before a forward pass: a step that an exception has left is put right, and a new one may begin."""
+        self.train_step.catch_up(self.prepared)
+        self.stats.begin_forward()
+
+    def delays_unscaling(self, *, synchronised: bool) -> bool:
+        """Whether gradients of the coming backward pass stay scaled for a later one of the window.
+
+        They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
+        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up.
+        """
+        config = self.config
+        inside = not config.accumulation.is_boundary(self.record.micro_step)
+        fp32_weights = config.policy.param in (None, torch.float32) and not self.masters.accumulates_fp32
+        return not synchronised or (inside and fp32_weights and config.num_losses == 1)
+
+
+class StepEngine(Protocol):
+    """What a graph of a whole step calls of an engine; see :class:`halfpeak.Engine`."""
+
+    context: EngineContext
+    compiled_step: Any
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The forward pass and the loss."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale the loss, run backward, unscale."""
+        ...
+
+    def step(self, *, optimizers: Iterable[Optimizer] | None = None) -> StepResult:
+        """Step or skip."""
+        ...
+
+    def scaled(
+        self,
+        loss: Tensor,
+        *,
+        optimizers: Iterable[Optimizer] | None = None,
+        loss_id: int = 0,
+        delay: bool = False,
+    ) -> AbstractContextManager[Tensor]:
+        """The scaled loss, for a backward pass in the body."""
+        ...

@@ -1,0 +1,1 @@
+"""Where the gradients of an optimizer are, and how they get there."""

@@ -1,0 +1,250 @@
+"""Unscale the gradients that a backward pass has left, and add them to what the optimizer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import compress, repeat
+from operator import attrgetter, is_
+from typing import Final, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.fused.backends.choose import MIN_COMPILED, has_compiler
+from halfpeak.fused.backends.inductor import Kernel, Vector, compile_kernel
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.ops import foreach, reference
+from halfpeak.ops.foreach import gradients_of
+from halfpeak.state.grad_buffers import GradBufferPool
+
+
+@dataclass(frozen=True, slots=True)
+class GradAccumulator:
+    """``main.grad += model.grad / scale``, in the dtype of the main parameter.
+
+    Each parameter by itself: the order in which they are accumulated changes no bit of the sums.
+
+    Attributes:
+        inv_scale: 1 / scale.                                  # f32[]
+        found_inf: set to 1 where a gradient is not finite.    # f32[]
+        kernels: what divides and adds.
+        buffers: where the gradients of masters lie; None for new memory.
+    """
+
+    inv_scale: Tensor
+    found_inf: Tensor
+    kernels: AccumulateKernels
+    buffers: GradBufferPool | None = None
+
+    def accumulate(self, pairs: ParamPairs, stashed: Mapping[int, Tensor]) -> None:
+        """Accumulate what lies in the gradients of the model's parameters; those with a master then have none.
+
+        Args:
+            pairs: all that the backward pass may have reached.
+            stashed: earlier unscaled gradients of parameters without a master, by ``id`` of the parameter.
+        """
+        plain, none = pairs.unmastered, [None] * len(pairs.unmastered)
+        earlier = [stashed.get(id(parameter)) for parameter in plain] if stashed else none
+        self._accumulate(plain, plain, earlier)
+        self._accumulate(pairs.low_params, pairs.masters, gradients_of(pairs.masters))
+        for low in pairs.low_params:
+            low.grad = None
+
+    def _accumulate(
+        self, models: Sequence[Tensor], mains: Sequence[Tensor], earlier: Sequence[Tensor | None]
+    ) -> None:
+        """:meth:`accumulate`, of parameters that all have masters or all have none."""
+        fresh = gradients_of(models)
+        has_masters = models is not mains
+        if are_dense(fresh):
+            if are_none(earlier):
+                self._unscale(mains, fresh, has_masters=has_masters)
+                return
+            if are_dense(earlier):
+                _assign(mains, earlier)
+                self.kernels.accumulate_(earlier, fresh, self.inv_scale, self.found_inf)
+                return
+        first: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for main, grad, total in zip(mains, fresh, earlier, strict=True):
+            if grad is None:
+                main.grad = total
+            elif grad.requires_grad:
+                main.grad = self._with_graph(total, grad, main.dtype)
+            elif total is None:
+                first.append((main, grad))
+            else:
+                main.grad = _summable(total, grad)
+                more.append((main.grad, grad))
+        self._unscale([main for main, _ in first], [grad for _, grad in first], has_masters=has_masters)
+        totals, grads = [total for total, _ in more], [grad for _, grad in more]
+        self.kernels.accumulate_(totals, grads, self.inv_scale, self.found_inf)
+
+    def _unscale(self, mains: Sequence[Tensor], grads: Sequence[Tensor], *, has_masters: bool) -> None:
+        """Gradients that nothing is added to: unscaled where they lie, or into a tensor like the master."""
+        if not has_masters:
+            foreach.unscale_(grads, self.inv_scale, self.found_inf)
+        elif self.buffers is not None and are_dense(grads) and set(map(type, mains)) == {Tensor}:
+            unscaled = self.buffers.take(mains)
+            self.kernels.unscale_into(unscaled, grads, self.inv_scale, self.found_inf)
+            _assign(mains, unscaled)
+        else:
+            dtypes = [main.dtype for main in mains]
+            _assign(mains, self.kernels.unscaled(grads, dtypes, self.inv_scale, self.found_inf))
+
+    def _with_graph(self, total: Tensor | None, fresh: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum as a function of the parameters: after ``create_graph=True`` a gradient penalty may depend on it."""
+        (unscaled,) = reference.unscaled([fresh], [dtype], self.inv_scale, self.found_inf)
+        return unscaled if total is None else total + unscaled
+
+
+class AccumulateKernels:
+    """The operations of :mod:`halfpeak.ops.foreach` that accumulate gradients, compiled where the optimizer's kernels are.
+
+    The results are the same to the bit. A compiled kernel reads a gradient once and its sum once, where torch's operations go
+    over every chunk three times.
+
+    Args:
+        compiles: whether there are kernels for large tensors.
+    """
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._compiles = compiles
+
+    def accumulate_(
+        self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
+        into, grads = self._run_compiled(_add, into, grads, inv_scale, found_inf)
+        foreach.accumulate_(into, grads, inv_scale, found_inf)
+
+    def unscaled(
+        self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
+    ) -> list[Tensor]:
+        """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
+        if any(dtype is not torch.float32 or not _is_low(g) for g, dtype in zip(grads, dtypes, strict=True)):
+            return foreach.unscaled(grads, dtypes, inv_scale, found_inf)
+        fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        self.unscale_into(fresh, grads, inv_scale, found_inf)
+        return fresh
+
+    def unscale_into(
+        self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """``into = grad * inv_scale`` of low, dense gradients; see :func:`halfpeak.ops.foreach.unscale_into`."""
+        into, grads = self._run_compiled(_set, into, grads, inv_scale, found_inf)
+        foreach.unscale_into(into, grads, inv_scale, found_inf)
+
+    def _run_compiled(
+        self,
+        operation: Callable[..., tuple[()]],
+        into: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inv_scale: Tensor,
+        found_inf: Tensor,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Run the kernel of ``operation`` on the tensors it has one for, and return the others."""
+        if not self._compiles:
+            return into, grads
+        ran = [_run(operation, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
+        left = [not has_run for has_run in ran]
+        return list(compress(into, left)), list(compress(grads, left))
+
+
+def kernels_for(optimizers: Iterable[Optimizer], main_params: Sequence[Tensor]) -> AccumulateKernels:
+    """What accumulates gradients of ``main_params``, which these optimizers step."""
+    return AccumulateKernels(compiles=all(_compiles(optimizer, main_params) for optimizer in optimizers))
+
+
+def _compiles(optimizer: Optimizer, targets: Sequence[Tensor]) -> bool:
+    if not isinstance(optimizer, FusedOptimizer) or optimizer.backend not in ("auto", "compiled"):
+        return False
+    if optimizer.backend == "compiled":
+        return True
+    # Before its first step "auto" is undecided. This is close to what it will choose, and the bits are the same either way.
+    on_host = all(target.device.type == "cpu" for target in targets)
+    return on_host and sum(map(Tensor.numel, targets)) >= MIN_COMPILED and has_compiler()
+
+
+def _run(
+    operation: Callable[..., tuple[()]], into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor
+) -> bool:
+    """Run the kernel of ``operation`` if it has one for these tensors; whether it has."""
+    if (
+        grad.dtype not in _READ
+        or grad.is_neg()
+        or inv_scale.device.type != "cpu"
+        or found_inf.device.type != "cpu"
+    ):
+        return False
+    vectors = foreach.matching_vectors(into, grad)
+    if vectors is None:
+        return False
+    _kernel(operation, grad.dtype)(*vectors, inv_scale, found_inf)
+    return True
+
+
+def _set(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> tuple[()]:
+    unscaled = grad.float() * inv_scale
+    into.copy_(unscaled)
+    _check(unscaled, found_inf)
+    return ()
+
+
+def _add(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> tuple[()]:
+    unscaled = grad.float() * inv_scale
+    into.add_(unscaled)
+    _check(unscaled, found_inf)
+    return ()
+
+
+def _check(unscaled: Tensor, found_inf: Tensor) -> None:
+    bad = torch.isfinite(unscaled).logical_not().any()
+    found_inf.copy_(torch.maximum(found_inf, bad.float()))
+
+
+def _is_low(grad: Tensor) -> bool:
+    return grad.dtype in (torch.float16, torch.bfloat16) and grad.layout is torch.strided
+
+
+_READ: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))
+
+
+@cache
+def _kernel(operation: Callable[..., tuple[()]], dtype: torch.dtype) -> Kernel:
+    host = torch.device("cpu")
+    vectors = (Vector(torch.float32, host, None), Vector(dtype, host, None))
+    scalars = (Vector(torch.float32, host, ()), Vector(torch.float32, host, ()))
+    return compile_kernel(operation, (*vectors, *scalars))
+
+
+def are_none(grads: Sequence[Tensor | None]) -> bool:
+    """Whether there is no gradient."""
+    return all(map(is_, grads, repeat(None)))
+
+
+def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+    """Whether every gradient is there, a plain dense tensor without a graph. Asked in loops that run in C."""
+    return (
+        set(map(type, grads)) <= {Tensor}
+        and not any(map(_HAS_GRAPH, grads))
+        and set(map(_LAYOUT, grads)) <= {torch.strided}
+    )
+
+
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+_LAYOUT: Final = attrgetter("layout")
+
+
+def _assign(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for main, grad in zip(mains, grads, strict=True):
+        main.grad = grad
+
+
+def _summable(total: Tensor, fresh: Tensor) -> Tensor:
+    """``total`` in a layout that ``fresh`` can be added to in place: a sparse sum cannot take a dense addend."""
+    return total.to_dense() if total.is_sparse and not fresh.is_sparse else total

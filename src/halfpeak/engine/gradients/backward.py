@@ -1,0 +1,327 @@
+"""One backward pass as a transaction over the gradients that were there before, and what becomes of the new ones."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from halfpeak.core.torch_compat import untraced
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.engine.gradients.window import (
+    NOTHING_STASHED,
+    Empty,
+    Scaled,
+    after_backward,
+    after_delayed_backward,
+    left_for_step,
+    rearmed,
+    scale_for_backward,
+)
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.ops import foreach, reference
+from halfpeak.ops.foreach import gradients_of
+from halfpeak.state.loss_scaler import LossScaler
+
+
+class GradMode(enum.Enum):
+    """What a backward pass does with its gradients, chosen before it begins."""
+
+    ACCUMULATE = "unscale them and add them to the unscaled gradients of the window"
+    LEAVE_SCALED = "leave them scaled for a later pass of the window to add to"
+    LEAVE_FOR_STEP = "leave them scaled for the step of a fused optimizer to read"
+
+
+class BackwardScope:
+    """Stashes the gradients that are there before a backward pass, and takes care of those it leaves.
+
+    ::
+
+        stash       set model.grad aside, unless it waits scaled
+        (backward: autograd writes model.grad, scaled)
+        accumulate  main.grad += model.grad / scale, in the dtype of the main parameter
+        leave       leave model.grad scaled for a later pass, or for the step
+        rollback    model.grad as it was before
+
+    A parameter of several optimizers is accumulated once.
+
+    Args:
+        prepared: the optimizers whose parameters get gradients.
+
+    Attributes:
+        found_inf: 1 if one of the new gradients is not finite.  # f32[]
+    """
+
+    def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        self._prepared = prepared
+        self._own: list[ParamPairs] = []
+        self._pairs = ParamPairs()
+        self._held: list[tuple[Tensor, Tensor | None]] = []
+        self._holds_any = False
+        self._adds_to_scaled = False
+        self._has_begun = False
+        self._is_done = False
+        self.found_inf = torch.zeros_like(prepared[0].found_inf)
+
+    @untraced
+    def stash(self) -> None:
+        """Set aside what is there, unless it waits scaled."""
+        seen: set[int] = set()
+        for prepared in self._prepared:
+            pairs = prepared.pairs_for_backward()
+            self._own.append(pairs)
+            if len(self._prepared) > 1:
+                pairs = ParamPairs(pair for pair in pairs if id(pair.model) not in seen)
+                seen.update(id(pair.model) for pair in pairs)
+            self._pairs = ParamPairs([*self._pairs, *pairs]) if self._pairs else pairs
+            if isinstance(prepared.window, Scaled):
+                self._adds_to_scaled = True
+            else:
+                self._stash(pairs.model_params)
+
+    def _stash(self, parameters: list[Tensor]) -> None:
+        grads = gradients_of(parameters)
+        if grads.count(None) == len(grads):
+            self._held += zip(parameters, grads, strict=True)
+            return
+        self._holds_any = True
+        self._held += zip(parameters, map(detached_from_bucket, grads), strict=True)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is not None:
+                parameter.grad = None
+
+    def begin(self, scaler: LossScaler) -> Tensor:
+        """The backward pass begins; returns what its loss is multiplied by.  # f32[]
+
+        Raises:
+            OrderError: gradients wait that another loss scaler has scaled.
+        """
+        scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
+        self._has_begun = True
+        return scale
+
+    def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
+        """What becomes of the gradients.
+
+        Args:
+            delay: whether they must stay scaled.
+            fused_step_reads: whether the step can read them, where the window has no others.
+        """
+        if delay:
+            return GradMode.LEAVE_SCALED
+        begins_window = not self._holds_any and all(not prepared.is_open for prepared in self._prepared)
+        return GradMode.LEAVE_FOR_STEP if fused_step_reads and begins_window else GradMode.ACCUMULATE
+
+    def finish(self, mode: GradMode, scaler: LossScaler, scale: Tensor) -> None:
+        """The backward pass is over: do with its gradients what was chosen.
+
+        Args:
+            mode: of :meth:`mode`.
+            scaler: whose scale it is.
+            scale: what the loss was multiplied by.  # f32[]
+        """
+        if mode is GradMode.LEAVE_SCALED:
+            self._leave_scaled(scaler, scale)
+        elif mode is GradMode.LEAVE_FOR_STEP and self._are_plain():
+            self._leave_for_step(scaler, scale)
+        else:
+            self._accumulate(scale)
+
+    @untraced
+    def rollback(self) -> bool:
+        """Undo :meth:`stash`; False where that cannot be: waiting gradients were added to, or new ones accumulated."""
+        if self._is_done or (self._has_begun and self._adds_to_scaled):
+            return False
+        for parameter, grad in self._held:
+            parameter.grad = grad
+        for prepared in self._prepared:
+            if isinstance(prepared.window, Scaled):
+                prepared.set_window(rearmed(prepared.window))
+        return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the backward pass has."""
+        return self._has_begun
+
+    @untraced
+    def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
+        self._is_done = True
+        for prepared, pairs in zip(self._prepared, self._own, strict=True):
+            own = set(map(id, pairs.model_params))
+            stashed = {
+                id(parameter): grad
+                for parameter, grad in self._held
+                if grad is not None and id(parameter) in own and prepared.masters.of(parameter) is None
+            }
+            prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, stashed))
+
+    @untraced
+    def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> None:
+        self._is_done = True
+        (prepared,) = self._prepared
+        assert isinstance(prepared.window, Empty)
+        unit = not scaler.config.dynamic and scaler.config.init == 1
+        master = prepared.table().smallest_master
+        prepared.window = left_for_step(
+            prepared.window, self._own[0], scale, self.found_inf, master=master, unit=unit
+        )
+
+    @untraced
+    def _accumulate(self, scale: Tensor) -> None:
+        self._is_done = True
+        stashed = NOTHING_STASHED
+        if self._holds_any or self._adds_to_scaled:
+            held = self._held if self._holds_any else ()
+            stashed = {id(parameter): grad for parameter, grad in held if grad is not None}
+            for prepared in self._prepared:
+                if isinstance(prepared.window, Scaled):
+                    stashed.update(prepared.window.stashed)
+        kernels = kernels_for([prepared.optimizer for prepared in self._prepared], self._pairs.main_params)
+        # One pool of buffers for all; the optimizers of two runs have two.
+        buffers = self._prepared[0].masters.grad_buffers
+        if any(prepared.masters.grad_buffers is not buffers for prepared in self._prepared):
+            buffers = None
+        accumulator = GradAccumulator(scale.reciprocal(), self.found_inf, kernels, buffers)
+        accumulator.accumulate(self._pairs, stashed)
+        for prepared, pairs in zip(self._prepared, self._own, strict=True):
+            prepared.set_window(after_backward(prepared.window, pairs, self.found_inf))
+
+    def _are_plain(self) -> bool:
+        """Whether there are new gradients, and all are dense and have no graph."""
+        grads = [grad for grad in gradients_of(self._pairs.model_params) if grad is not None]
+        return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
+
+
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+_IS_SPARSE: Final = attrgetter("is_sparse")
+
+
+@contextmanager
+def preserving_grads_of(
+    others: Sequence[PreparedOptimizer], prepared: Sequence[PreparedOptimizer]
+) -> Generator[None]:
+    """Leave ``others`` the gradients they have in a backward pass that is for ``prepared``.
+
+    A generator's loss also writes gradients into the discriminator, scaled, where they would be taken for its own.
+    """
+    if not others:
+        yield
+        return
+    wanted = {id(pair.model) for one in prepared for pair in one.pairs()}
+    parameters = [pair.model for one in others for pair in one.pairs() if id(pair.model) not in wanted]
+    held = [(parameter, detached_from_bucket(parameter.grad)) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in held:
+            parameter.grad = grad
+
+
+def detached_from_bucket(grad: Tensor | None) -> Tensor | None:
+    """A gradient that the coming backward pass does not write over: one that lies in a bucket of DDP's is copied."""
+    if grad is None or grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes:
+        return grad
+    return grad.clone()
+
+
+class UnmanagedGrads:
+    """Unscales the gradients that a scaled loss leaves in parameters of the models that the engine does not step.
+
+    Their own optimizer, not prepared or of another engine, would step gradients 65,536 times too large. They take no part in
+    ``found_inf`` and norms: an inf in one keeps no optimizer from stepping.
+
+    Args:
+        models: whose parameters are looked after.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._models = list(models)
+        self._prepared: list[weakref.ref[PreparedOptimizer]] = []
+        self._found: list[Tensor] = []
+        # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
+        # _modules dicts of all modules, whose values may come, go and be replaced at any time.
+        self._known_pairs: list[ParamPairs] = []
+        self._tables: list[dict[str, Any]] = []
+        self._values: list[object] = []
+        # Unscaled gradients from before, for as long as scaled ones lie in their place.
+        self._stashed: list[Tensor | None] | None = None
+
+    def add_model(self, model: nn.Module) -> None:
+        """Look after one more model."""
+        self._models.append(model)
+        self._known_pairs = []
+
+    def add_optimizer(self, prepared: PreparedOptimizer) -> None:
+        """Leave the parameters of an optimizer to it."""
+        self._prepared.append(weakref.ref(prepared))
+
+    @untraced
+    def stash(self) -> None:
+        """Before a backward pass: set aside what is there, unless it waits scaled."""
+        # Where none is left, somebody has called zero_grad() in the middle of a window.
+        waits = self._stashed is not None and any(grad is not None for grad in gradients_of(self._found))
+        stashed = dict(zip(map(id, self._found), self._stashed or (), strict=False)) if waits else {}
+        self._search()
+        self._stashed = [stashed[id(p)] if id(p) in stashed else _taken_off(p) for p in self._found]
+
+    @untraced
+    def rollback(self) -> None:
+        """Everything as it was before :meth:`stash`; what has been written since is dropped."""
+        for parameter, grad in zip(self._found, self._stashed or (), strict=False):
+            parameter.grad = grad
+        self._stashed = None
+
+    @untraced
+    def accumulate(self, scale: Tensor) -> None:
+        """Unscale the new gradients and add what was set aside."""
+        fresh = [(p, p.grad) for p in self._found if p.grad is not None]
+        before = {id(p): grad for p, grad in zip(self._found, self._stashed or (), strict=False)}
+        self.rollback()
+        if not fresh:
+            return
+        inv_scale, unused = scale.reciprocal(), torch.zeros_like(scale)
+        foreach.unscale_([grad for _, grad in fresh if not grad.requires_grad], inv_scale, unused)
+        for parameter, grad in fresh:
+            if grad.requires_grad:
+                (grad,) = reference.unscaled([grad], [grad.dtype], inv_scale, unused)
+            total = before[id(parameter)]
+            parameter.grad = grad if total is None else total + grad
+
+    def _search(self) -> None:
+        """Find the parameters again where those of an optimizer have changed, or those of a model."""
+        prepared = [one for ref in self._prepared if (one := ref()) is not None]
+        pairs = [one.table().pairs_of(one.window.pairs) for one in prepared]
+        if _same(pairs, self._known_pairs) and _same(_values(self._tables), self._values):
+            return
+        stepped = {id(parameter) for own in pairs for parameter in own.model_params}
+        found = {id(p): p for model in self._models for p in model.parameters() if id(p) not in stepped}
+        self._found = list(found.values())
+        self._known_pairs = pairs
+        modules = {id(module): module for model in self._models for module in model.modules()}.values()
+        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._values = _values(self._tables)
+
+
+def _taken_off(parameter: Tensor) -> Tensor | None:
+    grad, parameter.grad = detached_from_bucket(parameter.grad), None
+    return grad
+
+
+def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
+    """Parameters and layers by which a model is asked for its parameters. Read in every step, so in a loop that runs in C."""
+    return list(chain.from_iterable(map(dict[str, Any].values, tables)))
+
+
+def _same(now: Sequence[object], known: Sequence[object]) -> bool:
+    return len(now) == len(known) and all(map(is_, now, known))

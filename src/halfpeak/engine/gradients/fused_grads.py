@@ -1,0 +1,160 @@
+"""Gradients that the step of a fused optimizer measures, clips and reads where they lie, scaled or unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from halfpeak.engine.gradients.accumulate import are_dense
+from halfpeak.engine.gradients.params import ParamPairs, ParamTable
+from halfpeak.engine.gradients.window import Pending, Unscaled
+from halfpeak.engine.misuse import refuse_edits
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
+from halfpeak.ops import foreach
+from halfpeak.ops.foreach import gradients_of
+from halfpeak.state.clip import Clip, NoClip, limit_of_norm
+
+
+class FusedGrads:
+    """The gradients of one step, on their way into one fused optimizer.
+
+    Their squares are added up in the same order whether they are scaled or unscaled: a checkpoint between backward and step,
+    which unscales them, changes no bit of a run.
+
+    Args:
+        optimizer: reads them.
+        model_params: what the step writes, by the order of the groups.
+        grads: the gradient of each, or None.
+        inv_scale: what unscales them.  # f32[]
+        pairs: the parameters of the window.
+        scaled: whether they lie scaled where autograd left them.
+    """
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        model_params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        inv_scale: Tensor,
+        pairs: ParamPairs,
+        *,
+        scaled: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._inv_scale = inv_scale
+        self._inputs = StepInputs(grads, model_params, inv_scale)
+        self._pairs = pairs
+        self._scaled = scaled
+
+    def measure(self) -> tuple[Tensor, Tensor]:
+        """Read them once: the sum of squares of the unscaled gradients, and whether one is not finite.  # f32[], f32[]"""
+        stats = self._optimizer.measure(self._inputs)
+        return stats.sum_squares, stats.found_inf
+
+    def decide(self, inputs: DecisionInputs) -> StepDecision | None:
+        """Read them once and decide the step where they are; None if the optimizer's backend cannot. Ready to step then."""
+        decision = self._optimizer.decide(self._inputs, inputs)
+        if decision is not None:
+            self._inputs = self._inputs._replace(multiplier=decision.multiplier)
+            self._optimizer.set_step_inputs(self._inputs)
+        return decision
+
+    def hand_over(self, clip_coef: Tensor | None) -> None:
+        """Let the optimizer's coming step read them, multiplied by what clipping asks for.  # f32[]"""
+        if clip_coef is not None:
+            self._inputs = self._inputs._replace(multiplier=self._inv_scale * clip_coef)
+        self._optimizer.set_step_inputs(self._inputs)
+
+    def clear(self, *, keep: bool) -> bool:
+        """After the step. With ``keep``, parameters' own gradients stay, unscaled and clipped.
+
+        Returns:
+            Whether no gradient is left.
+        """
+        multiplier = self._inputs.multiplier
+        if not self._scaled:
+            if keep and multiplier is not self._inv_scale:
+                own = [grad for grad in gradients_of(self._pairs.unmastered) if grad is not None]
+                foreach.scale_(own, multiplier)
+            return False
+        kept = [(p, p.grad) for p in self._pairs.unmastered if p.grad is not None] if keep else []
+        for parameter in self._inputs.model_params:
+            parameter.grad = None
+        if kept:
+            foreach.scale_([grad for _, grad in kept], multiplier)
+        for parameter, grad in kept:
+            parameter.grad = grad
+        return not keep
+
+
+def check_pending(window: Pending, table: ParamTable) -> Pending | None:
+    """Pending gradients without their sentinel, to be read; None if the optimizer was told to drop them.
+
+    Zeros that ``zero_grad(set_to_none=False)`` wrote are what the optimizer is to read then.
+
+    Raises:
+        OrderError: somebody has written to them, or has given masters gradients.
+    """
+    refuse_edits(window.snapshot.changed())
+    sentinel = window.sentinel
+    if sentinel is None:
+        return window
+    left, changed = sentinel.master.grad, not sentinel.unchanged()
+    if changed:
+        refuse_edits([left])
+    sentinel.remove()
+    refuse_edits(gradients_of(window.pairs.masters))
+    if left is None:
+        return None
+    if changed:
+        torch._foreach_zero_([grad for grad in gradients_of(table.model_params) if grad is not None])
+    return replace(window, sentinel=None)
+
+
+def pending_grads(window: Pending, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads:
+    """The pending gradients of a window that :func:`check_pending` has returned."""
+    grads, inv_scale = gradients_of(table.model_params), window.scale.reciprocal()
+    return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=True)
+
+
+def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads | None:
+    """The unscaled gradients of a window; None where some are more than plain dense tensors, or there are none."""
+    grads = gradients_of(table.main_params)
+    present = [grad for grad in grads if grad is not None]
+    if not present or not are_dense(present):
+        return None
+    inv_scale = torch.ones_like(window.found_inf)
+    return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=False)
+
+
+def reads_grads_itself(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer may be given gradients beside ``.grad``: a fused one, and no hook that would look."""
+    return (
+        isinstance(optimizer, FusedOptimizer)
+        and all(map(_is_own, optimizer._optimizer_step_pre_hooks.values()))
+        and not _global_optimizer_pre_hooks
+    )
+
+
+def is_by_norm(clip: Clip) -> bool:
+    """Whether a clip needs nothing of the gradients but the sum of their squares."""
+    return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
+
+
+def norm_and_coefficient(clip: Clip, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The norm of the gradients and what clipping multiplies them by; None where nothing is clipped.  # f32[], f32[]"""
+    limit = limit_of_norm(clip)
+    if limit is None:
+        return None, None
+    norm = squares.sqrt()
+    return norm, torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def _is_own(hook: Callable[..., object]) -> bool:
+    return hook.__module__.startswith("halfpeak.engine.") if hasattr(hook, "__module__") else False

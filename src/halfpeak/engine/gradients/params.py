@@ -1,0 +1,109 @@
+"""The parameters of one optimizer: what autograd writes the gradient of, and what the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
+from typing import Final, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.state.masters import Masters, params_of
+
+_GRAD: Final = attrgetter("grad")
+_TRAINABLE: Final = attrgetter("requires_grad")
+
+
+class ParamPair(NamedTuple):
+    """Autograd writes ``model.grad``; the optimizer reads ``main.grad``. Without a master both are one tensor."""
+
+    model: Tensor
+    main: Tensor
+
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient on either side."""
+        return self.model.grad is not None or self.main.grad is not None
+
+
+class ParamPairs(list[ParamPair]):
+    """Some pairs, never changed once made, with their sides as lists: a step goes through these in loops that run in C.
+
+    Attributes:
+        model_params: of all pairs.
+        main_params: of all pairs.
+        unmastered: parameters without a master.
+        low_params: parameters with a master.
+        masters: their masters, or the placeholders of an optimizer that keeps remainders instead.
+    """
+
+    def __init__(self, pairs: Iterable[ParamPair] = ()) -> None:
+        super().__init__(pairs)
+        self.model_params = [pair.model for pair in self]
+        self.main_params = [pair.main for pair in self]
+        self.unmastered = [pair.model for pair in self if pair.model is pair.main]
+        self.low_params = [pair.model for pair in self if pair.model is not pair.main]
+        self.masters = [pair.main for pair in self if pair.model is not pair.main]
+
+    def main_grads(self) -> list[Tensor]:
+        """The gradients that the optimizer reads."""
+        return [grad for grad in map(_GRAD, self.main_params) if grad is not None]
+
+    def with_gradient(self) -> list[Tensor]:
+        """The main parameters that have a gradient."""
+        grads = map(_GRAD, self.main_params)
+        return list(compress(self.main_params, map(is_not, grads, repeat(None))))
+
+    def has_low_gradient(self) -> bool:
+        """Whether a parameter with a master holds a gradient itself, which no optimizer would read."""
+        return not all(map(is_, map(_GRAD, self.low_params), repeat(None)))
+
+
+class ParamTable:
+    """The parameters in an optimizer's groups at the time the table was made; valid while :meth:`is_current`.
+
+    Attributes:
+        main_params: for each parameter in the groups, in order, what holds its unscaled gradient: a master, the parameter
+            itself, or the placeholder of a remainder.
+        model_params: for each, the low parameter it is the master of, or itself.
+        all_pairs: every pair once, frozen parameters included.
+        pairs: the trainable ones.
+        smallest_master: of the trainable ones, or None.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
+        self._members = params_of(optimizer)
+        self.model_params = [masters.model_param_of(member) for member in self._members]
+        mains = map(masters.of, self.model_params)
+        self.main_params = [m if main is None else main for m, main in zip(self._members, mains, strict=True)]
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._trainable = list(map(_TRAINABLE, self.model_params))
+        pairs = map(ParamPair, self.model_params, self.main_params)
+        self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
+        self.pairs = ParamPairs(pair for pair in self.all_pairs if pair.model.requires_grad)
+        self.smallest_master = min(self.pairs.masters, key=Tensor.numel, default=None)
+
+    def pairs_of(self, window: ParamPairs | None) -> ParamPairs:
+        """The trainable pairs, and those frozen inside ``window`` whose gradients still belong to it."""
+        if window is None or window is self.pairs:
+            return self.pairs
+        known = {id(pair.model) for pair in self.pairs}
+        frozen = [pair for pair in window if id(pair.model) not in known and pair.has_gradient()]
+        return ParamPairs([*self.pairs, *frozen]) if frozen else self.pairs
+
+    def grad_holders(self, window: ParamPairs | None) -> list[Tensor]:
+        """Every tensor that may hold a gradient of ``window``, which may have begun with other groups."""
+        own = [*self.model_params, *self.main_params]
+        if window is None or window is self.pairs:
+            return own
+        return [*own, *window.model_params, *window.main_params]
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the same parameters are in the groups and the same of them are trainable."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return (
+            list(map(len, groups)) == self._sizes
+            and all(map(is_, chain.from_iterable(groups), self._members))
+            and list(map(_TRAINABLE, self.model_params)) == self._trainable
+        )

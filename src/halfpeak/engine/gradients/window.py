@@ -1,0 +1,299 @@
+"""The window: where the gradients of the step to come are, as one value, and every transition between its states.
+
+::
+
+    Empty                     -backward------------>  Unscaled
+    Empty                     -backward, for fused->  Pending
+    Empty | Scaled | Unscaled -backward, delayed--->  Scaled
+    Scaled | Unscaled         -backward------------>  Unscaled
+    Pending                   -somebody reads------>  Unscaled
+    any                       -step, drop---------->  Empty
+
+A value is never edited. What is not in the table raises :class:`~halfpeak.OrderError` and names the call to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import OrderError
+from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.state.loss_scaler import LossScaler
+
+_GRAD: Final = attrgetter("grad")
+_VERSION: Final = attrgetter("_version")
+
+
+class GradSnapshot:
+    """The gradients of some tensors at one moment: notices when one is replaced, dropped or written in place."""
+
+    __slots__ = ("_grads", "_versions", "_written", "holders")
+
+    def __init__(self, holders: Iterable[Tensor] = ()) -> None:
+        self.holders = list(holders)
+        self._grads: list[Tensor | None] = list(map(_GRAD, self.holders))
+        self._written = [grad for grad in self._grads if grad is not None]
+        self._versions = list(map(_VERSION, self._written))
+
+    def unchanged(self) -> bool:
+        """Whether every gradient is as it was."""
+        now = list(map(_GRAD, self.holders))
+        return all(map(is_, now, self._grads)) and list(map(_VERSION, self._written)) == self._versions
+
+    def changed(self) -> list[Tensor | None]:
+        """What the gradients that are not as they were have become."""
+        if self.unchanged():
+            return []
+        versions = iter(self._versions)
+        known = [(grad, None if grad is None else next(versions)) for grad in self._grads]
+        return [
+            holder.grad
+            for holder, (grad, version) in zip(self.holders, known, strict=True)
+            if holder.grad is not grad or (grad is not None and grad._version != version)
+        ]
+
+
+class Sentinel(NamedTuple):
+    """A gradient placed on one master to notice ``optimizer.zero_grad()``.
+
+    While the gradients of low parameters wait scaled their masters have none, and ``zero_grad()`` of the optimizer reaches
+    masters only. If the sentinel is gone or was written, it has been called.
+    """
+
+    master: Tensor
+    grad: Tensor
+    version: int
+
+    @classmethod
+    def place(cls, master: Tensor, value: float) -> Sentinel:
+        """Fill the gradient of a master that has none."""
+        grad = torch.full_like(master, value)
+        master.grad = grad
+        return cls(master, grad, grad._version)
+
+    def unchanged(self) -> bool:
+        """Whether it is as it was placed."""
+        return self.master.grad is self.grad and self.grad._version == self.version
+
+    def remove(self) -> None:
+        """Leave the master without a gradient."""
+        self.master.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """No gradients.
+
+    Attributes:
+        found_inf: zero.  # f32[]
+    """
+
+    found_inf: Tensor
+
+    @property
+    def pairs(self) -> None:
+        """None: the parameters are those of the groups now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """Unscaled gradients lie where the optimizer reads them.
+
+    Attributes:
+        found_inf: 1 if a gradient of the window was not finite.  # f32[]
+        pairs: the parameters at the last backward pass.
+        snapshot: of the gradients, to notice ``zero_grad()`` and edits.
+    """
+
+    found_inf: Tensor
+    pairs: ParamPairs
+    snapshot: GradSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Gradients lie scaled where autograd left them, and the next backward pass of the window adds to them.
+
+    So it is after ``delay_unscale=True``, under ``no_sync``, and between the passes of a window over float32 weights.
+
+    Attributes:
+        found_inf: of what was unscaled before, in the same window.  # f32[]
+        pairs: the parameters at the last backward pass.
+        snapshot: of the gradients that the optimizer would read.
+        scaler: whose scale it is.
+        scale: what the losses were multiplied by.  # f32[]
+        stashed: unscaled gradients of the window set aside meanwhile, by ``id`` of the model parameter.
+        sentinel: a zero on a master, or None where no master is free.
+    """
+
+    found_inf: Tensor
+    pairs: ParamPairs
+    snapshot: GradSnapshot
+    scaler: LossScaler
+    scale: Tensor
+    stashed: Mapping[int, Tensor]
+    sentinel: Sentinel | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The scaled gradients of the window's only backward pass, left for the step of a fused optimizer to read.
+
+    Attributes:
+        found_inf: as of the last reading: zero until the step.  # f32[]
+        pairs: the parameters at the backward pass.
+        snapshot: of the gradients.
+        scale: what the loss was multiplied by.  # f32[]
+        pass_found_inf: of the backward pass; written once the gradients have been read.  # f32[]
+        sentinel: :data:`PENDING_SENTINEL` on a master, or None where there is no master.
+    """
+
+    found_inf: Tensor
+    pairs: ParamPairs
+    snapshot: GradSnapshot
+    scale: Tensor
+    pass_found_inf: Tensor
+    sentinel: Sentinel | None
+
+
+Window: TypeAlias = Empty | Unscaled | Scaled | Pending
+
+PENDING_SENTINEL: Final = 2.0**-100
+"""Too small to change an update, and still above zero when somebody multiplies gradients: to be told from ``zero_grad()``."""
+
+NOTHING_STASHED: Final[Mapping[int, Tensor]] = MappingProxyType({})
+
+
+def scale_for_backward(windows: Sequence[Window], scaler: LossScaler) -> Tensor:
+    """The scale of the coming backward pass: the scaler's, or the one that waiting gradients have.  # f32[]
+
+    Args:
+        windows: of all optimizers whose parameters the pass reaches.
+        scaler: of its loss.
+
+    Raises:
+        OrderError: gradients wait that another loss scaler, or another scale, has scaled.
+    """
+    waiting = [window for window in windows if isinstance(window, Scaled)]
+    if any(window.scaler is not scaler or window.scale is not waiting[0].scale for window in waiting):
+        raise OrderError(
+            "gradients of an earlier backward pass wait scaled by another loss scale (delay_unscale=True, or no_sync); use "
+            "the same loss_id until a backward pass takes them in"
+        )
+    return waiting[0].scale if waiting else scaler.state.scale
+
+
+def after_backward(window: Window, pairs: ParamPairs, found_inf: Tensor) -> Unscaled:
+    """A backward pass was unscaled and accumulated; or somebody reads what was pending.
+
+    Args:
+        window: before.
+        pairs: the parameters at the pass.
+        found_inf: of the pass.  # f32[]
+    """
+    # The optimizers of one backward pass may belong to two runs, which may live on two devices.
+    found_inf = torch.maximum(window.found_inf, found_inf.to(window.found_inf.device))
+    return Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient()))
+
+
+def after_delayed_backward(
+    window: Window, pairs: ParamPairs, scaler: LossScaler, scale: Tensor, stashed: Mapping[int, Tensor]
+) -> Scaled:
+    """The gradients of a backward pass stay scaled.
+
+    Args:
+        window: before.
+        pairs: the parameters at the pass.
+        scaler: whose scale it is.
+        scale: what the loss was multiplied by.  # f32[]
+        stashed: unscaled gradients that were set aside before the pass, by ``id`` of the parameter.
+    """
+    if isinstance(window, Scaled):
+        stashed = {**window.stashed, **stashed}
+    return rearmed(Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None))
+
+
+def rearmed(window: Scaled) -> Scaled:
+    """``window`` with its sentinel placed, and a snapshot of the gradients as they are now."""
+    snapshot = GradSnapshot(window.pairs.with_gradient())
+    free = [master for master in window.pairs.masters if master.grad is None]
+    sentinel = Sentinel.place(min(free, key=Tensor.numel), 0.0) if free else None
+    return replace(window, snapshot=snapshot, sentinel=sentinel)
+
+
+def disarmed(window: Scaled) -> Scaled | None:
+    """``window`` with its sentinel taken away, before a backward pass adds to it; None if somebody dropped its gradients."""
+    sentinel = window.sentinel
+    if not window.snapshot.unchanged() or not (sentinel is None or sentinel.unchanged()):
+        return None
+    if sentinel is not None:
+        sentinel.remove()
+    return replace(window, sentinel=None)
+
+
+def left_for_step(
+    window: Empty,
+    pairs: ParamPairs,
+    scale: Tensor,
+    pass_found_inf: Tensor,
+    *,
+    master: Tensor | None,
+    unit: bool,
+) -> Pending:
+    """The gradients of a window's only backward pass are left for a fused optimizer's step.
+
+    Args:
+        window: before.
+        pairs: the parameters at the pass.
+        scale: what the loss was multiplied by.  # f32[]
+        pass_found_inf: where the finding is written when the gradients are read.  # f32[]
+        master: the one to place the sentinel on, or None.
+        unit: whether the scale is always 1: then the gradients of parameters without a master may be edited.
+    """
+    snapshot = GradSnapshot(pairs.low_params if unit else pairs.model_params)
+    sentinel = None if master is None else Sentinel.place(master, PENDING_SENTINEL)
+    return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)
+
+
+def scaled_by_user(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scaled:
+    """The caller has run a backward pass himself, from a loss times the scale of ``scaler``."""
+    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scaler.state.scale, NOTHING_STASHED, None)
+
+
+def check_step(window: Window) -> None:
+    """Refuse to step gradients that are still scaled.
+
+    Raises:
+        OrderError: the last backward pass was not synchronised over ranks.
+    """
+    if isinstance(window, Scaled):
+        raise OrderError(
+            "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; pass the "
+            "wrapped module in every iteration: engine.forward(wrapped)"
+        )
+
+
+def check_user_step(window: Window, *, engine_steps: bool) -> None:
+    """Refuse an ``optimizer.step()`` that the user calls in the middle of a window.
+
+    Args:
+        window: of the optimizer.
+        engine_steps: whether the engine alone calls ``optimizer.step()``.
+
+    Raises:
+        OrderError: gradients are still scaled, or the engine is to step them.
+    """
+    if isinstance(window, Scaled):
+        raise OrderError(
+            "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
+            "(delay_unscale=True, or no_sync); end the window with one that is not"
+        )
+    if engine_steps and not isinstance(window, Empty):
+        raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")

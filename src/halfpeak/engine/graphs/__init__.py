@@ -1,0 +1,1 @@
+"""A whole training step as one graph: captured by CUDA, or compiled by torch.compile."""

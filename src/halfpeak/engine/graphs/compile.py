@@ -1,0 +1,411 @@
+"""A training step compiled as one graph: the engine's part in it is two operators into which the compiler does not look."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, Final, Generic, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from halfpeak.core.errors import ConfigError, OrderError
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.context import EngineContext, StepEngine
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.state.clip import ClipNorm
+from halfpeak.state.found_inf import is_multi_rank
+from halfpeak.state.loss_scaler import scale_loss
+from halfpeak.state.remainder_store import remainder_store_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CompiledStep:
+    """What a graph and its engine know of each other.
+
+    ::
+
+        __call__    follow who has written to weights since the last call
+        graph       forward, loss, scale, gradients
+                    operator: unscale, clip, found_inf, step or skip, move the scale, as ever
+        __call__    weights are now what the engine takes them for
+
+    The graph may hold copies of weights and buffers when it calls the operator, and write them back at its end. So the
+    operator leaves what it has done in these copies too.
+
+    Attributes:
+        num_losses: how many loss scales there are.
+        token: what the operators write, to be kept in order.      # f32[]
+        optimizers: as the engine's.
+        weights: per optimizer, what gets gradients.
+        written: these, each once.
+        buffers: the running statistics that a skipped step puts back.
+        scales: the loss scales, as the graph knows them.           # f32[] each
+        ends: whether the next steps end an accumulation window, a window's length of them.
+        position: how many steps the graph has taken.
+        pending: a backward pass that is not accumulated yet: numbers of loss and optimizers, numbers of weights, gradients.
+    """
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+        self.num_losses = len(engine.context.scalers)
+        self.every = engine.context.config.accumulation.every
+        self.tells_norm = isinstance(engine.context.config.clip, ClipNorm)
+        self.token = torch.zeros((), device=engine.context.device)
+        self.optimizers: list[Optimizer] = []
+        self.weights: list[list[Tensor]] = []
+        self.written: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.ends: list[bool] = []
+        self.position = 0
+        self.pending: tuple[list[int], list[int], list[Tensor]] | None = None
+        self.number = _register(self)
+        self._versions: list[int] = []
+        self.operators = _operators()
+
+    # What follows is traced.
+
+    def backward(
+        self, loss: Tensor, loss_id: int, optimizers: Iterable[Optimizer] | Optimizer | None, kwargs: Any
+    ) -> None:
+        """:meth:`halfpeak.Engine.backward`."""
+        self.flush()
+        numbers = self._numbers_of(optimizers)
+        if self.every != 1:
+            loss = loss / self.every
+        weights = [weight for number in numbers for weight in self.weights[number]]
+        found = torch.autograd.grad(
+            scale_loss(loss, self.scales[loss_id]), weights, allow_unused=True, **kwargs
+        )
+        grads: list[Tensor | None] = list(found)
+        which = [index for index, grad in enumerate(grads) if grad is not None]
+        self.pending = ([loss_id, *numbers], which, [grad for grad in grads if grad is not None])
+
+    def step(
+        self,
+        optimizers: Iterable[Optimizer] | Optimizer | None,
+        *,
+        closure: Callable[[], Any] | None,
+        keep_gradients: bool,
+    ) -> StepResult:
+        """:meth:`halfpeak.Engine.step`.
+
+        Raises:
+            ConfigError: a closure, or gradients that are to stay.
+        """
+        if closure is not None or keep_gradients:
+            raise ConfigError(
+                "a compiled step has no closure and keeps no gradients; leave them out, or write torch.compile(function)"
+            )
+        backward, which, grads = self.pending or ([], [], [])
+        self.pending = None
+        numbers = self._numbers_of(optimizers)
+        with torch.no_grad():
+            found_inf, scales, norm = self.operators.step(
+                self.number, self.token, backward, which, grads, numbers, self.written, self.buffers
+            )
+        self.scales = list(scales.unbind())
+        boundary = self.ends[self.position % self.every]
+        self.position += 1
+        return StepResult(found_inf, self.scales[0], norm if self.tells_norm and boundary else None, boundary)
+
+    def flush(self) -> None:
+        """Accumulate the gradients of a backward pass that no step follows."""
+        if self.pending is not None:
+            self.operators.backward(self.number, self.token, *self.pending)
+            self.pending = None
+
+    def begin(self) -> None:
+        """The graph begins."""
+        self.operators.watch(self.number, self.written, True)
+
+    def end(self) -> None:
+        """The graph ends."""
+        self.flush()
+        self.operators.watch(self.number, self.written, False)
+        self.scales = []
+        self.position = 0
+
+    def _numbers_of(self, optimizers: Iterable[Optimizer] | Optimizer | None) -> list[int]:
+        if optimizers is None:
+            return list(range(len(self.optimizers)))
+        numbers: list[int] = []
+        for wanted in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+            found = [i for i, known in enumerate(self.optimizers) if known is wanted]
+            if not found:
+                raise OrderError("an optimizer was not prepared by this engine; pass it to halfpeak.prepare")
+            numbers += [number for number in found if number not in numbers]
+        return numbers
+
+    # What follows is run by Python.
+
+    def refresh(self) -> None:
+        """Before the graph: what it will read of the engine, and who has written to weights."""
+        context = self._engine.context
+        context.catch_up()
+        context.masters.refresh()
+        self.optimizers = context.optimizers
+        for optimizer in self.optimizers:
+            has_remainders = remainder_store_of(optimizer) is not None
+            context.masters.adopt(optimizer)
+            if has_remainders and isinstance(optimizer, FusedOptimizer) and optimizer.keeper is not None:
+                optimizer.keeper.refresh()
+        self.weights = [list(one.table().pairs.model_params) for one in context.prepared]
+        self.written = list({id(weight): weight for weights in self.weights for weight in weights}.values())
+        self.buffers = context.stats.live()
+        self.scales = [scaler.state.scale for scaler in context.scalers]
+        accumulation, micro_step = context.config.accumulation, context.record.micro_step
+        self.ends = [accumulation.is_boundary(micro_step + later) for later in range(self.every)]
+        self.position = 0
+        self.pending = None
+
+    def sync_versions(self) -> None:
+        """Record the versions of weights as the engine's own writes: the graph counts them up as it likes."""
+        context = self._engine.context
+        for optimizer in context.optimizers:
+            context.masters.record_published(optimizer)
+            if isinstance(optimizer, FusedOptimizer) and optimizer.keeper is not None:
+                optimizer.keeper.note()
+
+    @torch.no_grad()
+    def run_backward(
+        self, backward: Sequence[int], which: Sequence[int], grads: Sequence[Tensor], *, own: bool
+    ) -> None:
+        """Unscale and accumulate gradients.
+
+        Args:
+            backward: the number of the loss, and those of the optimizers.
+            which: of the optimizers' weights have a gradient.
+            grads: those gradients.
+            own: whether their memory is free to be used until the step. The graph's is, until this returns.
+        """
+        self.sync_versions()
+        engine, context = self._engine, self._engine.context
+        context.stats.mark_forward_begun()
+        loss_id, *numbers = backward
+        optimizers = [context.prepared[number].optimizer for number in numbers]
+        weights = [weight for number in numbers for weight in self.weights[number]]
+        delay = context.delays_unscaling(synchronised=True)
+        used, given = set[int](), set[int]()
+        with engine.scaled(torch.zeros_like(self.token), optimizers=optimizers, loss_id=loss_id, delay=delay):
+            for index, grad in zip(which, grads, strict=True):
+                weight = weights[index]
+                if id(weight) in given:
+                    continue  # Its gradient is there once for each of its optimizers.
+                given.add(id(weight))
+                if weight.grad is not None:
+                    weight.grad.add_(grad)
+                    continue
+                is_free = (
+                    own and not delay and grad.data_ptr() not in used and grad.stride() == weight.stride()
+                )
+                used.add(grad.data_ptr())
+                weight.grad = (
+                    grad.detach() if is_free else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+                )
+
+    @torch.no_grad()
+    def run_step(
+        self,
+        backward: Sequence[int],
+        which: Sequence[int],
+        grads: Sequence[Tensor],
+        numbers: Sequence[int],
+        weights: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Unscale and accumulate gradients, and step.
+
+        Returns:
+            ``found_inf``, the loss scales and the norm.  # f32[], f32[losses], f32[]
+        """
+        engine, context = self._engine, self._engine.context
+        own = [*self.written, *self.buffers]
+        copies = [
+            (mine, given)
+            for mine, given in zip(own, (*weights, *buffers), strict=True)
+            if not _same_memory(mine, given)
+        ]
+        before = [mine.clone() for mine, _ in copies]
+        for mine, given in copies:
+            mine.copy_(given)
+        if backward:
+            # Memory that the graph uses again must not hold what a later step is to read.
+            ends = context.config.accumulation.is_boundary(context.record.micro_step) and set(
+                backward[1:]
+            ) <= set(numbers)
+            self.run_backward(backward, which, grads, own=ends)
+        else:
+            self.sync_versions()
+        result = engine.step(optimizers=[context.optimizers[number] for number in numbers])
+        for (mine, given), value in zip(copies, before, strict=True):
+            given.copy_(mine)
+            mine.copy_(value)
+        norm = self.token.new_zeros(()) if result.grad_norm is None else result.grad_norm.clone()
+        return result.found_inf.clone(), torch.stack([s.state.scale for s in context.scalers]), norm
+
+    def watch(self, versions: list[int], *, first: bool) -> None:
+        """While the graph is traced: refuse one that writes to weights itself, which would go unnoticed.
+
+        Raises:
+            OrderError: it does.
+        """
+        if first:
+            self._versions = versions
+        elif versions != self._versions:
+            raise OrderError(
+                "the compiled function writes to weights beside engine.step(); do that after it has returned"
+            )
+
+
+class CompiledFunction(Generic[P, R]):
+    """A function that trains, compiled. Made by :meth:`halfpeak.Engine.compile`."""
+
+    def __init__(self, engine: StepEngine, function: Callable[P, R], options: dict[str, Any]) -> None:
+        _require_compilable(engine.context)
+        self._engine = engine
+        self._step = step = CompiledStep(engine)
+
+        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+            step.begin()
+            out = function(*args, **kwargs)
+            step.end()
+            # A loss that is returned has had its backward pass.
+            return tree_map_only(Tensor, Tensor.detach, out)
+
+        asked: dict[str, Any] = {"fullgraph": True, **options}
+        self._compiled = torch.compile(_of_its_own(traced, function, step.number), **asked)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it."""
+        engine, step = self._engine, self._step
+        step.refresh()
+        engine.compiled_step = step
+        try:
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
+                return self._compiled(*args, **kwargs)
+        finally:
+            engine.compiled_step = None
+            step.sync_versions()
+
+
+def _of_its_own(traced: Callable[P, R], function: Callable[P, R], number: int) -> Callable[P, R]:
+    """``traced`` with code of its own: the compiler counts graphs, and remembers which shapes vary, by code and its place."""
+    assert isinstance(traced, FunctionType)
+    place = getattr(function, "__code__", traced.__code__)
+    code = traced.__code__.replace(
+        co_name=f"{place.co_name}_{number}",
+        co_filename=place.co_filename,
+        co_firstlineno=place.co_firstlineno,
+    )
+    return FunctionType(code, traced.__globals__, closure=traced.__closure__)
+
+
+def _same_memory(mine: Tensor, given: Tensor) -> bool:
+    return mine.data_ptr() == given.data_ptr()
+
+
+def _require_compilable(context: EngineContext) -> None:
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        raise ConfigError(
+            f"the compiler of torch {torch.__version__} cannot trace a backward pass; write torch.compile(function), which "
+            "compiles what lies before engine.backward"
+        )
+    if is_multi_rank():
+        raise ConfigError(
+            "gradients of several ranks are reduced by hooks that a compiled backward pass does not run; write "
+            "torch.compile(function), which leaves engine.backward to Python"
+        )
+    if context.config.accumulation.total is not None:
+        raise ConfigError(
+            "a compiled step divides every loss by the same number; leave out Accumulation(total=...)"
+        )
+
+
+_STEPS: Final[WeakValueDictionary[int, CompiledStep]] = WeakValueDictionary()
+
+_ENGINE = "int engine, Tensor(a!) token, int[] backward, int[] which, Tensor(b!)[] grads"
+
+_SCHEMAS: Final = (
+    f"backward({_ENGINE}) -> ()",
+    f"step({_ENGINE}, int[] optimizers, Tensor(c!)[] weights, Tensor(d!)[] buffers) -> (Tensor, Tensor, Tensor)",
+    "watch(int engine, Tensor[] weights, bool first) -> ()",
+)
+
+
+def _register(step: CompiledStep) -> int:
+    """The number by which operators find ``step`` while it lives."""
+    number = max(_STEPS, default=0) + 1
+    _STEPS[number] = step
+    return number
+
+
+def _operators() -> Any:
+    """``torch.ops.halfpeak``, with
+
+    ::
+
+        backward    accumulate the gradients of a backward pass
+        step        the same for one that the step follows at once, if there is one, and the step
+        watch       runs while a graph is traced, and notices weights that something else in it writes
+
+    A ``token`` that both write keeps them in order, and from being taken for superfluous. What the graph shares with
+    the engine, weights and buffers, they are said to write: so whatever else reads it stays before them or after them.
+    """
+    _library()
+    return torch.ops.halfpeak
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """What defines the operators, while somebody holds it."""
+    library = torch.library.Library("halfpeak", "FRAGMENT")
+    # What a CUDA graph replays does not call Python again.
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags = () if unsafe is None else (unsafe,)
+    for schema in _SCHEMAS:
+        library.define(schema, tags=tags)
+    for name, run in (("backward", _backward), ("step", _step), ("watch", _nothing)):
+        library.impl(name, run, "CompositeExplicitAutograd")
+    for name, fake in (("backward", _nothing), ("step", _fake_step), ("watch", _fake_watch)):
+        torch.library.register_fake(f"halfpeak::{name}", fake, lib=library)
+    return library
+
+
+def _backward(engine: int, token: Tensor, backward: list[int], which: list[int], grads: list[Tensor]) -> None:
+    token.add_(1)
+    _STEPS[engine].run_backward(backward, which, grads, own=False)
+
+
+def _step(
+    engine: int,
+    token: Tensor,
+    backward: list[int],
+    which: list[int],
+    grads: list[Tensor],
+    optimizers: list[int],
+    weights: list[Tensor],
+    buffers: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    token.add_(1)
+    return _STEPS[engine].run_step(backward, which, grads, optimizers, weights, buffers)
+
+
+def _fake_step(engine: int, token: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    number = token.new_empty(())
+    return number, token.new_empty(_STEPS[engine].num_losses), token.new_empty(())
+
+
+def _fake_watch(engine: int, weights: list[Tensor], first: bool) -> None:  # a schema's argument
+    _STEPS[engine].watch([weight._version for weight in weights], first=first)
+
+
+def _nothing(*_: object) -> None:
+    """What needs not be done, or not be simulated."""

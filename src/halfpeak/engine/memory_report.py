@@ -1,0 +1,142 @@
+"""Memory: how many bytes an engine holds for each parameter, and what for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from halfpeak.engine.context import EngineContext
+from halfpeak.engine.gradients.window import Scaled
+from halfpeak.ops.foreach import gradients_of
+from halfpeak.state.remainder_store import remainder_store_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes held at one moment. Storages are counted, each once and whole, so this is what an allocator has given out.
+
+    What a forward pass holds for its backward pass, and the buckets of a parallel wrapper, are not an engine's.
+
+    Attributes:
+        parameters: how many numbers the weights are.
+        weights: what the models compute with.
+        masters: float32 copies that optimizers step.
+        remainders: what stands in the place of masters, in an optimizer that keeps remainders.
+        moments: all other state of the optimizers.
+        gradients: as they lie now: none after a step.
+        buffers: of the models, and those that a skipped step goes back to.
+        scratch: whatever else engine and optimizers hold, such as room in which gradients are gathered.
+
+    Example:
+        >>> import torch, halfpeak
+        >>> from halfpeak.fused import FusedAdamW
+        >>> model = torch.nn.Linear(512, 512, bias=False)
+        >>> optimizer = FusedAdamW(model.parameters(), master="remainder")
+        >>> engine = halfpeak.prepare(model, optimizer, "O5")
+        >>> engine.backward(model(torch.ones(1, 512)).sum())
+        >>> engine.memory().per_parameter()["remainders"]
+        2.0
+    """
+
+    parameters: int
+    weights: int = 0
+    masters: int = 0
+    remainders: int = 0
+    moments: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    scratch: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(getattr(self, kind) for kind in _KINDS)
+
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per parameter of each kind, and ``"total"``."""
+        count = max(self.parameters, 1)
+        return {kind: getattr(self, kind) / count for kind in (*_KINDS, "total")}
+
+    def __str__(self) -> str:
+        """A table."""
+        rows = [f"{kind:<12}{each:>10.3f}" for kind, each in self.per_parameter().items() if each]
+        return "\n".join(("bytes per parameter", *rows))
+
+
+_KINDS = tuple(field.name for field in fields(Memory) if field.name != "parameters")
+
+
+def measure(context: EngineContext) -> Memory:
+    """What an engine holds now. Only looks."""
+    models, optimizers = context.models, context.optimizers
+    stepped = (one.table().model_params for one in context.prepared)
+    weights = list(_once(chain(*(model.parameters() for model in models), *stepped)))
+    holders = [*weights, *(main for one in context.prepared for main in one.table().main_params)]
+    stashed = [one.window.stashed for one in context.prepared if isinstance(one.window, Scaled)]
+    rows = [row for optimizer in optimizers for row in optimizer.state.values()]
+    keeps = any(remainder_store_of(optimizer) is not None for optimizer in optimizers)
+    by_kind: dict[str, Iterable[Any]] = {
+        "weights": weights,
+        "masters": [master for _, master in context.masters],
+        "remainders": [row["remainder"] for row in rows if keeps and "remainder" in row],
+        "moments": rows,
+        "gradients": [gradients_of(holders), stashed],
+        "buffers": [*(buffer for model in models for buffer in model.buffers()), context.stats],
+        "scratch": [*map(_own, optimizers), _own(context)],
+    }
+    # By id or place; whatever has been looked at stays alive until the end, or another could get its id.
+    seen: dict[Any, object] = {}
+    counted = {kind: _count(holders, seen) for kind, holders in by_kind.items()}
+    return Memory(parameters=sum(map(Tensor.numel, weights)), **counted)
+
+
+def _once(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    return {id(tensor): tensor for tensor in tensors}.values()
+
+
+def _own(thing: object) -> list[Any]:
+    """What an object of halfpeak's holds by its attributes."""
+    slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+
+
+def _count(holders: Iterable[Any], seen: dict[Any, object]) -> int:
+    """Bytes of the storages that can be reached from ``holders`` and were not seen before."""
+    total, waiting = 0, list(holders)
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tensor):
+            total += _storage_bytes(thing, seen)
+        elif id(thing) not in seen and not isinstance(thing, (str, nn.Module, type)):
+            inside = _inside(thing)
+            if inside is not None:
+                seen[id(thing)] = thing
+                waiting += inside
+    return total
+
+
+def _storage_bytes(tensor: Tensor, seen: dict[Any, object]) -> int:
+    if tensor.is_sparse:
+        return sum(_storage_bytes(part, seen) for part in (tensor._indices(), tensor._values()))
+    storage = tensor.untyped_storage()
+    key = (tensor.device, storage.data_ptr())
+    if key in seen:
+        return 0
+    seen[key] = storage
+    return storage.nbytes()
+
+
+def _inside(thing: Any) -> list[Any] | None:
+    """What a container or an object of halfpeak's holds; None for anything else."""
+    if isinstance(thing, Mapping):
+        return [*thing.keys(), *thing.values()]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(thing, (list, tuple, set, frozenset, WeakSet)):
+        return list(thing)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if type(thing).__module__.partition(".")[0] == "halfpeak":
+        return _own(thing)
+    return None

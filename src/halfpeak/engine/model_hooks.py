@@ -1,0 +1,78 @@
+"""The hooks that an engine puts on its models."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.casting.modules import hook_boundary, hook_norms
+from halfpeak.core.policy import Policy
+from halfpeak.state.batch_norm import BatchNormStats, norms_of
+from halfpeak.state.masters import Masters
+from halfpeak.state.state_dict_hooks import hook_state_dict
+
+
+def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
+    """Put the hooks on a model that its policy asks for."""
+    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
+    if policy.param is not None or policy.masters:
+        handles += hook_state_dict(model, masters)
+    return handles
+
+
+def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]:
+    """Let the layers with running statistics report that these were loaded: a skipped step goes back to the loaded ones."""
+    return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
+
+
+def hook_forward(model: nn.Module, catch_up: Callable[[], None]) -> RemovableHandle:
+    """Call the method ``catch_up`` before anything else that a forward pass of the model does; held weakly."""
+    handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
+    hooks = model._forward_pre_hooks
+    # The compiler of torch 2.11 counts hooks in the order in which they were put in, whichever goes first.
+    for key in list(hooks):
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
+class _WeakHook:
+    """A hook that holds the object of a method weakly. A deep copy or a pickle of the model lets go of it."""
+
+    def __init__(self, method: Callable[[], None] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WeakHook:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[type[_WeakHook], tuple[None]]:
+        return type(self), (None,)
+
+    def _call(self) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method()
+
+
+class BeforeForward(_WeakHook):
+    """A forward pre-hook that lets the engine put right what an exception in ``optimizer.step()`` has left behind.
+
+    Afterwards would be too late: a parameter must not change between forward and backward.
+    """
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Catch up; a compiled forward pass leaves it to the next backward pass."""
+        if self._method is not None and not is_compiling():
+            self._call()
+
+
+class AfterLoad(_WeakHook):
+    """A hook after ``load_state_dict`` of a layer with running statistics."""
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Remember what was loaded."""
+        self._call()

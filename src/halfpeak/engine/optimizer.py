@@ -1,0 +1,384 @@
+"""PreparedOptimizer: one optimizer with its masters, its window and the step that is running."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import OrderError
+from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending, reads_grads_itself
+from halfpeak.engine.gradients.params import ParamPairs, ParamTable
+from halfpeak.engine.gradients.window import (
+    NOTHING_STASHED,
+    Empty,
+    Pending,
+    Scaled,
+    Unscaled,
+    Window,
+    after_backward,
+    disarmed,
+)
+from halfpeak.engine.step_progress import StepProgress
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.ops import foreach
+from halfpeak.state.masters import Masters
+
+Closure = Callable[[], Any]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of ``optimizer.step()`` that has begun.
+
+    Attributes:
+        found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None until a step of the user's
+            is decided.  # f32[] or bool
+        by_engine: called by ``engine.step()``, not by the user.
+        keep_grads: whether parameters' own gradients stay.
+        fused: gradients that a fused optimizer reads where they lie, or None.
+        progress: how far the optimizer has come; None before its own code, and with a closure.
+        is_cleared: whether no gradient is left after it.
+    """
+
+    found_inf: Tensor | bool | None
+    by_engine: bool = False
+    keep_grads: bool = False
+    fused: FusedGrads | None = None
+    progress: StepProgress | None = None
+    is_cleared: bool = False
+
+
+class StepCallbacks(Protocol):
+    """What the hooks of an optimizer ask when it is stepped. It must not hold the :class:`PreparedOptimizer`."""
+
+    def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
+        """Whether to skip the step that the user called."""
+        ...
+
+    def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
+        """What the optimizer is to call instead of ``closure``."""
+        ...
+
+    def end_step(self, prepared: PreparedOptimizer) -> None:
+        """The optimizer has stepped, or has been kept from it."""
+        ...
+
+
+class PreparedOptimizer:
+    """One optimizer: its masters, where its gradients are, and the hooks by which its ``step`` is watched.
+
+    Nothing is replaced on the optimizer. A pre-hook withholds the gradients of a step that must be skipped (torch's
+    optimizers change only what has one, so moments and counts stay and schedulers see a step), or hands ``found_inf`` to
+    an optimizer that takes it; a post-hook reports the end of the step.
+
+    Args:
+        optimizer: held weakly; its hooks hold this object, so there is no cycle.
+        masters: shared between the optimizers of an engine, so that a parameter of two optimizers has one master.
+        callbacks: asked when the optimizer is stepped.
+        device: where ``found_inf`` lives.
+        num_optimizers: how many the engine has.
+
+    Attributes:
+        window: where the gradients of the step to come are.
+        running: the step that has begun and not ended, or None.
+        ended: the last step that came to its end, until the next begins; else None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: Masters,
+        callbacks: StepCallbacks,
+        device: torch.device,
+        *,
+        num_optimizers: int = 1,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._callbacks = callbacks
+        self.masters = masters
+        self.num_optimizers = num_optimizers
+        self._empty = Empty(torch.zeros((), device=device))
+        self.window: Window = self._empty
+        self.running: StepCall | None = None
+        self.ended: StepCall | None = None
+        self._table: ParamTable | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            OrderError: it does not exist any more.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise OrderError("the optimizer of this engine does not exist any more; keep a reference to it")
+        return optimizer
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if a gradient of the window was not finite.  # f32[]"""
+        return self.window.found_inf
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds gradients."""
+        return not isinstance(self.window, Empty)
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether a step is running that the host knows to be skipped."""
+        return self.running is not None and self.running.found_inf is True
+
+    def table(self) -> ParamTable:
+        """The parameters in the groups as they are now."""
+        table = self._table
+        if table is None or not table.is_current(self.optimizer):
+            table = self._table = ParamTable(self.optimizer, self.masters)
+        return table
+
+    def pairs(self) -> ParamPairs:
+        """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
+        pairs = self.window.pairs
+        return self.table().pairs if pairs is None else pairs
+
+    def main_grads(self) -> list[Tensor]:
+        """The gradients that the optimizer will read, unscaled."""
+        self.unscale_pending()
+        return self.pairs().main_grads()
+
+    def has_gradients(self) -> bool:
+        """Whether the optimizer has something to step on."""
+        return isinstance(self.window, Pending) or bool(self.main_grads())
+
+    def pairs_for_backward(self) -> ParamPairs:
+        """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
+        self.finish_or_discard()
+        if self._table is None or not self._table.is_current(self.optimizer):
+            self.masters.adopt(self.optimizer)
+            self._table = ParamTable(self.optimizer, self.masters)
+        self.masters.refresh()
+        self.unscale_pending()
+        pairs = self._table.pairs_of(self.window.pairs)
+        if isinstance(self.window, Unscaled):
+            self._follow_edits(self.window, pairs)
+        elif isinstance(self.window, Scaled):
+            self._disarm(self.window)
+        return pairs
+
+    def set_window(self, window: Unscaled | Scaled) -> None:
+        """Take over what a backward pass has left."""
+        self.window = window
+        if self.num_optimizers > 1:
+            self.masters.retain_grads(self, window.snapshot.holders)
+
+    def unscale_pending(self) -> None:
+        """Unscale gradients that were left to the step now, because somebody is to read them, or add to them."""
+        window = self.checked_pending()
+        if window is None:
+            return
+        kernels = kernels_for([self.optimizer], window.pairs.main_params)
+        accumulator = GradAccumulator(
+            window.scale.reciprocal(), window.pass_found_inf, kernels, self.masters.grad_buffers
+        )
+        accumulator.accumulate(window.pairs, NOTHING_STASHED)
+        self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
+
+    def checked_pending(self) -> Pending | None:
+        """The pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
+        if not isinstance(self.window, Pending):
+            return None
+        window = check_pending(self.window, self.table())
+        if window is None:
+            self.drop()
+        else:
+            self.window = window
+        return window
+
+    def reads_grads_itself(self) -> bool:
+        """Whether the optimizer's step may be given gradients beside ``.grad``."""
+        return self.num_optimizers == 1 and reads_grads_itself(self.optimizer)
+
+    def drop(self) -> None:
+        """Drop the window: no gradient is left anywhere."""
+        for holder in self.table().grad_holders(self.window.pairs):
+            holder.grad = None
+        self.masters.release_grads(self)
+        self.window = self._empty
+
+    def clear_after_step(self, *, keep: bool) -> None:
+        """Drop what a step has left, or with ``keep`` only what ``zero_grad()`` of a model does not reach."""
+        if keep:
+            self.drop_master_grads()
+        elif self.ended is None or not self.ended.is_cleared:
+            self.drop()
+
+    def drop_master_grads(self) -> None:
+        """Drop the gradients of masters, unless another optimizer still has to step them."""
+        self.masters.release_grads(self)
+        for master in self.pairs().masters:
+            if not self.masters.is_grad_retained(master):
+                master.grad = None
+
+    def note_found_inf(self, found_inf: Tensor) -> None:
+        """The gradients of the window have been read by the step: whether one is not finite.  # f32[]"""
+        if isinstance(self.window, Pending):
+            self.window.pass_found_inf.copy_(found_inf)
+        self.window = replace(self.window, found_inf=torch.maximum(self.window.found_inf, found_inf))
+
+    def clear_stepped(self, call: StepCall) -> None:
+        """The step has come to its end: begin a new window.
+
+        Gradients are dropped by :meth:`clear_after_step` when the last optimizer of the engine has stepped, because two may
+        share a master; after a step of the user's, those of masters are dropped at once.
+        """
+        if call.fused is not None:
+            is_cleared = call.fused.clear(keep=call.keep_grads)
+            self.cancel_fused_inputs()
+            # What has ended holds no optimizer, which would hold this object through its hooks.
+            call = replace(call, fused=None, is_cleared=is_cleared)
+        self.ended = call
+        if not call.by_engine:
+            self.drop_master_grads()
+        self.empty_window()
+        self.end_running()
+
+    def cancel_fused_inputs(self) -> None:
+        """A fused optimizer is to read its parameters' own gradients again."""
+        optimizer = self._optimizer()
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.set_step_inputs(None)
+
+    def empty_window(self) -> None:
+        """Begin a new window; gradients stay where they are."""
+        self.window = self._empty
+
+    def step(self, call: StepCall, closure: Closure | None = None) -> Any:
+        """Call ``optimizer.step``.
+
+        Args:
+            call: what is known of it.
+            closure: for an optimizer that evaluates the loss itself.
+
+        Returns:
+            What the optimizer returns.
+        """
+        self.running, self.ended = call, None
+        try:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        finally:
+            self.finish_or_discard()
+
+    def finish_or_discard(self) -> None:
+        """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""
+        self.finish_if_mutated()
+        self.end_running()
+
+    def finish_if_mutated(self) -> None:
+        """:meth:`finish_or_discard` as far as a forward pass needs it, which may come from a step hook of the user's."""
+        if self.running is not None and (self.ended is not None or self.has_mutated()):
+            self._callbacks.end_step(self)
+        self.masters.publish_stepped()
+
+    def has_mutated(self) -> bool:
+        """Whether the running step got through the optimizer's own code."""
+        call = self.running
+        return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
+
+    def end_running(self) -> None:
+        """No step is running any more."""
+        if self.running is not None:
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                take_back_found_inf(optimizer)
+            self.running = None
+
+    def detach(self) -> None:
+        """Take the hooks off and put the low parameters back into the groups."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            if isinstance(self.window, Scaled | Pending):
+                self.drop()  # Nothing would unscale them any more.
+            self.masters.release(optimizer)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepArguments | None:
+        self.ended = None
+        closure, rebuild = take_closure(args, kwargs)
+        # Running before it is decided: an exception in the decision must not leave its consequences behind.
+        self.running = call = replace(self.running or StepCall(None), progress=None)
+        found_inf = call.found_inf
+        if found_inf is None:
+            found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
+            self.running = call = replace(call, found_inf=found_inf)
+        if closure is not None:
+            self.masters.mark_stepped(optimizer)
+            return rebuild(self._callbacks.wrap_closure(self, closure))
+        reads_elsewhere = call.fused is not None
+        if isinstance(found_inf, Tensor) or reads_elsewhere:
+            hand_over_found_inf(optimizer, found_inf)
+        elif found_inf:
+            for parameter in self.table().main_params:
+                parameter.grad = None
+        changing = [] if reads_elsewhere else self.pairs().with_gradient()
+        progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
+        self.running = replace(call, progress=progress)
+        self.masters.mark_stepped(optimizer)
+        return None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._callbacks.end_step(self)
+
+    def _follow_edits(self, window: Unscaled, pairs: ParamPairs) -> None:
+        """After ``zero_grad()`` or an edit of gradients, ``found_inf`` holds only if they still are not finite."""
+        if window.snapshot.unchanged():
+            return
+        grads = pairs.main_grads()
+        if not grads:
+            self.empty_window()
+            return
+        still = torch.zeros_like(window.found_inf)
+        foreach.check_(grads, still)
+        self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
+
+    def _disarm(self, window: Scaled) -> None:
+        """Take the sentinel away; drop the window if its gradients were dropped or edited."""
+        ready = disarmed(window)
+        if ready is None:
+            self.drop()
+        else:
+            self.window = ready
+
+
+def take_closure(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
+    """The closure in the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to put in another."""
+    if len(args) > 1:
+        return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
+    return kwargs.get("closure"), lambda closure: (args, {**kwargs, "closure": closure})
+
+
+def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
+    """What watches an optimizer, if it was prepared."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, PreparedOptimizer):
+            return owner
+    return None

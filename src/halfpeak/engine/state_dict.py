@@ -1,0 +1,180 @@
+"""The state of an engine as plain data: everything that a bitwise resume needs, at any moment between two calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from halfpeak.core.errors import StateError
+from halfpeak.engine.context import EngineContext
+from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.engine.gradients.window import (
+    Empty,
+    GradSnapshot,
+    Scaled,
+    Unscaled,
+    after_delayed_backward,
+)
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.validation import VERSION, check_state, check_window
+from halfpeak.state.loss_scaler import LossScaler
+
+
+def save_state(context: EngineContext) -> dict[str, Any]:
+    """The state: tensors and plain values only. Tensors are live, as in torch; save or copy them before going on."""
+    return {
+        "version": VERSION,
+        "level": context.config.properties.opt_level,
+        "models": [model.state_dict() for model in context.models],
+        "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
+        "scalers": [scaler.state_dict() for scaler in context.scalers],
+        "counters": context.record.state_dict(),
+        "buffers": context.stats.saved(),
+        "window": save_window(context),
+    }
+
+
+def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
+    """Restore what :func:`save_state` gave. Everything is checked before anything is loaded.
+
+    Raises:
+        StateError: the state does not fit the engine. Nothing was loaded.
+    """
+    check_state(context, state)
+    scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
+    for model, saved in zip(context.models, state["models"], strict=True):
+        model.load_state_dict(saved)
+    for optimizer, saved in zip(context.optimizers, state["optimizers"], strict=True):
+        # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    for scaler, scale in zip(context.scalers, scales, strict=True):
+        scaler.state = scale
+    context.record.load_state_dict(state["counters"])
+    context.stats.restore_saved(state["buffers"])
+    context.train_step.poll_stuck()
+    load_window(context, state["window"])
+
+
+def save_loop_state(context: EngineContext) -> dict[str, Any]:
+    """The state but for models and optimizers, which a loop of another library saves itself."""
+    return {
+        "level": context.config.properties.opt_level,
+        "scalers": [scaler.state_dict() for scaler in context.scalers],
+        "counters": context.record.state_dict(),
+        "window": save_window(context),
+        # Between two windows a skipped step goes back to what the model holds.
+        "buffers": context.stats.saved() if any(one.is_open for one in context.prepared) else [],
+    }
+
+
+def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
+    """Restore what :func:`save_loop_state` gave. A static scale stays what it is; a window of None is left alone.
+
+    Raises:
+        StateError: the state does not fit. Nothing was loaded.
+    """
+    if len(state["scalers"]) != len(context.scalers):
+        raise StateError(
+            f"the state holds {len(state['scalers'])} loss scales, this run {len(context.scalers)}"
+        )
+    scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
+    if state["window"] is not None:
+        check_window(context, state["window"])
+    context.record.load_state_dict(state["counters"])
+    for scaler, scale in zip(context.scalers, scales, strict=True):
+        scaler.state = scale if scaler.config.dynamic else scale._replace(scale=scaler.state.scale)
+    context.train_step.poll_stuck()
+    if state["window"] is not None:
+        load_window(context, state["window"])
+        context.stats.restore_saved(state["buffers"])
+
+
+def save_window(context: EngineContext) -> dict[str, Any]:
+    """The open accumulation window: gradients accumulated so far, where they stand, and what was found in them."""
+    return {
+        "lanes": [_save_one(prepared, context.scalers) for prepared in context.prepared],
+        "losses": {
+            context.scalers.index(scaler): found_inf.clone()
+            for scaler, found_inf in context.record.found_inf_per_scaler
+        },
+    }
+
+
+def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
+    """Restore what :func:`save_window` gave.
+
+    Raises:
+        StateError: it does not fit. Nothing was loaded.
+    """
+    check_window(context, state)
+    # Optimizers whose gradients wait under one scale share the tensor.
+    scales: dict[tuple[int, float], Tensor] = {}
+    for prepared, saved in zip(context.prepared, state["lanes"], strict=True):
+        _load_one(prepared, saved, context.scalers, scales)
+    context.record.discard()
+    for index, found_inf in state["losses"].items():
+        context.record.add_found_inf(context.scalers[index], found_inf.to(context.device, copy=True))
+
+
+def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
+    prepared.unscale_pending()
+    window = prepared.window
+    # Numbered among all parameters of the groups: some may freeze inside the window.
+    own = set(map(id, prepared.pairs().model_params))
+    pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
+    scaled = window if isinstance(window, Scaled) else None
+    sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.master
+    return {
+        "phase": "CLEAN" if isinstance(window, Empty) else "UNSCALED" if scaled is None else "SCALED",
+        "found_inf": window.found_inf.clone(),
+        "true_sized": {
+            i: pair.main.grad
+            for i, pair in pairs
+            if prepared.is_open and pair.main.grad is not None and pair.main is not sentinel
+        },
+        "scaled": {
+            i: pair.model.grad
+            for i, pair in pairs
+            if scaled is not None and pair.model is not pair.main and pair.model.grad is not None
+        },
+        "frozen": None if scaled is None else (scalers.index(scaled.scaler), scaled.scale.clone()),
+        "parked": {
+            i: scaled.stashed[id(pair.model)]
+            for i, pair in pairs
+            if scaled is not None and id(pair.model) in scaled.stashed
+        },
+    }
+
+
+def _load_one(
+    prepared: PreparedOptimizer,
+    saved: Mapping[str, Any],
+    scalers: Sequence[LossScaler],
+    scales: dict[tuple[int, float], Tensor],
+) -> None:
+    prepared.drop()
+    table = prepared.table()
+    for index, grad in saved["true_sized"].items():
+        main = table.all_pairs[index].main
+        main.grad = grad.detach().to(main.device, copy=True)
+    for index, grad in saved["scaled"].items():
+        model = table.all_pairs[index].model
+        model.grad = grad.detach().to(model.device, copy=True)
+    stashed: dict[int, Tensor] = {}
+    for index, grad in saved["parked"].items():
+        model = table.all_pairs[index].model
+        stashed[id(model)] = grad.detach().to(model.device, copy=True)
+    found_inf = saved["found_inf"].to(prepared.found_inf.device, copy=True)
+    holding = sorted({*saved["true_sized"], *saved["scaled"]})
+    pairs = table.pairs_of(ParamPairs(table.all_pairs[index] for index in holding))
+    if saved["phase"] == "UNSCALED":
+        prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient())))
+    elif saved["phase"] == "SCALED":
+        index, scale = saved["frozen"]
+        scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, copy=True))
+        prepared.set_window(after_delayed_backward(Empty(found_inf), pairs, scalers[index], scale, stashed))
+    else:
+        prepared.window = Empty(found_inf)

@@ -1,0 +1,458 @@
+"""The order of a training step, once. Every front end, closure and user-called ``optimizer.step()`` goes through here.
+
+::
+
+    scale the loss -> backward -> unscale and accumulate in float32
+    -> clip -> found_inf over ranks -> decide -> step or skip -> publish masters -> update the loss scale
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from halfpeak.casting.suspend import disable_casts
+from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
+from halfpeak.core.step_result import StepResult
+from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.engine.amp_protocol import takes_found_inf
+from halfpeak.engine.closures import ScaledClosure
+from halfpeak.engine.collapse import CollapseReport
+from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.gradients.backward import BackwardScope, UnmanagedGrads
+from halfpeak.engine.gradients.fused_grads import (
+    FusedGrads,
+    is_by_norm,
+    norm_and_coefficient,
+    pending_grads,
+    unscaled_grads,
+)
+from halfpeak.engine.gradients.window import Empty, Pending, Unscaled, check_step, check_user_step
+from halfpeak.engine.misuse import refuse_unseen_backward
+from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall
+from halfpeak.engine.step_record import StepRecord
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import DecisionInputs, StepDecision
+from halfpeak.ops.async_scalar import AsyncScalar
+from halfpeak.state.clip import limit_of_norm
+from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.loss_scaler import LossScaler, scale_loss
+
+OnFoundInf = Callable[[LossScaler, Tensor], None]
+"""Told the scaler of a backward pass and its ``found_inf``."""
+
+
+class TrainStep:
+    """A backward pass and a step, as transactions: an exception leaves a pass not begun, and a step taken or not begun.
+
+    It holds no :class:`PreparedOptimizer`, so that these can hold it and keep working for as long as their optimizer lives.
+
+    Args:
+        config: of the engine.
+        record: the counters and what is decided and not yet applied.
+        scalers: one per loss.
+        reducer: of ``found_inf`` over ranks.
+        unmanaged: gradients of the models that no optimizer of the engine steps.
+        collapse: names the parameters when a loss scale cannot fall.
+        device: where ``found_inf`` lives.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        record: StepRecord,
+        scalers: Sequence[LossScaler],
+        reducer: FoundInfReducer,
+        unmanaged: UnmanagedGrads,
+        collapse: CollapseReport,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._record = record
+        self._scalers = scalers
+        self.reducer = reducer
+        self._unmanaged = unmanaged
+        self._collapse = collapse
+        self._device = device
+        # How many overflows in a row could not lower a loss scale; read without waiting, so a step or two late.
+        self._stuck = AsyncScalar(device)
+        self._collapse_after_step: LossScaleCollapse | None = None
+
+    # The backward pass.
+
+    @contextmanager
+    def backward(
+        self,
+        loss: Tensor,
+        scaler: LossScaler,
+        prepared: Sequence[PreparedOptimizer],
+        *,
+        delay: bool,
+        on_found_inf: OnFoundInf | None,
+    ) -> Generator[Tensor]:
+        """The scaled loss, for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`."""
+        self.recover(prepared)
+        scope = BackwardScope(prepared)
+        try:
+            scope.stash()
+            scale = scope.begin(scaler)
+            self._unmanaged.stash()
+            fused_step_reads = (
+                on_found_inf is None and is_by_norm(self._config.clip) and _reads_grads_itself(prepared)
+            )
+            mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
+            yield scale_loss(loss, scale)
+            if not delay:
+                self._unmanaged.accumulate(scale)
+            scope.finish(mode, scaler, scale)
+            if not delay:
+                (on_found_inf or self._record.add_found_inf)(scaler, scope.found_inf)
+        except BaseException:
+            if not scope.rollback():
+                self.drop_window(prepared)
+            elif scope.has_begun:
+                self._unmanaged.rollback()
+            raise
+
+    # The step.
+
+    def step(
+        self,
+        prepared: Sequence[PreparedOptimizer],
+        closure: Closure | None = None,
+        *,
+        keep_gradients: bool = False,
+    ) -> StepResult:
+        """End a backward pass, and the window where it is due; see :meth:`halfpeak.Engine.step`."""
+        self._record.apply_pending()
+        for one in prepared:
+            one.ended = None
+        if closure is not None:
+            return self._step_with_closure(closure, prepared)
+        if not self._config.accumulation.is_boundary(self._record.micro_step):
+            self._record.micro_step += 1
+            return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
+        fused = None
+        with self._all_or_nothing(prepared):
+            fused = self._grads_for_fused_step(prepared)
+            decision = self._decide_on_device(prepared[0], fused)
+            if decision is not None:
+                found_inf: Tensor | bool = decision.found_inf
+                norm = None if limit_of_norm(self._config.clip) is None else decision.grad_norm
+                result = decision.found_inf
+            else:
+                found_infs, norm = self._unscale_and_clip(prepared, fused)
+                self.reducer.all_reduce_(found_infs)
+                found_inf = self._decide(found_infs, prepared)
+                result = found_infs[0]
+            collapse = self._collapse_ahead(found_inf, prepared)
+            with disable_casts():
+                for one in prepared:
+                    one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
+            self._close(prepared, keep_gradients=keep_gradients)
+            self.poll_stuck(None if decision is None else decision.stuck)
+            if collapse is not None:
+                raise collapse
+        return StepResult(result, self._scale, norm)
+
+    def _grads_for_fused_step(self, prepared: Sequence[PreparedOptimizer]) -> FusedGrads | None:
+        """The gradients that the step reads where they lie, of the one optimizer that can; None for all others."""
+        if not is_by_norm(self._config.clip) or not _reads_grads_itself(prepared):
+            for one in prepared:
+                one.unscale_pending()
+            return None
+        (one,) = prepared
+        optimizer = one.optimizer
+        assert isinstance(optimizer, FusedOptimizer)
+        pending = one.checked_pending()
+        if pending is not None:
+            return pending_grads(pending, one.table(), optimizer)
+        if isinstance(one.window, Unscaled):
+            refuse_unseen_backward(one.pairs())
+            return unscaled_grads(one.window, one.table(), optimizer)
+        return None
+
+    def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads | None) -> StepDecision | None:
+        """The whole decision, made where the gradients are; None where the host takes part in it.
+
+        It does where ranks must agree, where a loss scale is close to its limit, and where several losses were scaled.
+        """
+        used = self._record.found_inf_per_scaler
+        host_decides = not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit()
+        if fused is None or len(used) != 1 or host_decides:
+            return None
+        scaler = used[0][0]
+        decision = fused.decide(
+            DecisionInputs(
+                scaler.config,
+                scaler.state,
+                self._record.num_steps,
+                self._record.num_skipped,
+                one.found_inf,
+                limit_of_norm(self._config.clip),
+            )
+        )
+        if decision is not None:
+            self._record.begin_from_decision(decision)
+        return decision
+
+    def _unscale_and_clip(
+        self, prepared: Sequence[PreparedOptimizer], fused: FusedGrads | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``found_inf`` of the step and of each loss, and the norm before clipping.  # f32[1 + losses], f32[] or None"""
+        if fused is None:
+            found_infs = self.unscaled_found_infs(prepared)
+            norm = self._config.clip(_main_grads(prepared))
+        else:
+            (one,) = prepared
+            squares, found_inf = fused.measure()
+            one.note_found_inf(found_inf)
+            found_infs = self.unscaled_found_infs(prepared)
+            norm, clip_coef = norm_and_coefficient(self._config.clip, squares)
+            fused.hand_over(clip_coef)
+        if norm is not None:
+            _find_infinite(norm, found_infs)
+        return found_infs, norm
+
+    def unscaled_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
+        """Whether a gradient of the window was not finite: of the step, then of each loss.  # f32[1 + losses]
+
+        Raises:
+            OrderError: gradients are still scaled, or never reached the masters.
+        """
+        for one in prepared:
+            check_step(one.window)
+            if not isinstance(one.window, Pending):
+                refuse_unseen_backward(one.pairs())
+        found_infs = self._record.found_infs([one.found_inf for one in prepared])
+        if self._is_near_limit():
+            self._collapse.note_nonfinite(prepared if bool(found_infs[0]) else ())
+        return found_infs
+
+    def _decide(self, found_infs: Tensor, prepared: Sequence[PreparedOptimizer]) -> Tensor | bool:
+        """Whether to skip: a bool, or a tensor for optimizers whose own kernels skip."""
+        found_inf: Tensor | bool = found_infs[0]
+        if self._stuck.value > 0 or not all(takes_found_inf(one.optimizer) for one in prepared):
+            # The one place where a step waits for the device.
+            found_inf = bool(found_infs[0])
+        elif is_on_host(found_infs[0]):
+            # A kernel that is given found_inf counts its step and takes that back, parameter by parameter.
+            found_inf = bool(read_host(found_infs[0]))
+        self._record.begin(found_infs, found_inf, _params_of(prepared))
+        return found_inf
+
+    def _collapse_ahead(
+        self, found_inf: Tensor | bool, prepared: Sequence[PreparedOptimizer]
+    ) -> LossScaleCollapse | None:
+        """The error to raise after this step, made before the gradients that it names are gone."""
+        if found_inf is True and self._is_near_limit() and self._record.read_would_collapse():
+            return self._collapse.error(prepared)
+        return None
+
+    def _step_with_closure(self, closure: Closure, prepared: Sequence[PreparedOptimizer]) -> StepResult:
+        every = self._config.accumulation.every
+        if every != 1 or len(prepared) != 1:
+            raise ClosureError(
+                f"a closure evaluates one whole step of one optimizer; accumulate={every} and {len(prepared)} optimizers "
+                "cannot be combined with it"
+            )
+        (one,) = prepared
+        with self._all_or_nothing(prepared):
+            one.step(StepCall(found_inf=False, by_engine=True), closure)
+            self._record.begin(self.unscaled_found_infs(prepared), False, _params_of(prepared))
+        self._close(prepared)
+        self.poll_stuck()
+        return StepResult(torch.zeros_like(one.found_inf), self._scale)
+
+    def _close(self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False) -> None:
+        """Every optimizer has stepped: drop the gradients, which two of them may share, and apply what was decided."""
+        for one in prepared:
+            one.clear_after_step(keep=keep_gradients)
+        self._record.apply_pending()
+
+    # Called by the hooks of an optimizer: steps of the user, and the end of every step.
+
+    def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
+        """Whether to skip the step that the user began with ``optimizer.step()``. Waits for the device.
+
+        Raises:
+            OrderError: its backward pass went past halfpeak, or the window is the engine's.
+        """
+        check_user_step(prepared.window, engine_steps=self._config.engine_steps)
+        if self._config.engine_steps:
+            return False
+        if isinstance(prepared.window, Empty) and not has_closure:
+            # Inside a window, and before a closure, what lies there may be left over from another loss.
+            refuse_unseen_backward(prepared.pairs())
+        found_infs = prepared.found_inf.reshape(1).clone()
+        self.reducer.all_reduce_(found_infs)
+        skip = bool(found_infs[0])
+        self._record.begin(found_infs, skip, _params_of([prepared]))
+        exhausted = skip and any(scaler.read_exhausted() for scaler in self._scalers)
+        self._collapse_after_step = self._collapse.error([prepared]) if exhausted else None
+        return skip
+
+    def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
+        """What an optimizer is to call instead of the user's closure."""
+        return ScaledClosure(closure, prepared, accept=self._accept_closure, retry=self._retry_closure)
+
+    def end_step(self, prepared: PreparedOptimizer) -> None:
+        """Publish the masters and close the window; a step of the user's is applied. Doing this twice does no harm.
+
+        Raises:
+            LossScaleCollapse: the user's step was skipped, and the loss scale cannot fall any further.
+        """
+        call = prepared.running or StepCall(found_inf=False)
+        prepared.ended = StepCall(call.found_inf)
+        if call.fused is not None and prepared.has_mutated():
+            # The optimizer has written the low parameters itself.
+            prepared.masters.record_published(prepared.optimizer)
+        else:
+            prepared.masters.publish(prepared.optimizer)
+        prepared.clear_stepped(call)
+        if not self._config.engine_steps:
+            self._record.apply_pending()
+            collapse, self._collapse_after_step = self._collapse_after_step, None
+            if collapse is not None:
+                raise collapse
+
+    def _accept_closure(self, prepared: PreparedOptimizer) -> None:
+        """A closure's gradients are finite and about to be used: clip them."""
+        self._config.clip(prepared.main_grads())
+
+    def _retry_closure(self, prepared: PreparedOptimizer) -> None:
+        """A closure's gradients were not finite and it is about to run again: lower the scale.
+
+        Raises:
+            LossScaleCollapse: the scale is static, or cannot fall any further.
+        """
+        found_infs = self._record.found_inf_per_scaler
+        for scaler, found_inf in found_infs:
+            scaler.update(found_inf)
+        self._record.discard_evaluation()
+        used = [scaler for scaler, _ in found_infs] or self._scalers
+        if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
+            raise self._collapse.error([prepared])
+
+    # After exceptions.
+
+    @contextmanager
+    def _all_or_nothing(self, prepared: Sequence[PreparedOptimizer]) -> Generator[None]:
+        """If the body raises after every optimizer has stepped, the step counts; else the window is dropped."""
+        try:
+            yield
+        except BaseException:
+            for one in prepared:
+                one.cancel_fused_inputs()
+            if all(one.ended is not None for one in prepared):
+                for one in prepared:
+                    one.drop()
+                self._record.apply_pending()
+            else:
+                self.drop_window(prepared)
+            raise
+
+    def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """A step of the user's that raised: it counts if the optimizer had changed anything; else it did not happen."""
+        for one in prepared:
+            if one.running is not None:
+                one.finish_or_discard()
+                if one.ended is None:
+                    self._record.discard()
+        self._record.apply_pending()
+
+    def catch_up(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """Before a forward pass: what a step decided and an exception kept from happening happens now."""
+        for one in prepared:
+            one.finish_if_mutated()
+        if not any(one.running is not None for one in prepared):
+            self._record.apply_pending()
+
+    def abort(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """After an exception from anywhere; see :meth:`halfpeak.Engine.abort`."""
+        self.recover(prepared)
+        self.drop_window(prepared)
+
+    def drop_window(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
+        self._record.discard()
+        self._record.restart_window(self._config.accumulation.every)
+        self._unmanaged.rollback()
+        for one in prepared:
+            one.drop()
+
+    # Loss scales that cannot fall any further.
+
+    def poll_stuck(self, stuck: Tensor | None = None) -> None:
+        """Start reading how many overflows in a row could not lower a loss scale: ``stuck``, where that is known."""
+        if stuck is None:
+            counts = [scaler.state.stuck for scaler in self._scalers]
+            stuck = counts[0] if len(counts) == 1 else torch.stack(counts).max()
+        self._stuck.push(stuck)
+
+    def sync_stuck(self) -> None:
+        """:meth:`poll_stuck`, and wait for the value.
+
+        Raises:
+            OrderError: a loss scale is stuck, so the host takes part in the next step.
+        """
+        for _ in range(2):
+            # The first may find an earlier reading on its way.
+            torch.accelerator.synchronize(self._device)
+            self.poll_stuck()
+        torch.accelerator.synchronize(self._device)
+        if self._stuck.value > 0 or self._is_near_limit():
+            raise OrderError(
+                "the loss scale cannot fall and the last gradients were not finite; take ordinary steps until one is clean"
+            )
+
+    def check_after_replay(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """After a step that a CUDA graph took: raise LossScaleCollapse where patience is exhausted."""
+        self.poll_stuck()
+        limits = self._limits()
+        if limits and self._stuck.value >= min(limits):
+            raise self._collapse.error(prepared)
+
+    def _is_near_limit(self) -> bool:
+        """Whether one more overflow could exhaust a loss scale's patience, by what has been read already."""
+        limits = self._limits()
+        return bool(limits) and self._stuck.value + 1 >= min(limits)
+
+    def _limits(self) -> list[int]:
+        return [s.config.patience for s in self._scalers if s.config.patience is not None]
+
+    @property
+    def _scale(self) -> Tensor:
+        """The scale of loss 0.  # f32[]"""
+        return self._scalers[0].state.scale
+
+
+def _reads_grads_itself(prepared: Sequence[PreparedOptimizer]) -> bool:
+    """Whether the step may be given gradients beside ``.grad``: one optimizer, a fused one."""
+    return len(prepared) == 1 and prepared[0].reads_grads_itself()
+
+
+def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:
+    """What the optimizers will read, each once: a parameter of two optimizers would count twice in the norm."""
+    if len(prepared) == 1:
+        return prepared[0].main_grads()
+    return list({id(grad): grad for one in prepared for grad in one.main_grads()}.values())
+
+
+def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None:
+    """What a step is of; None if these are all optimizers of their engine."""
+    if len(prepared) == prepared[0].num_optimizers:
+        return None
+    return (pair.model for one in prepared for pair in one.pairs())
+
+
+def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
+    """A non-finite total norm sets found_inf for every loss scaler."""
+    if not is_on_host(norm):
+        found_infs.copy_(torch.maximum(found_infs, (~torch.isfinite(norm)).to(found_infs)))
+    elif not math.isfinite(read_host(norm)):
+        found_infs.fill_(1.0)

@@ -1,0 +1,62 @@
+"""Whether a step that an exception ended had changed the optimizer's parameters by then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.fused.base import FusedOptimizer
+
+
+class StepProgress:
+    """What an optimizer's parameters looked like before a step.
+
+    Args:
+        optimizer: about to step.
+        changing: the parameters that have a gradient.
+        reads_elsewhere: whether it reads gradients that do not lie in ``.grad``.
+    """
+
+    def __init__(self, optimizer: Optimizer, changing: Sequence[Tensor], *, reads_elsewhere: bool) -> None:
+        self._has_nothing_to_do = not changing and not reads_elsewhere
+        self._count = _steps_of(optimizer)
+        self._changing = list(changing) if self._count is None else []
+        self._first_of_groups = _first_of_each_group(optimizer) if self._changing else []
+        self._before = self._versions(optimizer)
+
+    def has_mutated(self, optimizer: Optimizer) -> bool:
+        """Whether the step got through the optimizer's own code; also where there was nothing to do."""
+        return (
+            self._has_nothing_to_do
+            or _steps_of(optimizer) != self._count
+            or self._versions(optimizer) != self._before
+        )
+
+    def _versions(self, optimizer: Optimizer) -> tuple[list[int], list[object]]:
+        """Versions of the parameters, or with torch's fused kernels, which count none there, of the step counters.
+
+        Such a kernel is given a group as a whole, so one look into its state tells.
+        """
+        steps = [optimizer.state.get(parameter, {}).get("step") for parameter in self._first_of_groups]
+        versions = list(map(_VERSION, self._changing))
+        return versions, [step._version if isinstance(step, Tensor) else step for step in steps]
+
+
+def _steps_of(optimizer: Optimizer) -> int | None:
+    """How many steps a fused optimizer of halfpeak has taken; None for any other."""
+    return optimizer.num_steps if isinstance(optimizer, FusedOptimizer) else None
+
+
+def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
+    """The first parameter with a gradient."""
+    firsts = (
+        next((p for p in group["params"] if p.grad is not None), None) for group in optimizer.param_groups
+    )
+    return [parameter for parameter in firsts if parameter is not None]
+
+
+_VERSION: Final = attrgetter("_version")

@@ -1,0 +1,163 @@
+"""What a step has decided and not yet applied, so that an exception neither loses nor repeats it, and the step counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.schedule import ScaleState, advance
+from halfpeak.fused.decision import StepDecision
+from halfpeak.state.batch_norm import BatchNormStats
+from halfpeak.state.loss_scaler import LossScaler
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCommit:
+    """The consequences of one step, all values computed beforehand: applying it twice is harmless."""
+
+    scales: list[tuple[LossScaler, ScaleState]]
+    num_steps: Tensor
+    num_skipped: Tensor
+    micro_step: int
+    found_inf: Tensor | bool
+    models: frozenset[int] | None
+
+
+class StepRecord:
+    """Collects ``found_inf`` per loss over a window, and applies the consequences of a step exactly once.
+
+    Attributes:
+        num_steps: steps in which the optimizers moved.       # i32[]
+        num_skipped: steps that were skipped.                 # i32[]
+        micro_step: steps and accumulated backward passes together.
+
+    Args:
+        stats: the batch-norm statistics that a step keeps or puts back.
+        device: where the counters live.
+    """
+
+    def __init__(self, stats: BatchNormStats, device: torch.device) -> None:
+        self.num_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.num_skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self.micro_step = 0
+        self._stats = stats
+        self._found_infs: list[tuple[LossScaler, Tensor]] = []
+        self._pending: PendingCommit | None = None
+
+    @property
+    def found_inf_per_scaler(self) -> list[tuple[LossScaler, Tensor]]:
+        """The loss scalers used since the last step, each with its ``found_inf``."""
+        return list(self._found_infs)
+
+    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Remember that a backward pass used ``scaler``."""
+        for index, (known, so_far) in enumerate(self._found_infs):
+            if known is scaler:
+                self._found_infs[index] = (known, torch.maximum(so_far, found_inf))
+                return
+        self._found_infs.append((scaler, found_inf))
+
+    def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
+        """``found_inf`` of the step, then that of each used loss, in one tensor that one all-reduce can carry.
+
+        Args:
+            of_optimizers: of each optimizer's window.  # f32[] each
+        """
+        first = of_optimizers[0]
+        step = torch.stack([found_inf.to(first.device) for found_inf in of_optimizers]).max()
+        return torch.stack([step, *(found_inf.to(first.device) for _, found_inf in self._found_infs)])
+
+    def begin(
+        self, found_infs: Tensor, found_inf: Tensor | bool, parameters: Iterable[Tensor] | None
+    ) -> None:
+        """Compute the consequences of a step that is about to be taken.
+
+        Args:
+            found_infs: what :meth:`found_infs` gave.  # f32[1 + losses]
+            found_inf: its first element, as a bool where the host knows it.
+            parameters: what the step is of; None for all that the engine trains.
+        """
+        if isinstance(found_inf, bool):
+            num_steps, num_skipped = self.num_steps + (not found_inf), self.num_skipped + found_inf
+        else:
+            skips = found_infs[0].to(torch.int32)
+            num_steps, num_skipped = self.num_steps + (1 - skips), self.num_skipped + skips
+        self._pending = PendingCommit(
+            scales=[
+                (
+                    scaler,
+                    advance(scaler.config, scaler.state, found_infs[1 + i].to(scaler.state.scale.device)),
+                )
+                for i, (scaler, _) in enumerate(self._found_infs)
+            ],
+            num_steps=num_steps,
+            num_skipped=num_skipped,
+            micro_step=self.micro_step + 1,
+            found_inf=found_inf,
+            models=None if parameters is None else self._stats.models_of(parameters),
+        )
+
+    def begin_from_decision(self, decision: StepDecision) -> None:
+        """Take over the consequences of a step of all optimizers that was decided on the device of the gradients."""
+        ((scaler, _),) = self._found_infs
+        self._pending = PendingCommit(
+            scales=[(scaler, decision.scale_state)],
+            num_steps=decision.num_steps,
+            num_skipped=decision.num_skipped,
+            micro_step=self.micro_step + 1,
+            found_inf=decision.found_inf,
+            models=None,
+        )
+
+    def read_would_collapse(self) -> bool:
+        """Whether the step about to be skipped would exhaust a loss scale's patience. Waits for the device."""
+        pending = self._pending
+        return pending is not None and any(
+            scaler.config.patience is not None and int(state.stuck) >= scaler.config.patience
+            for scaler, state in pending.scales
+        )
+
+    def discard(self) -> None:
+        """The step did not happen: drop its consequences and what backward passes found."""
+        self._pending = None
+        self._found_infs.clear()
+
+    def discard_evaluation(self) -> None:
+        """The evaluation of a closure is thrown away, and with it what batch norms saw in it."""
+        self.discard()
+        self._stats.end_step(True)
+
+    def restart_window(self, every: int) -> None:
+        """Begin the accumulation window of ``every`` backward passes anew."""
+        self.micro_step -= self.micro_step % every
+
+    def apply_pending(self) -> None:
+        """Apply the consequences of a step that happened, if any are outstanding."""
+        pending = self._pending
+        if pending is None:
+            return
+        for scaler, state in pending.scales:
+            scaler.state = state
+        self.num_steps, self.num_skipped = pending.num_steps, pending.num_skipped
+        self.micro_step = pending.micro_step
+        self._stats.end_step(pending.found_inf, pending.models)
+        self._found_infs.clear()
+        self._pending = None
+
+    def use_counters(self, num_steps: Tensor, num_skipped: Tensor) -> None:
+        """Keep the counters in these tensors from here on.  # i32[], i32[]"""
+        self.num_steps, self.num_skipped = num_steps, num_skipped
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters. Waits for the device."""
+        return {"taken": int(self.num_steps), "skipped": int(self.num_skipped), "index": self.micro_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore the counters; what was outstanding is dropped."""
+        self.discard()
+        self.num_steps = torch.full_like(self.num_steps, state["taken"])
+        self.num_skipped = torch.full_like(self.num_skipped, state["skipped"])
+        self.micro_step = state["index"]

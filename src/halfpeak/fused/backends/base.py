@@ -1,0 +1,176 @@
+"""What a backend is: an implementation of the two kernels of a step, measure and update, over slices of buffers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.decision import DecisionInputs, StepDecision
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.flat.step_counts import StepCount
+from halfpeak.fused.rules.base import Rule
+
+
+class GradStats(NamedTuple):
+    """What one read of the gradients gives.
+
+    Attributes:
+        sum_squares: the sum of squares of the unscaled gradients.  # f32[]
+        found_inf: 1 if one of them is not finite.                  # f32[]
+    """
+
+    sum_squares: Tensor
+    found_inf: Tensor
+
+
+class UpdateArgs(NamedTuple):
+    """The update of one slice.
+
+    Attributes:
+        slice_: what is updated.
+        rule: the formula.
+        group: hyper-parameters.
+        numbers: what gradients are multiplied by, then the rule's constants.  # f32[1 + k]
+    """
+
+    slice_: BufferSlice
+    rule: Rule
+    group: dict[str, object]
+    numbers: Tensor
+
+
+class Backend(Protocol):
+    """A backend whose step is decided by the host."""
+
+    name: str
+
+    def measure(
+        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
+    ) -> GradStats:
+        """Read all gradients once."""
+        ...
+
+    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
+        """Update all weights once."""
+        ...
+
+    def invalidate_grads(self) -> None:
+        """Forget what was computed from gradients: they change from here on."""
+        ...
+
+    def invalidate_layout(self) -> None:
+        """Forget what was made for the buffers: they change from here on."""
+        ...
+
+
+class DeviceStep(NamedTuple):
+    """A whole step whose numbers are on the device.
+
+    Attributes:
+        slices: what is updated.
+        groups: hyper-parameters.
+        grads: of all parameters.
+        multiplier: what gradients are multiplied by.                       # f32[]
+        found_inf: any value but zero skips the step; None is zero.  # f32[]
+        max_norm: the largest norm of all gradients times ``multiplier``; they are clipped to it. None does not clip.
+    """
+
+    slices: Sequence[BufferSlice]
+    groups: Sequence[dict[str, Any]]
+    grads: Sequence[Tensor | None]
+    multiplier: Tensor
+    found_inf: Tensor | None
+    max_norm: float | None = None
+
+
+class DeviceBackend(ABC):
+    """A backend whose step is decided on the device: step counts and skips are data there, and the host does not wait."""
+
+    name: str
+
+    @abstractmethod
+    def measure(
+        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
+    ) -> GradStats:
+        """Read all gradients once."""
+
+    @abstractmethod
+    def run(self, step: DeviceStep) -> None:
+        """Update all weights once and count the step, or do neither."""
+
+    def decide(self, step: DeviceStep, inputs: DecisionInputs) -> StepDecision | None:
+        """Read all gradients once and decide about the step; None if there is no kernel for that."""
+        return None
+
+    @abstractmethod
+    def invalidate_grads(self) -> None:
+        """Forget what was computed from gradients: they change from here on."""
+
+    @abstractmethod
+    def invalidate_layout(self) -> None:
+        """Forget what was made for the buffers: they change from here on."""
+
+
+class UpdateList:
+    """The arguments for updating some slices, which are the same in every step but for their numbers.
+
+    Args:
+        slices: what is updated.
+        groups: hyper-parameters, read anew in every step.
+    """
+
+    def __init__(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> None:
+        self._pieces = slices
+        self._groups = list(groups)
+        sources: dict[tuple[Rule, int, int, torch.dtype], _Source] = {}
+        self._updates: list[UpdateArgs] = []
+        for slice_ in slices:
+            rule, group, weight = slice_.rule, self._groups[slice_.group], slice_.buffer.weight
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            key = (rule, slice_.group, id(slice_.step_count), wide)
+            if key not in sources:
+                length = 1 + len(rule.constants(group, 1.0))
+                room = torch.empty(length, dtype=wide, device=weight.device)
+                sources[key] = _Source(rule, group, slice_.step_count, room)
+            self._updates.append(UpdateArgs(slice_, rule, group, sources[key].numbers))
+        self._sources = list(sources.values())
+
+    def matches(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether this list was made for these very slices and groups."""
+        return (
+            self._pieces is slices
+            and len(groups) == len(self._groups)
+            and all(map(is_, groups, self._groups))
+        )
+
+    def for_step(self, multiplier: Tensor) -> list[UpdateArgs]:
+        """The arguments of the coming step. They share memory with those of the step before.
+
+        Args:
+            multiplier: what gradients are multiplied by.  # f32[]
+        """
+        number = float(multiplier)
+        # Everything that may raise comes first: a bad learning rate must not have changed some of the numbers.
+        values = [source.values(number) for source in self._sources]
+        for source, one in zip(self._sources, values, strict=True):
+            source.numbers.copy_(torch.tensor(one, dtype=source.numbers.dtype, device="cpu"))
+        return self._updates
+
+
+class _Source(NamedTuple):
+    """What numbers are computed from, and the tensor that holds them."""
+
+    rule: Rule
+    group: dict[str, Any]
+    step_count: StepCount
+    numbers: Tensor
+
+    def values(self, multiplier: float) -> list[float]:
+        sign = -1.0 if self.group.get("maximize") else 1.0
+        constants = self.rule.constants(self.group, float(self.step_count.step) + 1)
+        return [sign * multiplier, *map(float, constants)]

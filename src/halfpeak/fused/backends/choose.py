@@ -1,0 +1,115 @@
+"""The choice of a backend."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.fused.backends.base import Backend, DeviceBackend
+from halfpeak.fused.backends.eager import EagerBackend
+from halfpeak.fused.backends.eager_device import EagerDeviceBackend
+from halfpeak.fused.backends.inductor import InductorBackend
+from halfpeak.fused.backends.triton import TritonBackend
+from halfpeak.fused.backends.triton_tables import has_kernel
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.ops.triton import is_installed, kernels
+
+BackendName = Literal["auto", "eager", "compiled", "triton"]
+
+MIN_COMPILED = 2**18
+"""Elements from which compiling pays: below, a step takes less than a millisecond on any backend."""
+
+
+def check_backend(backend: BackendName, road: BackendName | None = None) -> BackendName:
+    """The backend that a constructor was asked for.
+
+    Args:
+        backend: the argument of that name.
+        road: the deprecated argument that ``backend`` has replaced; None where it was not given.
+
+    Raises:
+        ConfigError: an unknown backend.
+    """
+    if road is not None:
+        level, frame = 1, inspect.currentframe()
+        while frame is not None and frame.f_code.co_name in ("check_backend", "__init__"):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"road= is called backend= now; write backend={road!r}", DeprecationWarning, stacklevel=level
+        )
+        backend = road
+    if backend not in get_args(BackendName):
+        raise ConfigError(f"backend={backend!r} must be one of {', '.join(map(repr, get_args(BackendName)))}")
+    return backend
+
+
+def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend | DeviceBackend:
+    """The backend for some slices. It depends on them and on the machine alone, so a resumed run gets the same.
+
+    Raises:
+        ConfigError: the backend asked for does not support these slices.
+    """
+    devices = {slice_.buffer.weight.device for slice_ in slices}
+    on_host = {device.type for device in devices} == {"cpu"}
+    if requested == "triton":
+        _require_triton(slices, devices)
+        return TritonBackend(next(iter(devices)))
+    if requested == "compiled":
+        if not on_host:
+            raise ConfigError("backend='compiled' is for parameters on the CPU; write backend='auto'")
+        return InductorBackend()
+    if not on_host:
+        reaches = requested == "auto" and _why_not_triton(slices, devices) is None
+        return TritonBackend(next(iter(devices))) if reaches else EagerDeviceBackend()
+    size = sum(len(slice_.buffer) for slice_ in slices)
+    return (
+        InductorBackend()
+        if requested == "auto" and size >= MIN_COMPILED and has_compiler()
+        else EagerBackend()
+    )
+
+
+def still_fits(backend: Backend | DeviceBackend, slices: Sequence[BufferSlice]) -> bool:
+    """Whether a backend that was chosen earlier supports the slices of now."""
+    if isinstance(backend, TritonBackend):
+        return backend.device == slices[0].buffer.weight.device and all(map(has_kernel, slices))
+    on_host = all(slice_.buffer.weight.device.type == "cpu" for slice_ in slices)
+    return on_host != isinstance(backend, DeviceBackend)
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler."""
+    # Not at the top: it takes longer to import than all of halfpeak.
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return False
+    return True
+
+
+def _require_triton(slices: Sequence[BufferSlice], devices: set[torch.device]) -> None:
+    why_not = _why_not_triton(slices, devices)
+    if why_not is not None:
+        raise ConfigError(f"backend='triton' is not available: {why_not}; write backend='auto'")
+
+
+def _why_not_triton(slices: Sequence[BufferSlice], devices: set[torch.device]) -> str | None:
+    """What keeps some slices from the Triton backend; None if nothing does."""
+    if not is_installed():
+        return "triton is not installed"
+    if len(devices) > 1:
+        return f"the parameters are on {len(devices)} devices"
+    (device,) = devices
+    if device.type != "cuda" and not (device.type == "cpu" and kernels().is_interpreted()):
+        return f"its kernels run on CUDA devices, and the parameters are on {device}"
+    strange = next((slice_ for slice_ in slices if not has_kernel(slice_)), None)
+    if strange is not None:
+        return f"it has no kernel for {type(strange.rule).__name__} on {strange.buffer.weight.dtype}"
+    return None

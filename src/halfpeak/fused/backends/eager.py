@@ -1,0 +1,80 @@
+"""The eager backend: the kernels as torch operations, a cache's worth of elements at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.backends.base import GradStats, UpdateArgs
+from halfpeak.fused.backends.kernels import store
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.flat.pack_gradients import GradPacker
+
+CHUNK = 2**17
+"""Elements at a time: their intermediate results stay in the cache and in memory that the allocator keeps."""
+
+
+class EagerBackend:
+    """Runs everywhere, with torch's own fused kernel for a chunk where there is one."""
+
+    name = "eager"
+
+    def __init__(self) -> None:
+        self._packer = GradPacker()
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def measure(
+        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
+    ) -> GradStats:
+        """See :class:`~halfpeak.fused.backends.base.Backend`."""
+        squares: list[Tensor] = []
+        found_inf = torch.zeros_like(multiplier)
+        for slice_ in slices:
+            vector = self._packer(slice_.buffer, grads)
+            for at in _chunks(len(vector), CHUNK):
+                true = self._widened(vector[at], multiplier.dtype)
+                # One kernel multiplies and checks each element: a sum may overflow although all elements are finite.
+                torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, multiplier)
+                squares.append(torch.dot(true, true))
+        return GradStats(torch.stack(squares).sum() if squares else torch.zeros_like(multiplier), found_inf)
+
+    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
+        """See :class:`~halfpeak.fused.backends.base.Backend`."""
+        for args in updates:
+            vector = self._packer(args.slice_.buffer, grads)
+            length = len(args.slice_.buffer)
+            for at in _chunks(length, length if args.rule.layerwise else CHUNK):
+                self._update(args, vector[at], at)
+
+    def _update(self, args: UpdateArgs, grad: Tensor, at: slice) -> None:
+        buffer, rule, wide = args.slice_.buffer, args.rule, args.numbers.dtype
+        weight, low, slots = buffer.chunk(at)
+        true = self._widened(grad, wide).mul_(args.numbers[0])
+        constants = args.numbers[1:].unbind()
+        whole, *state = rule.decode(weight, slots, wide)
+        moved: Sequence[Tensor] = (whole, *state)
+        if not rule.torch_fused(whole, true, state, args.group, args.slice_.step_count.step):
+            moved = rule(whole, true, state, constants)
+        store(rule, moved, constants, weight, low, slots)
+
+    def _widened(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy in ``dtype``, valid until the next."""
+        scratch = self._scratch.get((dtype, chunk.device))
+        if scratch is None or len(scratch) < len(chunk):
+            scratch = self._scratch[dtype, chunk.device] = chunk.new_empty(len(chunk), dtype=dtype)
+        return scratch[: len(chunk)].copy_(chunk)
+
+    def invalidate_grads(self) -> None:
+        """See :class:`~halfpeak.fused.backends.base.Backend`."""
+        self._packer.invalidate_grads()
+
+    def invalidate_layout(self) -> None:
+        """See :class:`~halfpeak.fused.backends.base.Backend`."""
+        self._packer.invalidate_layout()
+        self._scratch.clear()
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, length, size or 1))

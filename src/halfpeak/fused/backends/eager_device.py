@@ -1,0 +1,113 @@
+"""The eager backend on a device: torch operations that skip by data, so that the host does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.backends.base import DeviceBackend, DeviceStep, GradStats
+from halfpeak.fused.backends.kernels import clip_coef_without_eps, measure
+from halfpeak.fused.flat.buffers import FlatBuffer
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.flat.pack_gradients import GradPacker
+from halfpeak.fused.rules.base import Rule
+
+CHUNK = 2**22
+"""Elements at a time: enough to keep a device busy, and intermediate results take little beside what is held."""
+
+
+class EagerDeviceBackend(DeviceBackend):
+    """Runs on every accelerator, and updates what has no Triton kernel: float64, layer-wise rules, several devices."""
+
+    name = "eager"
+
+    def __init__(self) -> None:
+        self._packer = GradPacker()
+
+    def measure(
+        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
+    ) -> GradStats:
+        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
+        home = multiplier.device
+        read = [
+            measure(chunk, multiplier.to(chunk.device))
+            for slice_ in slices
+            for chunk in self._packer(slice_.buffer, grads).split(CHUNK)
+        ]
+        squares, flags = zip(*[(total.to(home), flag.to(home)) for total, flag in read], strict=True)
+        return GradStats(torch.stack(squares).sum(), torch.stack(flags).any().float())
+
+    def run(self, step: DeviceStep) -> None:
+        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
+        if step.max_norm is not None:
+            norm = self.measure(step.slices, step.grads, step.multiplier).sum_squares.sqrt()
+            clip = clip_coef_without_eps(norm, step.max_norm)
+            step = step._replace(multiplier=step.multiplier * clip)
+        numbers: dict[tuple[Rule, int, torch.dtype], Tensor] = {}
+        for slice_ in step.slices:
+            if slice_.rule.layerwise and not len(slice_.buffer):
+                continue  # an empty parameter has no norm
+            wide = torch.promote_types(slice_.buffer.weight.dtype, torch.float32)
+            key = (slice_.rule, id(slice_.step_count), wide)
+            if key not in numbers:
+                numbers[key] = _numbers(slice_, step, wide)
+            grad = self._packer(slice_.buffer, step.grads)
+            size = len(grad) if slice_.rule.layerwise else CHUNK
+            for start in range(0, len(grad), size):
+                _update(slice_, grad, slice(start, start + size), numbers[key], step.found_inf)
+        for counter in {id(slice_.step_count): slice_.step_count for slice_ in step.slices}.values():
+            found_inf = step.found_inf
+            counter.step.add_(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
+
+    def invalidate_grads(self) -> None:
+        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
+        self._packer.invalidate_grads()
+
+    def invalidate_layout(self) -> None:
+        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
+        self._packer.invalidate_layout()
+
+
+def _numbers(slice_: BufferSlice, step: DeviceStep, wide: torch.dtype) -> Tensor:
+    """What a gradient is multiplied by, then the rule's constants.  # wide[1 + k]"""
+    device, group = slice_.buffer.weight.device, step.groups[slice_.group]
+    # A float32 would lose most of 1 - 0.999**t; Metal has nothing wider.
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    constants = slice_.rule.constants(group, slice_.step_count.step.to(device, exact) + 1)
+    sign = -1.0 if group.get("maximize") else 1.0
+    values = [_there(value, device, exact) for value in (step.multiplier, *constants)]
+    values[0] = values[0] * sign
+    return torch.stack(values).to(wide)
+
+
+def _there(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.reshape(()).to(device, dtype)
+    # Filled in by a kernel: a copy from ordinary host memory would wait.
+    return torch.full((), float(value), dtype=dtype, device=device)
+
+
+def _update(slice_: BufferSlice, grad: Tensor, at: slice, numbers: Tensor, found_inf: Tensor | None) -> None:
+    weight, low, slots = slice_.buffer.chunk(at) if not slice_.rule.layerwise else _all_of(slice_.buffer)
+    wide = numbers.dtype
+    multiplier, *constants = numbers.unbind()
+    whole, *state = slice_.rule.decode(weight, slots, wide)
+    moved = slice_.rule(whole, grad[at].to(wide) * multiplier, state, constants)
+    skips = None if found_inf is None else found_inf.to(grad.device) != 0
+    written = zip((weight, *slots), slice_.rule.encode(moved, constants), strict=True)
+    # Compute everything before writing anything: an encoding may depend on all of the old values.
+    ends = [
+        (end, value if skips is None else torch.where(skips, end, value.to(end.dtype)))
+        for end, value in written
+    ]
+    for end, value in ends:
+        end.copy_(value)
+    if low is not None:
+        low.copy_(moved[0] if skips is None else torch.where(skips, low, moved[0].to(low.dtype)))
+
+
+def _all_of(buffer: FlatBuffer) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    return buffer.weight, buffer.low, buffer.states

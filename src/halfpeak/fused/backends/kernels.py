@@ -1,0 +1,86 @@
+"""The two kernels of a step as functions of vectors: measure the gradients, update the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.rules.base import Rule
+
+Update: TypeAlias = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], None]
+"""``update(weight, low, state, grad, numbers)`` updates all but the last two in place."""
+
+
+def measure(grad: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of squares of the unscaled gradients, and whether one is not finite, in one read.
+
+    Args:
+        grad: in any dtype, scaled.
+        multiplier: what unscales it; it is applied first, because the square of a scaled gradient may overflow. # f32[]
+
+    Returns:
+        ``sum((grad * multiplier)**2)``, and a flag that stays false where only the sum overflows.  # f32[], bool[]
+    """
+    unscaled = grad.float() * multiplier
+    return unscaled.square().sum(), torch.isfinite(unscaled).logical_not().any()
+
+
+def squares(grad: Tensor, multiplier: Tensor) -> tuple[Tensor]:
+    """The first number of :func:`measure`, but for the last elements, ``len(grad) % 4`` of them.
+
+    The vector is cut into four quarters that are added up side by side: in a compiled sum over one vector each addition
+    depends on the one before, and it takes three times as long as reading.
+    """
+    quarter = grad.shape[0] // 4  # len() would be a number of the trace
+    a, b, c, d = ((grad[i * quarter : (i + 1) * quarter].float() * multiplier).square() for i in range(4))
+    return (((a + b) + (c + d)).sum(),)
+
+
+def clip_coef_without_eps(norm: Tensor, max_norm: float) -> Tensor:
+    """``max_norm / norm`` where the norm is larger, else 1: LAMB's own clipping, which adds nothing to the norm.  # f32[]"""
+    return torch.where(norm > max_norm, max_norm / norm, 1.0)
+
+
+def update_of(rule: Rule) -> Update:
+    """The second pass over one buffer: unscale and clip, apply ``rule``, round into the model's weight."""
+
+    def update(
+        weight: Tensor, low: Tensor | None, state: Sequence[Tensor], grad: Tensor, numbers: Tensor
+    ) -> None:
+        wide = numbers.dtype
+        multiplier, *constants = numbers.unbind()
+        whole, *decoded = rule.decode(weight, state, wide)
+        updated = rule(whole, grad.to(wide) * multiplier, decoded, constants)
+        store(rule, updated, constants, weight, low, state)
+
+    return update
+
+
+def store(
+    rule: Rule,
+    updated: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    weight: Tensor,
+    low: Tensor | None,
+    state: Sequence[Tensor],
+) -> None:
+    """Store the new weight and state that ``rule`` has computed for a buffer."""
+    for place, value in zip((weight, *state), rule.encode(updated, constants), strict=True):
+        place.copy_(value)
+    if low is not None:
+        low.copy_(updated[0])
+
+
+def flat_update_of(rule: Rule, *, has_low: bool) -> Callable[..., tuple[()]]:
+    """:func:`update_of` as a function of ``weight, [low,] *state, grad, numbers``."""
+    update = update_of(rule)
+
+    def flat_update(weight: Tensor, *rest: Tensor) -> tuple[()]:
+        low, state = (rest[0], rest[1:-2]) if has_low else (None, rest[:-2])
+        update(weight, low, state, rest[-2], rest[-1])
+        return ()
+
+    return flat_update

@@ -1,0 +1,328 @@
+"""Address tables: where everything is that the Triton kernels read and write, as numbers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import starmap
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.rules.base import KernelConfig, Rule
+from halfpeak.fused.state_dtypes.loading import REMAINDER
+
+KERNEL_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
+"""Dtypes of weights that the kernels read and write."""
+
+
+def has_kernel(slice_: BufferSlice) -> bool:
+    """Whether the Triton kernels can update a slice: they know its rule, the dtypes of its weights and of its states."""
+    buffer, rule = slice_.buffer, slice_.rule
+    weights = {buffer.weight.dtype} if buffer.low is None else {buffer.weight.dtype, buffer.low.dtype}
+    storage = zip(buffer.states, rule.storage, strict=True)
+    return (
+        rule.kernel_config() is not None
+        and weights <= KERNEL_DTYPES
+        and slice_.step_count.step.dtype == torch.float32
+        and all(state.dtype == (stored.dtype or torch.float32) for state, stored in storage)
+    )
+
+
+def hyper_row(rule: Rule, group: Mapping[str, Any], width: int) -> list[float]:
+    """The row of a group: sign, lr (0 if the device has it), weight decay, and what the rule adds."""
+    sign = -1.0 if group.get("maximize") else 1.0
+    lr = 0.0 if device_lr(group) is not None else float(group["lr"])
+    row = [sign, lr, float(group["weight_decay"]), *rule.hyper_params(group)]
+    return row + [0.0] * (width - len(row))
+
+
+def device_lr(group: Mapping[str, Any]) -> Tensor | None:
+    """The learning rate as a float32 on the device, where it is kept there; None where the host has it.  # f32[]"""
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        return None
+    return lr if lr.dtype == torch.float32 else lr.float()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class DeviceTable:
+    """Host numbers on a device, copied only when they have changed, from pinned memory and asynchronously.
+
+    Args:
+        device: where to.
+        dtype: of the numbers.
+        width: how many make a row.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        self._device, self._dtype, self._width = device, dtype, width
+        self._values: list[Any] | None = None
+        self._tensor: Tensor | None = None
+        self._is_late = False
+
+    def put(self, values: list[Any]) -> Tensor:
+        """The tensor that holds ``values``; while a graph is being captured they are copied by :meth:`flush`."""
+        if values != self._values or self._tensor is None:
+            self._values = values
+            self._is_late = is_capturing(self._device)
+            if self._is_late:
+                shape = (len(values) // self._width, self._width)
+                self._tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+            else:
+                self._tensor = self._on_host().to(self._device, non_blocking=True)
+        return self._tensor
+
+    def rewrite(self, values: list[Any]) -> None:
+        """Write ``values`` over the last ones, at the address where a graph reads them."""
+        if values != self._values:
+            self._values, self._is_late = values, True
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy what could not be copied while a graph was being captured."""
+        if self._is_late and self._tensor is not None:
+            self._is_late = False
+            self._tensor.copy_(self._on_host(), non_blocking=True)
+
+    def _on_host(self) -> Tensor:
+        pinned = self._device.type == "cuda"
+        values = torch.tensor(self._values, dtype=self._dtype, device="cpu", pin_memory=pinned)
+        return values.view(-1, self._width)
+
+
+class LaunchKey(NamedTuple):
+    """What one launch of a kernel serves.
+
+    Attributes:
+        weight: dtype of what the rule updates.
+        low: dtype of the model's weight; None where they are one.
+        grad: dtype of the gradients.
+        rule: how they are updated.
+    """
+
+    weight: torch.dtype
+    low: torch.dtype | None
+    grad: torch.dtype
+    rule: Rule
+
+    @property
+    def config(self) -> KernelConfig:
+        """The rule, as the kernels are told of it."""
+        config = self.rule.kernel_config()
+        assert config is not None
+        return config
+
+
+class TensorRow(NamedTuple):
+    """A parameter: its number, shape and stride, and its row of the table but for its chunks."""
+
+    param: int
+    stride: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: list[int]
+    is_aligned: bool
+
+
+class Launch(NamedTuple):
+    """The parameters of one key: the range of rows that they have, and their chunks, those that a parameter fills first."""
+
+    key: LaunchKey
+    first: int
+    last: int
+    chunks: Tensor
+    full: int
+    is_aligned: bool
+
+
+class AddressTables:
+    """The address tables of some slices.
+
+    Args:
+        kernels: the module of kernels that read them.
+        slices: all on one device.
+        grads: of all parameters. Only their dtypes count.
+
+    Attributes:
+        slices: see there.
+    """
+
+    def __init__(self, kernels: Any, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None]) -> None:
+        self.slices = slices
+        self._kernels = kernels
+        self._device = device = slices[0].buffer.weight.device
+        self._counted = list({id(slice_.step_count): slice_ for slice_ in slices}.values())
+        number_of = {id(slice_.step_count): number for number, slice_ in enumerate(self._counted)}
+        by_key: dict[LaunchKey, list[TensorRow]] = {}
+        for slice_ in slices:
+            for row in _rows_of(slice_, number_of[id(slice_.step_count)]):
+                low = None if slice_.buffer.low is None else slice_.buffer.low.dtype
+                grad = cast(Tensor, grads[row.param]).dtype
+                by_key.setdefault(LaunchKey(slice_.buffer.weight.dtype, low, grad, slice_.rule), []).append(
+                    row
+                )
+        rows = [row for known in by_key.values() for row in known]
+        self._order = [row.param for row in rows]
+        self._dtypes = [key.grad for key, known in by_key.items() for _ in known]
+        self._shapes = [(row.stride, row.shape) for row in rows]
+        self._strides = [row.stride for row in rows]
+        self._launches = self._make_launches(by_key)
+        own = DeviceTable(device, torch.int64, kernels.COLUMNS)
+        self._members = own.put([number for row in rows for number in row.row])
+        self._grads = DeviceTable(device, torch.int64, 1)
+        self._rows = DeviceTable(device, torch.int64, 3)
+        self._hyper = DeviceTable(device, torch.float64, kernels.HYPER)
+        self._processors: int = kernels.processors_of(device)
+        self._lrs: list[Tensor | None] = []
+        self._last: Sequence[Tensor | None] | None = None
+        self._held: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._chunks: list[tuple[LaunchKey, Any]] = []
+
+    def fits(self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None]) -> bool:
+        """Whether these are the tables of ``slices`` with gradients of these dtypes."""
+        return slices is self.slices and (
+            grads is self._last or list(map(_DTYPE, [grads[i] for i in self._order])) == self._dtypes
+        )
+
+    def chunks(self, grads: Sequence[Tensor | None]) -> list[tuple[LaunchKey, Any]]:
+        """The chunks of each key, with the addresses of these gradients."""
+        if grads is self._last:
+            return self._chunks
+        own = cast(list[Tensor], [grads[i] for i in self._order])
+        if list(map(Tensor.stride, own)) != self._strides or any(map(Tensor.is_neg, own)):
+            own = list(starmap(_in_order, zip(own, self._shapes, strict=True)))
+        self._last, self._held = grads, own
+        addresses = list(map(Tensor.data_ptr, own))
+        if addresses != self._addresses or is_capturing(self._device):
+            self._addresses = addresses
+            self._chunks = self._chunks_at(addresses)
+        return self._chunks
+
+    def _chunks_at(self, addresses: list[int]) -> list[tuple[LaunchKey, Any]]:
+        table = self._grads.put(addresses)
+        return [
+            (
+                launch.key,
+                self._kernels.Chunks(
+                    launch.first,
+                    launch.last - launch.first,
+                    self._members,
+                    table,
+                    launch.chunks,
+                    launch.full,
+                    self._processors,
+                    launch.is_aligned and not any(map(_FIFTEEN, addresses[launch.first : launch.last])),
+                    launch.key.grad,
+                ),
+            )
+            for launch in self._launches
+            if len(launch.chunks)
+        ]
+
+    def rows(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        """Group, address of the step count and of the learning rate, for each row of numbers.  # i64[rows, 3]"""
+        self._lrs = [device_lr(group) for group in groups]
+        places = [0 if lr is None else lr.data_ptr() for lr in self._lrs]
+        return self._rows.put(
+            [
+                number
+                for slice_ in self._counted
+                for number in (slice_.group, slice_.step_count.step.data_ptr(), places[slice_.group])
+            ]
+        )
+
+    def hyper(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        """The hyper-parameters of each group.  # f64[groups, HYPER]"""
+        return self._hyper.put(self._hyper_rows(groups))
+
+    def invalidate_grads(self) -> None:
+        """The gradients change from here on."""
+        self._last = None
+        self._held = []
+
+    def flush(self) -> None:
+        """Copy what could not be copied while a graph was being captured."""
+        for table in (self._grads, self._rows, self._hyper):
+            table.flush()
+
+    def rewrite(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Write the hyper-parameters as they are now where a graph reads them."""
+        self._hyper.rewrite(self._hyper_rows(groups))
+
+    def _hyper_rows(self, groups: Sequence[dict[str, Any]]) -> list[float]:
+        rules = {slice_.group: slice_.rule for slice_ in self._counted}
+        width: int = self._kernels.HYPER
+        return [
+            number
+            for index, group in enumerate(groups)
+            for number in (hyper_row(rules[index], group, width) if index in rules else [0.0] * width)
+        ]
+
+    def _make_launches(self, by_key: dict[LaunchKey, list[TensorRow]]) -> list[Launch]:
+        launches: list[Launch] = []
+        first, size = 0, self._kernels.CHUNK
+        for key, rows in by_key.items():
+            numels = torch.tensor([row.row[0] for row in rows], device="cpu")
+            index = torch.arange(first, first + len(rows), device="cpu")
+            whole, rest = numels // size, numels % size != 0
+            full = int(whole.sum())
+            start = whole.cumsum(0) - whole
+            within = torch.arange(full, device="cpu") - start.repeat_interleave(whole)
+            chunks = torch.stack([index.repeat_interleave(whole), within], 1)
+            chunks = torch.cat([chunks, torch.stack([index[rest], whole[rest]], 1)]).to(torch.int32)
+            last = torch.where(rest, full + rest.cumsum(0) - 1, -1)
+            for row, places in zip(rows, torch.stack([start, whole, last], 1).tolist(), strict=True):
+                row.row.extend(places)
+            if self._device.type == "cuda":
+                chunks = chunks.pin_memory().to(self._device, non_blocking=True)
+            is_aligned = all(row.is_aligned for row in rows)
+            launches.append(Launch(key, first, first + len(rows), chunks, full, is_aligned))
+            first += len(rows)
+        return launches
+
+
+def _rows_of(slice_: BufferSlice, number: int) -> list[TensorRow]:
+    """The rows of a slice's parameters.
+
+    Numel, row of numbers, then the addresses of weight, low weight, remainder, and state tensors beside their scales.
+    """
+    buffer = slice_.buffer
+    vectors: list[tuple[Tensor | None, int]] = [(None, 1)] * 9
+    vectors[:2] = (buffer.weight, 1), (buffer.low, 1)
+    at = 1
+    full = len(buffer.states) - buffer.per_param_scalars
+    for state, stored in zip(buffer.states[:full], slice_.rule.storage, strict=False):
+        at += 2 if stored.block_size == 1 and stored.name != REMAINDER else 0
+        vectors[2 if stored.name == REMAINDER else at + (stored.block_size > 1)] = (state, stored.block_size)
+    found: list[TensorRow] = []
+    for i, (index, (start, stop)) in enumerate(zip(buffer.members, buffer.spans, strict=True)):
+        row = [stop - start, number]
+        row += [0 if v is None else v.data_ptr() + start // size * v.itemsize for v, size in vectors]
+        is_aligned = not any(
+            place & 15 for place, (_, size) in zip(row[2:], vectors, strict=True) if size == 1
+        )
+        for place, state in enumerate(buffer.states[full:], full):
+            row[5 + 2 * place] = state.data_ptr() + i * state.itemsize
+        shape, stride = buffer.shapes[i]
+        found.append(TensorRow(index, stride, shape, row, is_aligned))
+    return found
+
+
+def _in_order(grad: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """A gradient in the order of its parameter's memory."""
+    stride, shape = layout
+    # Kernels read memory, where a lazily negated tensor has the other sign.
+    if grad.stride() == stride and not grad.is_neg():
+        return grad
+    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+_DTYPE: Final = attrgetter("dtype")
+_FIFTEEN: Final = (15).__and__

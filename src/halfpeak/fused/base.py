@@ -1,0 +1,318 @@
+"""FusedOptimizer: a torch optimizer that reads all gradients once and updates all weights in one pass over flat buffers."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ParameterError
+from halfpeak.fused.backends.base import Backend, DeviceBackend, DeviceStep, GradStats, UpdateList
+from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
+from halfpeak.fused.backends.triton import TritonBackend
+from halfpeak.fused.backends.triton_tables import AddressTables
+from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs, decide_on_host
+from halfpeak.fused.flat.layout import BufferSlice, FlatLayout, params_of
+from halfpeak.fused.flat.step_counts import StepCount
+from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.state_dtypes.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of
+from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
+from halfpeak.fused.state_dtypes.remainders import Remainders
+from halfpeak.fused.step_hooks import with_step_hooks
+from halfpeak.fused.validation import check_gradients, check_group, check_parameter
+from halfpeak.ops.foreach import gradients_of
+
+
+class FusedOptimizer(Optimizer, ABC):
+    """Base class of the fused optimizers. A subclass says by which rule a group is updated.
+
+    Attributes:
+        num_steps: steps in which something was updated, since this object was made.
+        keeper: the remainders of its weights, if it stores them so.
+
+    Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
+
+    Args:
+        params: parameters or groups, as for every torch optimizer. Dense, real, floating point.
+        defaults: hyper-parameters.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+        state_format: how weights and state are stored.
+    """
+
+    _step_supports_amp_scaling = True
+    profile_hook_step = staticmethod(with_step_hooks)
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        backend: BackendName = "auto",
+        road: BackendName | None = None,
+        state_format: StateFormat | None = None,
+    ) -> None:
+        self._requested: BackendName = check_backend(backend, road)
+        super().__init__(params, defaults)
+        self._state_format = state_format or StateFormat()
+        self.keeper = self._make_keeper()
+        self._reset()
+
+    @abstractmethod
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule by which a group is updated."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range.
+            ParameterError: a parameter is sparse, complex, of integers or sharded. The group was not added.
+        """
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for parameter in param_group["params"]:
+                check_parameter(parameter)
+        except ParameterError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Nothing is updated where a gradient scaler has set ``found_inf`` on the optimizer to anything but zero. On an
+        accelerator the host does not wait for it: the kernels read it there.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inputs = self._step_inputs or self._own_inputs()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        # On the CPU it is read at once.
+        is_known = found_inf is None or (found_inf.device.type == "cpu" and self._requested != "triton")
+        if found_inf is None or not is_known or not bool(found_inf):
+            self._update(inputs, None if is_known else found_inf)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or zero them."""
+        super().zero_grad(set_to_none)
+        if self.keeper is not None:
+            self.keeper.zero_grad(set_to_none=set_to_none)
+
+    def measure(self, inputs: StepInputs) -> GradStats:
+        """The sum of squares of the gradients that a step would read, and whether one is not finite."""
+        with torch.no_grad():
+            slices = self._slices(inputs)
+            self._measured = (inputs.grads, slices)
+            if not slices:
+                nothing = torch.zeros_like(inputs.multiplier)
+                return GradStats(nothing, nothing.clone())
+            return self._backend_for(slices).measure(slices, inputs.grads, inputs.multiplier)
+
+    def decide(self, inputs: StepInputs, decision_inputs: DecisionInputs) -> StepDecision | None:
+        """:meth:`measure`, and decide about the step where the gradients are, without waiting for the device.
+
+        The coming step reuses the result if it is given the ``multiplier`` and the ``found_inf`` of the decision.
+
+        Returns:
+            None, with nothing done, where this optimizer has no kernel for it.
+        """
+        if self._backend is None:
+            return None
+        if not isinstance(self._backend, DeviceBackend):
+            sum_squares, found_inf = self.measure(inputs)
+            return decide_on_host(decision_inputs, sum_squares, found_inf, inputs.multiplier)
+        with torch.no_grad():
+            slices = self._slices(inputs)
+            self._measured = (inputs.grads, slices)
+            backend = self._backend_for(slices) if slices else None
+            return (
+                backend.decide(self._device_step(slices, inputs, None), decision_inputs)
+                if isinstance(backend, DeviceBackend)
+                else None
+            )
+
+    def matches_layout(self, slices: Sequence[BufferSlice], model_params: Sequence[Tensor]) -> bool:
+        """Whether weights and state are still where ``slices`` have them."""
+        layout = self._layout
+        rules = [self.rule(group) for group in self.param_groups]
+        return layout is not None and layout.last is slices and layout.is_current(self, rules, model_params)
+
+    def detach_tables(self) -> AddressTables | None:
+        """The address tables of the Triton backend, for a captured graph that reads them. Further steps make new ones."""
+        return self._backend.detach_tables() if isinstance(self._backend, TritonBackend) else None
+
+    def set_step_inputs(self, inputs: StepInputs | None) -> None:
+        """Set what the coming steps read; None for the parameters' own gradients."""
+        self._step_inputs = inputs
+        if inputs is None:
+            self._invalidate_grads()
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs the kernels; what was asked for until a step has been taken."""
+        return self._requested if self._backend is None else self._backend.name
+
+    @property
+    def road(self) -> str:
+        """The former name of :attr:`backend`."""
+        warnings.warn("optimizer.road is called optimizer.backend now", DeprecationWarning, stacklevel=2)
+        return self.backend
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's layout, with a step count for each parameter."""
+        state, idle = super().state_dict(), self._idle_rows()
+        # Parameters that step together share one count here; torch's optimizers would increment it once for each of them.
+        state["state"] = {
+            key: {**row, "step": row["step"].clone()} if "step" in row else row
+            for key, row in state["state"].items()
+            if row and id(row) not in idle
+        }
+        return state
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Check what :meth:`load_state_dict` would load.
+
+        Raises:
+            StateError: a tensor has another shape than its parameter, or a dtype that cannot be read here.
+        """
+        rows = zip(params_of(self), self._rules_of_targets(), rows_of(state_dict), strict=False)
+        for target, rule, (index, row) in rows:
+            check_row(index, row, rule, target)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype.
+
+        Raises:
+            StateError: a tensor has another shape than its parameter, or a dtype that cannot be read here.
+        """
+        self.check_state(state_dict)
+        targets, rules = params_of(self), self._rules_of_targets()
+        before = [self.state.get(target, {}).get(REMAINDER) for target in targets]
+        super().load_state_dict(cast("dict[str, Any]", state_dict))
+        keep_dtypes(self, state_dict)
+        for target, rule, rest in zip(targets, rules, before, strict=True):
+            if rest is not None or target in self.state:
+                adapt_row(self.state[target], rule, target, rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        given, idle = super().__getstate__(), self._idle_rows()
+        given["state"] = defaultdict(dict, {k: row for k, row in self.state.items() if id(row) not in idle})
+        return {**given, "_requested": self._requested, "_state_format": self._state_format}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_loading = hasattr(self, "keeper")
+        super().__setstate__(state)
+        if not is_loading:
+            self.keeper = self._make_keeper()
+        self._reset()
+
+    def _rules_of_targets(self) -> list[Rule]:
+        return [
+            self.rule(group).for_weight(target.dtype)
+            for group in self.param_groups
+            for target in group["params"]
+        ]
+
+    def _make_keeper(self) -> Remainders | None:
+        remainder = self._state_format.remainder
+        return None if remainder is None else Remainders(self, remainder)
+
+    def _idle_rows(self) -> set[int]:
+        return set() if self._layout is None else self._layout.idle_rows()
+
+    def _reset(self) -> None:
+        self._layout: FlatLayout | None = None
+        self._backend: Backend | DeviceBackend | None = None
+        self._updates: UpdateList | None = None
+        self._step_inputs: StepInputs | None = None
+        self._measured: tuple[Sequence[Tensor | None], list[BufferSlice]] | None = None
+        self.num_steps = 0
+
+    def _invalidate_grads(self) -> None:
+        """Forget what was computed from gradients: they change from here on."""
+        self._measured = None
+        if self._backend is not None:
+            self._backend.invalidate_grads()
+
+    def _own_inputs(self) -> StepInputs:
+        targets = params_of(self)
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        one = torch.ones((), device=targets[0].device if targets else None)
+        grads = gradients_of(targets) if self.keeper is None else self.keeper.gradients_of(targets)
+        return StepInputs(grads, targets, one if grad_scale is None else grad_scale.reciprocal())
+
+    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
+        measured = self._measured
+        # Between measuring and stepping only the engine has run, so the layout need not be checked again.
+        slices = self._slices(inputs) if measured is None or measured[0] is not inputs.grads else measured[1]
+        if not slices:
+            return
+        layout = cast(FlatLayout, self._layout)
+        backend = self._backend_for(slices)
+        if isinstance(backend, DeviceBackend):
+            step = self._device_step(slices, inputs, found_inf)
+            self._run(layout, (), lambda: backend.run(step))
+        elif found_inf is None or not bool(found_inf):
+            # Everything that may raise comes first: a bad learning rate must not have counted a step.
+            updates = self._update_list(slices).for_step(inputs.multiplier)
+            self._run(layout, layout.step_counts(slices), lambda: backend.update(updates, inputs.grads))
+
+    def _run(self, layout: FlatLayout, counts: Iterable[StepCount], run: Callable[[], object]) -> None:
+        """Count the step, then run it. An exception within leaves it half done, as in any optimizer of torch's."""
+        self.num_steps += 1
+        for count in counts:
+            count.increment()
+        # Kernels write through their own views of the memory; autograd must still see that these tensors change.
+        torch.autograd.graph.increment_version(layout.written)
+        run()
+        self._invalidate_grads()
+        if self.keeper is not None:
+            self.keeper.note()
+
+    def _device_step(
+        self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
+    ) -> DeviceStep:
+        return DeviceStep(slices, self.param_groups, inputs.grads, inputs.multiplier, found_inf)
+
+    def _update_list(self, slices: Sequence[BufferSlice]) -> UpdateList:
+        if self._updates is None or not self._updates.matches(slices, self.param_groups):
+            self._updates = UpdateList(slices, self.param_groups)
+        return self._updates
+
+    def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
+        """The slices of the parameters that have a gradient, laid out anew if something has moved."""
+        if self.keeper is not None:
+            self.keeper.refresh()
+        rules = [self.rule(group) for group in self.param_groups]
+        mask = [grad is not None for grad in inputs.grads]
+        layout, model_params = self._layout, inputs.model_params
+        if layout is not None and layout.is_current(self, rules, model_params):
+            slices = layout.slices(mask)
+            if slices is not None:
+                return slices
+        check_gradients(inputs.grads)
+        layout = self._layout = FlatLayout(self, rules, model_params, mask, self._layout)
+        slices = layout.slices(mask) or []
+        if self.keeper is not None:
+            self.keeper.note()
+        if self._backend is not None:
+            self._backend.invalidate_layout()
+            if slices and not still_fits(self._backend, slices):
+                self._backend = None
+        return slices
+
+    def _backend_for(self, slices: Sequence[BufferSlice]) -> Backend | DeviceBackend:
+        if self._backend is None:
+            self._backend = choose(self._requested, slices)
+        return self._backend

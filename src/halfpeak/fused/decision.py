@@ -1,0 +1,140 @@
+"""Inputs of a fused step, and the decision to step or skip: values that an engine passes in and gets back."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
+from halfpeak.core.torch_compat import is_on_host, read_host
+
+
+class StepInputs(NamedTuple):
+    """What a step reads instead of the parameters' own gradients. Lists are in the order of the groups.
+
+    Attributes:
+        grads: the gradient for each parameter, or None.
+        model_params: the model's weight for each parameter that is a master of one, else the parameter itself.
+        multiplier: what a gradient is multiplied by before the rule sees it: it unscales and clips.  # f32[]
+    """
+
+    grads: Sequence[Tensor | None]
+    model_params: Sequence[Tensor]
+    multiplier: Tensor
+
+
+class DecisionInputs(NamedTuple):
+    """What must be known before the gradients are read to decide about a step.
+
+    Attributes:
+        config: the rule of the loss scale.
+        state: the loss scale before the step.
+        num_steps: steps taken so far.      # i32[]
+        num_skipped: steps skipped so far.  # i32[]
+        found_inf: any value but zero skips the step, whatever the gradients are.  # f32[]
+        max_norm: the gradients of all parameters together are clipped to this norm; None does not clip.
+    """
+
+    config: ScaleConfig
+    state: ScaleState
+    num_steps: Tensor
+    num_skipped: Tensor
+    found_inf: Tensor
+    max_norm: float | None
+
+
+class StepDecision(NamedTuple):
+    """Whether to step, and all counters as they are after the step. Nothing has been applied yet.
+
+    Attributes:
+        found_inf: 1 if the step is to be skipped.            # f32[]
+        grad_norm: norm of the unscaled gradients.            # f32[]
+        multiplier: unscales and clips gradients.             # f32[]
+        scale_state: the loss scale after the step.
+        stuck: the last field of ``scale_state`` as a float.  # f32[]
+        num_steps: steps taken after this one.                # i32[]
+        num_skipped: steps skipped after this one.            # i32[]
+    """
+
+    found_inf: Tensor
+    grad_norm: Tensor
+    multiplier: Tensor
+    scale_state: ScaleState
+    stuck: Tensor
+    num_steps: Tensor
+    num_skipped: Tensor
+
+
+def decide_on_host(
+    inputs: DecisionInputs, sum_squares: Tensor, found_inf: Tensor, multiplier: Tensor
+) -> StepDecision | None:
+    """Decide about a step from gradients that have been read, in Python numbers.
+
+    The result has the bits of the same operations on float32 tensors: the scale moves by
+    :func:`~halfpeak.core.schedule.advance`, and gradients are clipped by :func:`~halfpeak.ops.reference.clip_coef`. Thirty
+    operations on scalar tensors would take longer than a kernel.
+
+    Args:
+        inputs: what was known before.
+        sum_squares: the sum of squares of the unscaled gradients.  # f32[]
+        found_inf: 1 if one of them is not finite.                  # f32[]
+        multiplier: what unscales them.                             # f32[]
+
+    Returns:
+        None if a number is not in host memory.
+
+    Example:
+        >>> config, zero, i = ScaleConfig(init=8.0), torch.zeros(()), torch.zeros((), dtype=torch.int32)
+        >>> inputs = DecisionInputs(config, config.start(), i, i, zero, max_norm=1.0)
+        >>> decision = decide_on_host(inputs, torch.tensor(16.0), zero, torch.tensor(0.125))
+        >>> decision.grad_norm, decision.multiplier
+        (tensor(4.), tensor(0.0312))
+    """
+    if not is_on_host(
+        sum_squares,
+        found_inf,
+        multiplier,
+        inputs.num_steps,
+        inputs.num_skipped,
+        inputs.found_inf,
+        *inputs.state,
+    ):
+        return None
+    # The tensor's sqrt and not math.sqrt: kernels differ in the last bit, and the norm must match the other path.
+    root = sum_squares.sqrt()
+    norm, times = float(read_host(root)), float(read_host(multiplier))
+    skips = bool(read_host(found_inf) or read_host(inputs.found_inf))
+    if inputs.max_norm is not None:
+        skips = skips or not math.isfinite(norm)
+        # torch divides a number by a tensor as the reciprocal of the tensor times the number.
+        coef = _single(_single(1 / _single(norm + _single(1e-6))) * _single(inputs.max_norm))
+        times = _single(times * min(coef, 1.0))
+    skip = _float(skips)
+    state = advance(inputs.config, inputs.state, skip)
+    num_steps, num_skipped = (
+        int(read_host(inputs.num_steps)) + (not skips),
+        int(read_host(inputs.num_skipped)) + skips,
+    )
+    return StepDecision(
+        skip,
+        root,
+        _float(times),
+        state,
+        _float(read_host(state.stuck)),
+        torch.scalar_tensor(num_steps, dtype=torch.int32, device="cpu"),
+        torch.scalar_tensor(num_skipped, dtype=torch.int32, device="cpu"),
+    )
+
+
+def _float(number: float) -> Tensor:
+    return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
+
+
+def _single(number: float) -> float:
+    """Rounded to float32."""
+    return ctypes.c_float(number).value

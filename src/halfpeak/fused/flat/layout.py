@@ -1,0 +1,333 @@
+"""FlatLayout: where the weights and states of one optimizer are in memory, and whether they are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.fused.flat.buffers import (
+    ALIGN,
+    MIN_STANDALONE,
+    FlatBuffer,
+    buckets_of,
+    flat,
+    padded,
+    shares_storage,
+)
+from halfpeak.fused.flat.step_counts import StepCount, step_counts_of
+from halfpeak.fused.rules.base import Rule, StateTensor
+from halfpeak.fused.validation import check_parameter, check_state
+from halfpeak.ops.foreach import is_dense
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BufferSlice:
+    """A buffer, or a part of one, whose parameters are all updated in this step, by one rule and with one step count."""
+
+    buffer: FlatBuffer
+    step_count: StepCount
+    group: int
+    rule: Rule
+
+
+class _Column(NamedTuple):
+    """The state tensors of one name."""
+
+    name: str
+    rows: list[Any]
+    tensors: list[Tensor]
+
+
+class FlatLayout:
+    """The flat buffers of an optimizer's parameters.
+
+    Small parameters are moved into shared buffers: their ``data`` and the tensors of their state become views. Parameters
+    that share memory with another tensor or another process stay where they are. If a parameter or a state is replaced
+    (``load_state_dict``, ``parameter.data = ...``, a new group), :meth:`is_current` is False, and the next layout starts
+    from the new tensors. Addresses are enough to notice that: this layout holds the memory that it has laid out, so no
+    other tensor can come to have the same address.
+
+    Attributes:
+        written: every tensor that a step of the last :meth:`slices` writes.
+
+    Args:
+        optimizer: its state gets a row for every parameter laid out.
+        rules: one per group.
+        lows: the model's weight for each parameter that is a master of one, else the parameter itself; in the order of
+            the groups.
+        has_gradient: which of them are to be laid out now, beside those that have a state.
+        before: the layout that this one follows.
+
+    Raises:
+        ParameterError: a parameter that no kernel here can step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rules: Sequence[Rule],
+        lows: Sequence[Tensor],
+        has_gradient: Sequence[bool],
+        before: FlatLayout | None = None,
+    ) -> None:
+        self.rules = list(rules)
+        self.targets = params_of(optimizer)
+        self.lows = list(lows)
+        self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
+        for index in wanted:
+            check_parameter(self.targets[index])
+        self._counters = step_counts_of(
+            {index: (self.targets[index], self._group_of[index]) for index in wanted},
+            optimizer.state,
+            optimizer.param_groups,
+            self.rules,
+            () if before is None else before.counted_rows(),
+        )
+        self._blocks: list[tuple[int, FlatBuffer]] = []
+        self._bound = bound = shares_storage([*self.targets, *self.lows])
+        alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.lows[i]) in bound}
+        for (group, _), members in _sorted_groups(wanted, self._kind):
+            align = _alignment(self._rule(members[0]))
+            for run in buckets_of(
+                [MIN_STANDALONE if i in alone else self.targets[i].numel() for i in members], align
+            ):
+                buffer = self._lay_out(optimizer, group, [members[i] for i in run])
+                self._blocks.append((group, buffer))
+        self._state = optimizer.state
+        self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
+        self._rows = list(optimizer.state.values())
+        self._in_rows = self._state_tensors(optimizer.state)
+        self._group_steps = {
+            self._group_of[i]: counter.step
+            for i, counter in self._counters.items()
+            if self._rule(i).step_scope == "group"
+        }
+        self._places = _places(self.targets)
+        self._low_places = _places(self.lows)
+        self._mask: list[bool] = []
+        self.written: list[Tensor] = []
+        self._pieces: list[BufferSlice] = []
+
+    def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], lows: Sequence[Tensor]) -> bool:
+        """Whether weights and states are still where this layout put them."""
+        targets = params_of(optimizer)
+        return (
+            len(targets) == len(self.targets)
+            and all(map(is_, targets, self.targets))
+            and all(map(is_, lows, self.lows))
+            and list(rules) == self.rules
+            and _places(targets) == self._places
+            and _places(lows) == self._low_places
+            and self._holds_state(optimizer)
+        )
+
+    def slices(self, mask: list[bool]) -> list[BufferSlice] | None:
+        """The slices to update, given which parameters have a gradient; None if one of these is not laid out."""
+        if mask == self._mask:
+            return self._pieces
+        if any(has and i not in self._counters for i, has in enumerate(mask)):
+            return None
+        self._part_company(mask)
+        self._pieces = [
+            BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rule(buffer.members[0]))
+            for group, buffer in self._blocks
+            for counter, run in self._runs(buffer, mask, each=self.rules[group].layerwise)
+        ]
+        moved = [i for slice_ in self._pieces for i in slice_.buffer.members]
+        self.written = [self.targets[i] for i in moved]
+        self.written += [self.lows[i] for i in moved if self.lows[i] is not self.targets[i]]
+        self._mask = list(mask)
+        return self._pieces
+
+    @property
+    def last(self) -> list[BufferSlice]:
+        """What :meth:`slices` returned last."""
+        return self._pieces
+
+    def step_counts(self, slices: Sequence[BufferSlice]) -> list[StepCount]:
+        """The step counts of some slices, each once."""
+        return list({id(slice_.step_count): slice_.step_count for slice_ in slices}.values())
+
+    def counted_rows(self) -> Iterator[tuple[Any, StepCount]]:
+        """The states of parameters laid out, with the step count of each."""
+        return ((row, self._counters[index]) for index, row in self._row_of.items())
+
+    def idle_rows(self) -> set[int]:
+        """The ``id`` of each state that holds only initial values: its first step was skipped, and its rule keeps no count."""
+        return {
+            id(row)
+            for index, row in self._row_of.items()
+            if self._rule(index).step_scope == "nowhere" and not self._counters[index].step
+        }
+
+    def _runs(
+        self, buffer: FlatBuffer, mask: Sequence[bool], *, each: bool
+    ) -> Iterator[tuple[StepCount, list[int]]]:
+        """Runs of neighbours in a buffer that have a gradient and share a step count; ``each`` for one at a time."""
+        keyed = [
+            (self._counters[member] if mask[member] else None, i) for i, member in enumerate(buffer.members)
+        ]
+        for _, run in groupby(keyed, key=lambda pair: id(pair[0])):
+            pairs = list(run)
+            counter = pairs[0][0]
+            if counter is not None and each:
+                yield from ((counter, [i]) for _, i in pairs)
+            elif counter is not None:
+                yield counter, [i for _, i in pairs]
+
+    def _part_company(self, mask: Sequence[bool]) -> None:
+        """Give parameters without a gradient a step count of their own."""
+        moving = {id(counter) for i, counter in self._counters.items() if mask[i]}
+        left: dict[int, StepCount] = {}
+        for index, counter in self._counters.items():
+            if not mask[index] and id(counter) in moving:
+                where = self._rule(index).step_scope
+                if where == "group":
+                    continue
+                own = left.setdefault(id(counter), StepCount(counter.step.clone()))
+                self._counters[index] = own
+                if where == "parameter":
+                    self._state[self.targets[index]]["step"] = own.step
+        if left:
+            self._in_rows = self._state_tensors(self._state)
+
+    def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
+        target, low = self.targets[index], self.lows[index]
+        return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
+
+    def _rule(self, index: int) -> Rule:
+        return self.rules[self._group_of[index]].for_weight(self.targets[index].dtype)
+
+    def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> FlatBuffer:
+        targets = [self.targets[i] for i in members]
+        lows = [self.lows[i] for i in members]
+        rule, settings = self._rule(members[0]), optimizer.param_groups[group]
+        align = _alignment(rule)
+        spans: list[tuple[int, int]] = []
+        for target in targets:
+            start = padded(spans[-1][1], align) if spans else 0
+            spans.append((start, start + target.numel()))
+        strides = [_dense_stride(target) for target in targets]
+        buffer = FlatBuffer(
+            weight=_join(targets, spans, strides),
+            low=None if lows[0] is targets[0] else _join(lows, spans, strides),
+            states=(),
+            members=tuple(members),
+            spans=tuple(spans),
+            shapes=tuple(
+                (tuple(target.shape), stride) for target, stride in zip(targets, strides, strict=True)
+            ),
+        )
+        rows = [optimizer.state[target] for target in targets]
+        states: list[Tensor] = []
+        for index, (part, start) in enumerate(zip(rule.storage, rule.initial(settings), strict=True)):
+            known = [row.get(part.name) for row in rows]
+            is_scalar = index >= len(rule.state_names) - rule.per_param_scalars
+            length = len(members) if is_scalar else -(-len(buffer) // part.block_size)
+            vector = _vector(targets, known, length, start, part)
+            views = list(vector.unbind()) if is_scalar else buffer.views(vector, part.block_size)
+            for row, view, value in zip(rows, views, known, strict=True):
+                if value is not None and value.data_ptr() != view.data_ptr():
+                    check_state(part.name, value, view)
+                    view.copy_(value)
+                row[part.name] = view
+            states.append(vector)
+        if rule.step_scope == "parameter":
+            for index, row in zip(members, rows, strict=True):
+                row["step"] = self._counters[index].step
+        block_sizes = () if align == ALIGN else tuple(part.block_size for part in rule.storage)
+        return replace(
+            buffer, states=tuple(states), per_param_scalars=rule.per_param_scalars, block_sizes=block_sizes
+        )
+
+    def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
+        """For each name in the states, the rows that have it and their tensors."""
+        found: dict[str, _Column] = {}
+        for index in self._counters:
+            row = state[self.targets[index]]
+            rule = self._rule(index)
+            for name in (*rule.state_names, "step") if rule.step_scope == "parameter" else rule.state_names:
+                column = found.setdefault(name, _Column(name, [], []))
+                column.rows.append(row)
+                column.tensors.append(row[name])
+        return list(found.values())
+
+    def _holds_state(self, optimizer: Optimizer) -> bool:
+        if optimizer.state is not self._state or len(optimizer.state) != len(self._rows):
+            return False
+        try:
+            return (
+                all(map(is_, optimizer.state.values(), self._rows))
+                and all(
+                    all(map(is_, map(itemgetter(column.name), column.rows), column.tensors))
+                    for column in self._in_rows
+                )
+                and all(
+                    optimizer.param_groups[group].get("step") is step
+                    for group, step in self._group_steps.items()
+                )
+            )
+        except KeyError:
+            return False
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The stride of a tensor; if it has gaps, that of a contiguous tensor of its shape."""
+    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+
+
+def _join(
+    tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]], strides: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """One tensor as a vector in its own memory, or several moved into one new buffer."""
+    if len(tensors) == 1 and tensors[0].stride() == strides[0]:
+        return flat(tensors[0])
+    buffer = tensors[0].new_zeros(padded(spans[-1][1]))
+    for tensor, (start, _), stride in zip(tensors, spans, strides, strict=True):
+        view = buffer.as_strided(tensor.shape, stride, start)
+        view.copy_(tensor.detach())
+        # The parameter stays the same object; only its memory changes.
+        tensor.data = view
+    return buffer
+
+
+def _vector(
+    targets: Sequence[Tensor], known: Sequence[Tensor | None], length: int, start: float, part: StateTensor
+) -> Tensor:
+    """Memory for one state tensor of all members: the tensor that is there if it fits, else a new vector."""
+    target, there = targets[0], known[0]
+    dtype = part.dtype or torch.promote_types(target.dtype, torch.float32)
+    if len(targets) == 1 and there is not None:
+        shape = (target.shape, target.stride()) if part.block_size == 1 else ((length,), (1,))
+        if (there.dtype, there.device, there.shape, there.stride()) == (dtype, target.device, *shape):
+            return flat(there)
+    return torch.full((length,), start, dtype=dtype, device=target.device)
+
+
+def _alignment(rule: Rule) -> int:
+    """Parameters begin at a multiple of this, so that no element of a state tensor belongs to two of them."""
+    return max(ALIGN, *(part.block_size for part in rule.storage)) if rule.storage else ALIGN
+
+
+def _sorted_groups(members: Sequence[int], key: Any) -> list[tuple[Any, list[int]]]:
+    found: dict[Any, list[int]] = {}
+    for member in members:
+        found.setdefault(key(member), []).append(member)
+    return list(found.items())

@@ -1,0 +1,118 @@
+"""GradPacker: the gradients of a buffer as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.flat.buffers import FlatBuffer, flat
+
+
+class GradPacker:
+    """Copies the gradients of a buffer's parameters side by side into a scratch vector, one buffer at a time.
+
+    The scratch is as long as the longest buffer. The gradient of a parameter that is alone in its buffer is read where it
+    lies. What was gathered last is not gathered again until :meth:`invalidate_grads`.
+    """
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        # Weak: with other gradients present, buffers are cut into other slices.
+        self._destinations: WeakKeyDictionary[FlatBuffer, _Destination] = WeakKeyDictionary()
+        self._last: tuple[FlatBuffer, Sequence[Tensor | None], Tensor] | None = None
+
+    def __call__(self, buffer: FlatBuffer, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of ``buffer`` as a vector; see :meth:`packed`."""
+        return flat(self.packed(buffer, grads))
+
+    def packed(self, buffer: FlatBuffer, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of ``buffer``, packed.
+
+        Args:
+            buffer: whose gradients.
+            grads: of all parameters, those of the buffer's members among them.
+
+        Returns:
+            A dense tensor in the order of the buffer's memory, valid until the next call.  # of the gradients' dtype
+        """
+        last = self._last
+        if last is not None and last[0] is buffer and last[1] is grads:
+            return last[2]
+        if buffer.is_alone:
+            return _in_order(cast(Tensor, grads[buffer.members[0]]), buffer)
+        start, stop = buffer.members[0], buffer.members[-1] + 1
+        is_run = stop - start == len(buffer.members)
+        found = list(grads[start:stop]) if is_run else [grads[member] for member in buffer.members]
+        own = cast("list[Tensor]", found)
+        dtypes = set(map(_DTYPE, own))
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+        vector, views = self._destination(buffer, dtype, own[0].device)
+        if buffer.is_row and len(dtypes) == 1:
+            # Three times as fast as copies one by one.
+            torch.cat(own, out=vector)
+        else:
+            torch._foreach_copy_(views, own)
+        self._last = (buffer, grads, vector)
+        return vector
+
+    def in_place(self, buffer: FlatBuffer, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of a standalone parameter if it has the parameter's memory order already; else None."""
+        if not buffer.is_alone:
+            return None
+        grad = cast(Tensor, grads[buffer.members[0]])
+        return grad if _is_in_order(grad, buffer) else None
+
+    def invalidate_grads(self) -> None:
+        """Forget what was packed: the gradients change from here on."""
+        self._last = None
+
+    def invalidate_layout(self) -> None:
+        """Forget the scratch memory: the buffers change from here on."""
+        self._destinations.clear()
+        self._scratch.clear()
+        self._last = None
+
+    def _destination(
+        self, buffer: FlatBuffer, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[Tensor]]:
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < buffer.length or scratch.device != device:
+            scratch = self._scratch[dtype] = torch.zeros(buffer.length, dtype=dtype, device=device)
+            self._destinations.clear()
+        known = self._destinations.get(buffer)
+        if known is None or known.dtype != dtype:
+            vector = scratch[: buffer.length]
+            known = self._destinations[buffer] = _Destination(dtype, vector, buffer.views(vector))
+        if buffer.has_gaps:
+            # The padding holds what other buffers have left there.
+            known.vector.zero_()
+        return known.vector, known.views
+
+
+class _Destination(NamedTuple):
+    """Scratch memory for the gradients of a buffer, as a whole and as views. It holds no reference to the buffer."""
+
+    dtype: torch.dtype
+    vector: Tensor
+    views: list[Tensor]
+
+
+_DTYPE: Final = attrgetter("dtype")
+
+
+def _is_in_order(grad: Tensor, buffer: FlatBuffer) -> bool:
+    # Kernels read memory, where a lazily negated tensor has the other sign.
+    return (grad.shape, grad.stride()) == buffer.shapes[0] and not grad.is_neg()
+
+
+def _in_order(grad: Tensor, buffer: FlatBuffer) -> Tensor:
+    """A gradient in the order of its parameter's memory."""
+    if _is_in_order(grad, buffer):
+        return grad
+    shape, stride = buffer.shapes[0]
+    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -1,0 +1,63 @@
+"""Step counts: how many steps each parameter has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfpeak.fused.rules.base import Rule
+
+
+@dataclass(eq=False, slots=True)
+class StepCount:
+    """The number of steps of parameters that have always stepped together.
+
+    Attributes:
+        step: how many; each of these parameters, or their group, has this tensor in its state.  # f32[]
+    """
+
+    step: Tensor
+
+    def increment(self) -> None:
+        """Add one."""
+        self.step += 1
+
+
+def step_counts_of(
+    targets: Mapping[int, tuple[Tensor, int]],
+    rows: Mapping[Tensor, Mapping[str, Any]],
+    groups: Sequence[dict[str, Any]],
+    rules: Sequence[Rule],
+    before: Iterable[tuple[Any, StepCount]],
+) -> dict[int, StepCount]:
+    """A step count for each parameter; those of one group with the same number share one.
+
+    Args:
+        targets: parameters and their groups, by their index.
+        rows: the state of each.
+        groups: of the optimizer; a group whose rule counts by group gets its ``step``.
+        rules: one per group.
+        before: states that have been counted until now, with their counters.
+    """
+    past = {id(row): counter for row, counter in before}
+    counters: dict[tuple[Any, ...], StepCount] = {}
+    found: dict[int, StepCount] = {}
+    for index, (target, group) in targets.items():
+        row, where = rows[target], rules[group].step_scope
+        if where == "nowhere":
+            # A parameter with state has taken at least one step, except if its state was created for a step that was skipped.
+            empty = all(value is None for value in row.values())
+            taken = 0.0 if empty or (id(row) in past and not past[id(row)].step) else 1.0
+        else:
+            taken = float((groups[group] if where == "group" else row).get("step", 0.0))
+        key = (group, target.device, taken)
+        if key not in counters:
+            counters[key] = StepCount(torch.full((), taken, device=target.device))
+        found[index] = counters[key]
+        if where == "group":
+            groups[group]["step"] = counters[key].step
+    return found

@@ -1,1 +1,0 @@
-"""Forms: how the numbers of an optimizer are stored in fewer bytes than float32."""

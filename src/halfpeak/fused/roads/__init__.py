@@ -1,1 +1,0 @@
-"""The ways in which the kernels of a step are run."""

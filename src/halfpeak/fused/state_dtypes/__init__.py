@@ -1,0 +1,1 @@
+"""Optimizer state and weights in fewer bytes than float32: codecs, quantised rules, remainders, loading."""

@@ -1,0 +1,251 @@
+"""Codecs: pure functions between float32 vectors and the tensors that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfpeak.fused.rules.base import StateTensor
+
+BLOCK_SIZE: Final = 128
+"""Neighbours that share one scale in 8 bits: 1/32 byte per element, and one row of a GPU's load."""
+
+_SMALLEST: Final = 2.0**-126
+"""A scale for blocks of zeros: not zero, and no subnormal that a kernel may flush."""
+
+
+class Codec(Protocol):
+    """How a float32 vector is stored. A frozen, hashable value, whose functions every backend traces or calls."""
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """The tensors that hold it, the one of its own shape first; their names go behind the name of what is stored."""
+        ...
+
+    @property
+    def kernel_format(self) -> str:
+        """What the Triton kernels call it; see :mod:`halfpeak.ops.triton.codecs`."""
+        ...
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of the stored tensors.  # f32[n]"""
+        ...
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that store a vector.
+
+        Args:
+            value: what to store.  # f32[n]
+            seed: the number of the step, for codecs with stochastic rounding.  # f32[]
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """As it is."""
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`Codec`."""
+        return (StateTensor("", None),)
+
+    @property
+    def kernel_format(self) -> str:
+        """See :class:`Codec`."""
+        return "identity"
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See :class:`Codec`."""
+        return parts[0].float()
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Codec`."""
+        return (value,)
+
+
+@dataclass(frozen=True, slots=True)
+class Bfloat16:
+    """The upper half of a float32: 2 bytes, 8 bits of precision.
+
+    Attributes:
+        stochastic: round up as often as the value is near the upper neighbour, instead of to the nearest. A second moment
+            shrinks by a thousandth per step, a quarter of what rounding to the nearest would notice: it would never fall.
+
+    Example:
+        >>> torch.set_printoptions(precision=6)
+        >>> seeds = torch.arange(4000.0)
+        >>> Bfloat16(stochastic=True).encode(torch.full((1,), 0.999), seeds[0])[0].dtype
+        torch.bfloat16
+        >>> torch.set_printoptions(profile="default")
+    """
+
+    stochastic: bool = False
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`Codec`."""
+        return (StateTensor("", torch.bfloat16),)
+
+    @property
+    def kernel_format(self) -> str:
+        """See :class:`Codec`."""
+        return "bf16_stochastic" if self.stochastic else "bf16"
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See :class:`Codec`."""
+        return parts[0].float()
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Codec`."""
+        if not self.stochastic:
+            return (value.to(torch.bfloat16),)
+        bits = value.view(torch.int32)
+        return (((bits + hash_bits(bits, seed)) >> 16).to(torch.int16).view(torch.bfloat16),)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Block:
+    """127 steps to either side of zero, in blocks of :data:`BLOCK_SIZE` with one scale each.
+
+    Example:
+        >>> value = torch.tensor([0.5, -1.27, 0.01])
+        >>> parts = Int8Block().encode(value, torch.tensor(1.0))
+        >>> parts[0].tolist(), [round(x, 3) for x in Int8Block().decode(parts).tolist()]
+        ([50, -127, 1], [0.5, -1.27, 0.01])
+    """
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`Codec`."""
+        return (StateTensor("", torch.int8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
+
+    @property
+    def kernel_format(self) -> str:
+        """See :class:`Codec`."""
+        return "int8_block"
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See :class:`Codec`."""
+        return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0])
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Codec`."""
+        rows = _blocked(value)
+        # Not divided: a GPU takes the reciprocal of a number from the host, and others do not.
+        scale = (rows.abs().amax(1) * (1 / 127)).clamp_min(_SMALLEST)
+        return _unblocked(torch.round(rows / scale.unsqueeze(1)), value).to(torch.int8), scale
+
+
+@dataclass(frozen=True, slots=True)
+class UInt8SqrtBlock:
+    """The root of a number that is never negative, in 255 steps, in blocks of :data:`BLOCK_SIZE` with one scale each.
+
+    Rounded up as often as the root is near the upper step, for the reason that :class:`Bfloat16` gives. What is above zero
+    stays above zero: it divides a first moment that need not be zero.
+
+    Example:
+        >>> parts = UInt8SqrtBlock().encode(torch.tensor([4.0, 1e-12, 0.0]), torch.tensor(1.0))
+        >>> parts[0].tolist(), round(UInt8SqrtBlock().decode(parts)[0].item(), 4)
+        ([255, 1, 0], 4.0)
+    """
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`Codec`."""
+        return (StateTensor("", torch.uint8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
+
+    @property
+    def kernel_format(self) -> str:
+        """See :class:`Codec`."""
+        return "uint8_sqrt_block"
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See :class:`Codec`."""
+        return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0]).square()
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Codec`."""
+        rows = _blocked(value.sqrt())
+        scale = (rows.amax(1) * (1 / 255)).clamp_min(_SMALLEST)
+        steps = _unblocked(rows / scale.unsqueeze(1), value)
+        up = hash_bits(value.view(torch.int32), seed).float() * 2.0**-16
+        whole = (steps + up).floor().clamp(max=255.0)
+        return torch.maximum(whole, (value > 0).float()).to(torch.uint8), scale
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """A float32 weight as the bfloat16 that the model computes with, and what that has rounded away.
+
+    With 16 bits every float32 comes back exactly, but for the payload of a nan. The bfloat16 is the nearest one; a value
+    that lies exactly between two goes to the one farther from zero, where a cast would go to the even one, because an even
+    one would need 65,537 remainders. That is one value in 130,000.
+
+    With 8 bits the weight has 24 bits; it is rounded stochastically, so that updates smaller than a rounding are not lost
+    on average.
+
+    Attributes:
+        bits: 16 or 8.
+
+    Example:
+        >>> value = torch.tensor([0.1, -3.0, 1e-30])
+        >>> low, remainder = Remainder().encode(value, torch.tensor(1.0))
+        >>> low.dtype, remainder.dtype, torch.equal(Remainder().decode((low, remainder)), value)
+        (torch.bfloat16, torch.int16, True)
+    """
+
+    bits: int = 16
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`Codec`."""
+        return (
+            StateTensor("", torch.bfloat16),
+            StateTensor("remainder", torch.int16 if self.bits == 16 else torch.int8),
+        )
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See :class:`Codec`."""
+        low, rest = parts[0].view(torch.int16).to(torch.int32), parts[1].to(torch.int32)
+        # Nothing rounds up to a zero, so it was written there by someone else; one less would be a nan.
+        rest = torch.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
+        borrowed = (rest < 0).to(torch.int32)
+        tail = (rest << (16 - self.bits)) & 0xFFFF
+        return (((low - borrowed) << 16) | tail).view(torch.float32)
+
+    def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`Codec`."""
+        bits = value.view(torch.int32)
+        if self.bits == 8:
+            bits = bits + (hash_bits(bits, seed) >> 8)
+        # The payload of a nan could round up to a zero.
+        bits = torch.where(torch.isnan(value), 0x7FC00000, bits)
+        rest = (bits << 16) >> (32 - self.bits)
+        low = (bits >> 16) + (rest < 0).to(torch.int32)
+        return low.to(torch.int16).view(torch.bfloat16), rest.to(self.storage[1].dtype)
+
+
+def hash_bits(bits: Tensor, seed: Tensor) -> Tensor:
+    """16 bits for each element, as good as random, from its own bits and the number of the step: the same in every run.
+
+    Args:
+        bits: of the value that is to be rounded.  # i32[n]
+        seed: the number of the step.               # f32[]
+    """
+    mixed = (bits ^ (seed.to(torch.int32) * -1640531527)) * -2048144789
+    mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
+    return (mixed >> 16) & 0xFFFF
+
+
+def _blocked(value: Tensor) -> Tensor:
+    return pad(value, (0, -value.shape[0] % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+
+
+def _unblocked(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1)[: like.shape[0]]

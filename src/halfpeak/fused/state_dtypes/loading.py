@@ -1,0 +1,94 @@
+"""Loading states that were saved in one format into an optimizer that stores them in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import StateError
+from halfpeak.fused.flat.buffers import flat
+from halfpeak.fused.flat.layout import params_of
+from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.state_dtypes.quantized_rule import QuantizedRule
+from halfpeak.ops.foreach import is_dense
+
+REMAINDER: Final = "remainder"
+"""The name of a remainder in the state of its parameter."""
+
+
+def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
+    """Check the saved state of a parameter.
+
+    Args:
+        index: of the parameter, for the message.
+        row: its saved state.
+        rule: by which it is to be stepped.
+        target: the parameter.
+
+    Raises:
+        StateError: a tensor has another shape than it has here, or is stored in a format that this rule does not read.
+    """
+    parts = {part.name: part for part in rule.storage}
+    for name, value in row.items():
+        # A count, or a norm, is one number.
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        part = parts.get(name)
+        is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
+        if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
+            raise StateError(
+                f"the state {name!r} of parameter {index} is of moments in 8 bits; make the optimizer with moments='int8', "
+                "or load the state of one that stores them whole"
+            )
+        block_size = 1 if part is None else part.block_size
+        shape = target.shape if block_size == 1 else torch.Size([-(-target.numel() // block_size)])
+        if value.shape != shape:
+            raise StateError(
+                f"the state {name!r} of parameter {index} has shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(target.shape)}; load the state of this model's optimizer"
+            )
+
+
+def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before: Tensor | None) -> None:
+    """Bring a state that was just loaded into the format of its rule. Moments in float32 are quantised if it stores them so.
+
+    Args:
+        row: changed in place.
+        rule: by which it is to be stepped.
+        target: the parameter.
+        before: its remainder until now. It belongs to the weight, and stays where the state brings none.
+    """
+    master = rule.master if isinstance(rule, QuantizedRule) else None
+    loaded = row.pop(REMAINDER, None)
+    if master is not None:
+        fits = loaded is not None and loaded.dtype == master.storage[1].dtype
+        if fits or before is not None:
+            row[REMAINDER] = loaded if fits else before
+    if isinstance(rule, QuantizedRule):
+        for name, codec in zip(rule.rule.state_names, rule.codecs, strict=True):
+            value = row.get(name)
+            if value is not None and value.is_floating_point() and len(codec.storage) > 1:
+                like = target.detach() if is_dense(target) else target.detach().contiguous()
+                ordered = torch.empty_like(like, dtype=torch.float32).copy_(value)
+                parts = codec.encode(flat(ordered), torch.zeros((), device=value.device))
+                row[name] = parts[0].as_strided(like.shape, like.stride())
+                row.update({name + p.name: t for p, t in zip(codec.storage[1:], parts[1:], strict=True)})
+
+
+def rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The saved states with their numbers, in the order of the groups. Torch finds out if there are as many as here."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    return ((index, loaded["state"].get(index, {})) for index in numbers)
+
+
+def keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
+    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
+    for index, target in zip(numbers, params_of(optimizer), strict=True):
+        for name, value in loaded["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[target][name] = value.detach().to(target.device, copy=True)

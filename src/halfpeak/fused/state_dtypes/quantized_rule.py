@@ -1,0 +1,187 @@
+"""QuantizedRule: a rule whose weight and state are stored in other formats than float32; StateFormat: how to ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.fused.rules.base import KernelConfig, Rule, StateTensor, StepScope
+from halfpeak.fused.state_dtypes.codecs import Bfloat16, Codec, Identity, Int8Block, Remainder, UInt8SqrtBlock
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRule(Rule):
+    """The arithmetic of a rule, between decoding what is stored and encoding what is new.
+
+    Its state tensors are those that the codecs store for each state of the rule, then the remainder of the weight.
+
+    Attributes:
+        rule: what updates the decoded numbers, element by element.
+        codecs: one for each of its state tensors.
+        master: of the weight; None leaves the weight as it is.
+
+    Example:
+        >>> from halfpeak.fused.state_dtypes.codecs import Remainder, Int8Block, UInt8SqrtBlock
+        >>> from halfpeak.fused.rules.adam import AdamRule
+        >>> QuantizedRule(AdamRule(), (Int8Block(), UInt8SqrtBlock()), Remainder()).state_names
+        ('exp_avg', 'exp_avg_scale', 'exp_avg_sq', 'exp_avg_sq_scale', 'remainder')
+    """
+
+    rule: Rule
+    codecs: tuple[Codec, ...]
+    master: Remainder | None
+
+    def for_weight(self, dtype: torch.dtype) -> Rule:
+        """See :class:`~halfpeak.fused.rules.base.Rule`.
+
+        Raises:
+            ParameterError: remainders of float16 weights.
+        """
+        if dtype is torch.float64:
+            return self.rule
+        if dtype is torch.float16 and self.master is not None:
+            raise ParameterError(
+                "a float16 weight has a smaller range than float32, so no 16-bit remainder makes it exact; store weights in "
+                "bfloat16 (level 'O5'), or leave out master="
+            )
+        own = self if dtype is torch.bfloat16 else replace(self, master=None)
+        return self.rule if own.master is None and all(codec == Identity() for codec in self.codecs) else own
+
+    @property
+    def storage(self) -> tuple[StateTensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        own = [
+            part._replace(name=slot + part.name)
+            for slot, codec in zip(self.rule.state_names, self.codecs, strict=True)
+            for part in codec.storage
+        ]
+        return (*own, *(() if self.master is None else self.master.storage[1:]))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of its state tensors."""
+        return tuple(part.name for part in self.storage)
+
+    @property
+    def step_scope(self) -> StepScope:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return self.rule.step_scope
+
+    def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+        """The constants of the rule, then the number of the step."""
+        return (*self.rule.constants(group, step), step)
+
+    def __call__(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return self.rule(weight, grad, state, constants[:-1])
+
+    def torch_fused(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
+    ) -> bool:
+        """See :class:`~halfpeak.fused.rules.base.Rule`, on the decoded numbers."""
+        return self.rule.torch_fused(weight, grad, state, group, step)
+
+    def kernel_config(self) -> KernelConfig | None:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        config = self.rule.kernel_config()
+        if config is None or self.rule.layerwise:
+            return None
+        formats = [codec.kernel_format for codec in self.codecs]
+        first, second, third = (*formats, *config.moments[len(formats) :])
+        bits = 0 if self.master is None else self.master.bits
+        return config._replace(master=bits, moments=(first, second, third))
+
+    def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        return self.rule.hyper_params(group)
+
+    def decode(self, weight: Tensor, state: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        left = iter(state)
+        decoded = [codec.decode(_next(left, len(codec.storage))) for codec in self.codecs]
+        whole = weight.to(wide) if self.master is None else self.master.decode((weight, *left))
+        return (whole, *decoded)
+
+    def encode(self, updated: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
+        seed = constants[-1]
+        weight, *rest = (updated[0],) if self.master is None else self.master.encode(updated[0], seed)
+        stored = [
+            part
+            for codec, value in zip(self.codecs, updated[1:], strict=True)
+            for part in codec.encode(value, seed)
+        ]
+        return (weight, *stored, *rest)
+
+
+def _next(parts: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(parts) for _ in range(count)]
+
+
+MasterFormat: TypeAlias = Literal["float32", "remainder", "remainder8"]
+"""Where the low bits of a float32 weight are whose upper half is the model's bfloat16."""
+
+_REMAINDERS: Final[dict[Any, Remainder | None]] = {
+    "float32": None,
+    "remainder": Remainder(),
+    "remainder8": Remainder(8),
+}
+_MOMENTS: Final[dict[Any, tuple[Codec, Codec]]] = {
+    torch.float32: (Identity(), Identity()),
+    torch.bfloat16: (Bfloat16(), Bfloat16(stochastic=True)),
+    "int8": (Int8Block(), UInt8SqrtBlock()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """How weights and moments are to be stored.
+
+    Args:
+        master: ``"float32"``: in a float32 master, where there is one (4 bytes per parameter). ``"remainder"``: in a
+            16-bit remainder in the optimizer's state, exactly (2 bytes). ``"remainder8"``: the first 8 bits of it (1 byte).
+        moments: ``torch.float32`` (8 bytes per parameter), ``torch.bfloat16`` (4) or ``"int8"`` (2 and 1/16).
+
+    Raises:
+        ConfigError: neither of these.
+
+    Example:
+        >>> from halfpeak.fused.rules.adam import AdamRule
+        >>> StateFormat(moments="int8").of(AdamRule(), squares=(False, True)).state_names
+        ('exp_avg', 'exp_avg_scale', 'exp_avg_sq', 'exp_avg_sq_scale')
+    """
+
+    master: MasterFormat = "float32"
+    moments: torch.dtype | Literal["int8"] = torch.float32
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("master", self.master, _REMAINDERS),
+            ("moments", self.moments, _MOMENTS),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+    @property
+    def remainder(self) -> Remainder | None:
+        """How weights are split, if they are."""
+        return _REMAINDERS[self.master]
+
+    def of(self, rule: Rule, squares: Sequence[bool]) -> Rule:
+        """``rule`` with this storage.
+
+        Args:
+            rule: that goes element by element.
+            squares: which of its state tensors are means of squares, never negative.
+        """
+        if self == StateFormat():
+            return rule
+        codecs = tuple(_MOMENTS[self.moments][square] for square in squares)
+        return QuantizedRule(rule, codecs, self.remainder)

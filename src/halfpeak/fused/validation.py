@@ -1,0 +1,102 @@
+"""Checks of hyper-parameters, parameters, gradients and states, each with an error that names what to write instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
+
+AT_LEAST_ZERO: Final = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "lr_decay",
+    "initial_accumulator_value",
+    "max_grad_norm",
+)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check the hyper-parameters of one group.
+
+    >>> check_group({"lr": -1.0})
+    Traceback (most recent call last):
+        ...
+    halfpeak.core.errors.ConfigError: lr=-1.0 must be a number of at least 0
+
+    Raises:
+        ConfigError: a value is out of its range. The message names both.
+        ConfigTypeError: a value is no number.
+    """
+    for name in AT_LEAST_ZERO:
+        if name in group and not _number(name, group[name]) >= 0:
+            raise ConfigError(f"{name}={group[name]!r} must be a number of at least 0")
+    if "betas" in group:
+        _check_betas(group["betas"])
+    if "dampening" in group:
+        _number("dampening", group["dampening"])
+    if group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
+        raise ConfigError(
+            f"nesterov=True needs momentum above 0 and dampening=0, not momentum={group['momentum']!r} and "
+            f"dampening={group['dampening']!r}"
+        )
+    if group.get("norm_type", 2) not in (2, math.inf):
+        raise ConfigError(f"norm_type={group['norm_type']!r} must be 2 or float('inf')")
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ConfigTypeError(f"betas={betas!r} must be two numbers of at least 0 and below 1")
+    for beta in betas:  # pyright: ignore[reportUnknownVariableType]
+        if not 0 <= _number("betas", beta) < 1:
+            raise ConfigError(f"betas={betas!r} must be two numbers of at least 0 and below 1")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(f"{name} is a tensor of shape {tuple(value.shape)}; it must have one element")
+    if not isinstance(value, (int, float, Tensor)):
+        raise ConfigTypeError(f"{name}={value!r} must be a number")
+    return float(value)
+
+
+def check_parameter(target: Tensor) -> None:
+    """Raise ParameterError for a parameter that no kernel here can update."""
+    if (
+        not target.is_floating_point()
+        or target.layout is not torch.strided
+        or type(target.data) is not Tensor
+    ):
+        kind = (
+            type(target.data).__name__
+            if type(target.data) is not Tensor
+            else f"{target.layout} {target.dtype}"
+        )
+        raise ParameterError(
+            f"a fused optimizer steps dense real tensors, and this parameter is a {kind}; use torch.optim for it"
+        )
+
+
+def check_gradients(grads: Sequence[Tensor | None]) -> None:
+    """Raise ParameterError for a sparse gradient. A layer gives sparse ones always or never, so once is enough."""
+    for grad in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            raise ParameterError(
+                f"a fused optimizer steps dense gradients, and this one is {grad.layout}; build the layer with sparse=False, "
+                "or step it by torch.optim.SparseAdam or SGD"
+            )
+
+
+def check_state(name: str, value: Tensor, place: Tensor) -> None:
+    """Raise ParameterError for a state of another shape than its place."""
+    if value.shape != place.shape:
+        raise ParameterError(
+            f"the state {name!r} of a parameter has shape {tuple(value.shape)} instead of {tuple(place.shape)}; "
+            "load the state of this model's optimizer"
+        )

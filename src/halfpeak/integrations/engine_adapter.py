@@ -1,0 +1,188 @@
+"""EngineAdapter: an engine inside a training loop that creates, wraps and drops models and optimizers when it likes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.casting.casts import OpCasts
+from halfpeak.casting.scope import restoring_scopes
+from halfpeak.core.errors import ConfigError, OrderError, StateError
+from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.engine import Engine
+from halfpeak.engine.prepare import prepare
+from halfpeak.optim.unwrap import check_can_convert, reconnect
+
+_STATE_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
+
+
+class EngineAdapter:
+    """Prepares an engine once the loop has models and optimizers, and restores the models' dtypes at the end.
+
+    Args:
+        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        options: of :func:`halfpeak.prepare`.
+        refused: options that the loop itself takes care of, each with what to write instead.
+
+    Raises:
+        ConfigError: an unknown level or option, or a refused one.
+
+    Attributes:
+        has_masters: whether the optimizers step float32 copies of the parameters.
+        engine: the engine between :meth:`connect` and :meth:`release`; else None.
+        last: the result of the last step; None before the first.
+    """
+
+    def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+        self.has_masters = bool(_resolved(level, options, refused).master_weights)
+        self.level = get_level(level).name
+        self.engine: Engine | None = None
+        self.last: StepResult | None = None
+        self._options = dict(options)
+        self._original_dtypes: list[tuple[Tensor, torch.dtype]] = []
+        self._saved_state: Mapping[str, Any] | None = None
+
+    def connect(
+        self, wrappers: Sequence[nn.Module], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Prepare an engine for models inside wrappers (DDP, or the models themselves).
+
+        A state that was loaded before, or that the previous engine left, is loaded into it.
+        """
+        self.release()
+        for wrapper in wrappers:
+            check_can_convert(wrapper)
+        tensors = [
+            t for model in models for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()
+        ]
+        dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+        self.engine = prepare(models, optimizers, self.level, **self._options)
+        self._original_dtypes = dtypes
+        for wrapper in wrappers:
+            reconnect(wrapper)
+        if self._saved_state is not None:
+            state, self._saved_state = self._saved_state, None
+            self.load_state_dict(state)
+
+    def release(self) -> None:
+        """Remove the engine. The models get their original dtypes back, with the values of the masters."""
+        engine = self.engine
+        if engine is None:
+            return
+        self._saved_state = {**self.state_dict(), "window": None}
+        values = [engine.masters.value_of(tensor) for tensor, _ in self._original_dtypes]
+        engine.remove()
+        for (tensor, dtype), value in zip(self._original_dtypes, values, strict=True):
+            tensor.data = (tensor if value is None else value).detach().to(tensor.device, dtype)
+        self.engine = None
+        self._original_dtypes = []
+
+    def connected(self, advice: str) -> Engine:
+        """The engine.
+
+        Raises:
+            OrderError: there is none yet; the message ends in ``advice``.
+        """
+        if self.engine is None:
+            raise OrderError(f"level {self.level} has no model and optimizer yet; {advice}")
+        return self.engine
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """The casts of the level; a null context before there is an engine."""
+        return nullcontext() if self.engine is None else self.engine.forward()
+
+    def step(
+        self, engine: Engine, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    ) -> StepResult:
+        """Step or skip one optimizer, and keep the result in :attr:`last`."""
+        self.last = engine.step(closure, optimizers=optimizer)
+        return self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32."""
+        if self.engine is None:
+            return dict(self._saved_state or {})
+        return engine_state(self.engine)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; before :meth:`connect` it is kept until there is an engine.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        if self.engine is not None:
+            load_engine_state(self.engine, state)
+        else:
+            self._saved_state = _checked(state)
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """The state of an engine without its models and optimizers, which the loop saves."""
+    return engine.loop_state_dict()
+
+
+def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Restore what :func:`engine_state` gave. A static scale keeps its value, whatever was saved.
+
+    Raises:
+        StateError: it does not fit. Nothing was loaded.
+    """
+    engine.load_loop_state_dict(_checked(state))
+
+
+@contextmanager
+def scale_loss(
+    engine: Engine, loss: Tensor, optimizers: Iterable[Optimizer] | Optimizer | None = None, *, delay: bool
+) -> Generator[Tensor]:
+    """A backward pass run by the loop: yields the loss times its scale; afterwards its gradients are unscaled.
+
+    Args:
+        engine: which.
+        loss: divided for accumulation already.
+        optimizers: those whose parameters may get gradients; None means all.
+        delay: DDP does not reduce these gradients yet, so they stay scaled until a later pass that does.
+    """
+    # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
+    casting = engine.casting if isinstance(engine.casting, OpCasts) else nullcontext()
+    with restoring_scopes(), casting, engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
+        yield product
+    engine.accumulate()
+    # The loop does not say whose loss it was: an optimizer that got no gradient has nothing to skip for.
+    engine.close_windows_without_gradients(optimizers)
+
+
+def stepped_parameters(engine: Engine, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """For each parameter the one that the optimizer steps: its master, or itself."""
+    masters = engine.masters
+    return [parameter if (master := masters.of(parameter)) is None else master for parameter in parameters]
+
+
+def _checked(state: object) -> Mapping[str, Any]:
+    # Files written before the statistics were saved have no "buffers".
+    known: Mapping[str, Any] = {"buffers": [], **state} if isinstance(state, Mapping) else {}
+    if set(known) != set(_STATE_KEYS):
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise StateError(f"the state of a level in a loop has the keys {sorted(_STATE_KEYS)}, not {found}")
+    buffers = known["buffers"]
+    if not isinstance(buffers, list) or not all(isinstance(flat, Tensor) for flat in buffers):
+        raise StateError(f"the saved statistics must be a list of tensors, not {type(buffers).__name__}")
+    return known
+
+
+def _resolved(level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> Properties:
+    """The properties of a level with options, which are all checked."""
+    known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
+    for name in options:
+        if name in refused:
+            raise ConfigError(f"{name}={options[name]!r}: {refused[name]}")
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; known are level, {', '.join(sorted(known))}")
+    names = set(inspect.signature(resolve).parameters) & set(options)
+    return resolve(level, **{name: options[name] for name in names})

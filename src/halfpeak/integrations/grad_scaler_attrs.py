@@ -1,0 +1,71 @@
+"""The private attributes of ``torch.amp.GradScaler``, as properties over a loss scaler of halfpeak.
+
+torch's getters, setters and ``state_dict`` read them, and so does code that reaches into a scaler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.integrations.unscaled_grads import UnscaledGrads
+from halfpeak.state.loss_scaler import LossScaler
+
+
+class GradScalerAttrs(torch.amp.GradScaler):
+    """torch's class without its constructor: the methods inherited from it read and write the loss scaler."""
+
+    _scaler: LossScaler
+    _unscaled: dict[Optimizer, UnscaledGrads]
+
+    @property
+    def _scale(self) -> Tensor:  # type: ignore[override]
+        return self._scaler.state.scale
+
+    @property
+    def _growth_tracker(self) -> Tensor:  # type: ignore[override]
+        return self._scaler.state.clean
+
+    @property
+    def _init_scale(self) -> float:
+        return self._scaler.config.init
+
+    @property
+    def _growth_factor(self) -> float:
+        return self._scaler.config.growth
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        self._scaler.config = replace(self._scaler.config, growth=value)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self._scaler.config.backoff
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        self._scaler.config = replace(self._scaler.config, backoff=value)
+
+    @property
+    def _growth_interval(self) -> int:
+        return self._scaler.config.interval
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self._scaler.config = replace(self._scaler.config, interval=value)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """accelerate calls this under FSDP2, to have the scale where the shards are before a state is loaded."""
+        self._scaler.to(torch.device(dev))
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """``found_inf`` of an optimizer's gradients, which ranks that step together may reduce in place."""
+        unscaled = self._unscaled.get(optimizer)
+        return {} if unscaled is None else {unscaled.found_inf.device: unscaled.found_inf}
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """``found_inf`` of an optimizer's gradients as they are, for optimizers that divide by the scale themselves."""
+        return {self._scale.device: UnscaledGrads(optimizer, torch.ones_like(self._scale), ()).found_inf}

@@ -1,0 +1,239 @@
+"""Precision plugins of Lightning 2.x without their base class, which ``lightning`` and ``pytorch_lightning`` each define."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.checkpoint.foreign import from_grad_scaler
+from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.engine import Engine
+from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
+from halfpeak.optim.unwrap import unwrap
+
+NOT_HERE: Final = {
+    "accumulate": "Lightning counts the backward passes of a step: write Trainer(accumulate_grad_batches=...)",
+    "clip": "Lightning clips: write Trainer(gradient_clip_val=...), or fabric.clip_gradients(...)",
+    "num_losses": "Lightning does not say which loss a backward pass is of; leave it out",
+}
+"""Options of :func:`halfpeak.prepare` that Lightning takes care of itself."""
+
+PRECISIONS: Final = {
+    "O0": "32-true",
+    "O1": "16-mixed",
+    "O2": "16-true",
+    "O3": "16-true",
+    "O4": "bf16-mixed",
+    "O5": "bf16-true",
+}
+"""Lightning's name for the precision nearest to each level. Lightning shows it and estimates model sizes with it."""
+
+
+class EnginePlugin:
+    """Base of both plugins: the casts of a level, its backward passes, its state.
+
+    Args:
+        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        options: of :func:`halfpeak.prepare`, but for those that Lightning takes care of itself (``clip``, ``accumulate``).
+
+    Raises:
+        ConfigError: an unknown level or option, or one that Lightning takes care of.
+    """
+
+    def __init__(self, level: str = "O2", **options: Any) -> None:
+        self.adapter = EngineAdapter(level, options, NOT_HERE)
+        self.precision: Any = PRECISIONS[self.adapter.level]
+        self._wrapper: nn.Module | None = None
+
+    @property
+    def holder(self) -> EngineAdapter:
+        """Deprecated name of :attr:`adapter`."""
+        warnings.warn("holder is now called adapter", DeprecationWarning, stacklevel=2)
+        return self.adapter
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, while there is one."""
+        return self.adapter.engine
+
+    @property
+    def last(self) -> StepResult | None:
+        """The result of the last step; None before the first."""
+        return self.adapter.last
+
+    def _connected(self) -> Engine:
+        return self.adapter.connected("write precision.connect(model, optimizer) after fabric.setup")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The casts of the level."""
+        return self.adapter.forward()
+
+    def _scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        delay = not getattr(self._wrapper, "require_backward_grad_sync", True)
+        return scale_loss(self._connected(), loss, delay=delay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scales, counters and the open window; Lightning saves the model and the optimizer, in float32."""
+        return self.adapter.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        self.adapter.load_state_dict(state_dict)
+
+
+class FabricPlugin(EnginePlugin):
+    """An engine for what ``fabric.setup`` returned."""
+
+    def connect(self, model: Any, *optimizers: Any) -> None:
+        """Convert a model and its optimizers after ``fabric.setup``, which does not show them to a plugin together.
+
+        Args:
+            model: what ``fabric.setup`` returned; or a list of such models.
+            optimizers: likewise.
+        """
+        models = list(model) if isinstance(model, (list, tuple)) else [model]
+        raw = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        wrappers = [getattr(one, "_forward_module", one) for one in models]
+        self.adapter.connect(wrappers, [unwrap(one) for one in wrappers], raw)
+        self._wrapper = wrappers[0]
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward on the scaled loss and unscale the gradients."""
+        with self._scaled(tensor) as scaled:
+            scaled.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> StepResult:
+        """Step or skip; ``optimizer.step()`` returns the result.
+
+        Args:
+            optimizer: the bare optimizer.
+            kwargs: ``closure``, which calls ``fabric.backward(loss)``.
+        """
+        return self.adapter.step(self._connected(), optimizer, kwargs.get("closure"))
+
+    def teardown(self) -> None:
+        """Do nothing: Fabric has no end at which a model could be converted back."""
+
+
+class TrainerPlugin(EnginePlugin):
+    """An engine during ``Trainer.fit``; before and afterwards the module is an ordinary float32 module.
+
+    At levels that store half weights the submodules of the ``LightningModule`` are converted and cast at their own
+    boundaries, so ``training_step`` gets float32 from whichever it calls. Parameters of the ``LightningModule`` itself,
+    and submodules without parameters (losses, metrics), stay as they are.
+    """
+
+    _after_closure: Callable[..., None]
+    _wrap_closure: Callable[..., Any]
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare the engine. A scheduler with ``interval="step"`` waits where a step is skipped.
+
+        Raises:
+            ParameterError: the level stores half weights, and all parameters belong to the ``LightningModule`` itself.
+            ConfigError: the level has masters, and a callback looks for the module's parameters in the optimizer.
+        """
+        module = unwrap(model)
+        if self.adapter.has_masters:
+            _check_callbacks(module, self.adapter.level)
+        if "mixed" in self.precision:
+            parts: list[nn.Module] = [module]
+        else:
+            parts = list(called_submodules(module))
+            if not parts:
+                raise ParameterError(
+                    f"{type(module).__name__} has no submodule with parameters, so {self.adapter.level} has nothing to "
+                    "convert; put the parameters in a torch.nn.Module, or write HalfpeakPrecision('O1')"
+                )
+        self.adapter.connect([model], parts, [one for one in optimizers if one.param_groups])
+        self._wrapper, self.adapter.last = model, None
+        for config in lr_schedulers:
+            if config.interval == "step" and not isinstance(config.scheduler, SkipAwareScheduler):
+                config.scheduler = SkipAwareScheduler(config.scheduler, self)
+        return model, optimizers, lr_schedulers
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run ``LightningModule.backward`` on the scaled loss and unscale the gradients."""
+        with self._scaled(tensor) as scaled:
+            model.backward(scaled, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Forward and backward, Lightning's hooks and clipping on unscaled gradients, then step or skip.
+
+        Returns:
+            What the closure returned: the loss.
+        """
+        engine = self._connected()
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self.adapter.step(engine, optimizer, partial(self._wrap_closure, model, optimizer, closure))
+            return None
+        loss = closure()
+        self._after_closure(model, optimizer)
+        if loss is None and model.automatic_optimization:
+            self.adapter.last = None  # training_step returned None: there was no backward pass
+            return None
+        self.adapter.step(engine, optimizer)
+        return loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the loss scale of a run that Lightning's own ``MixedPrecision`` saved."""
+        theirs = checkpoint.get("MixedPrecision")
+        if theirs and type(self).__qualname__ not in checkpoint and self.engine is not None:
+            numbers = from_grad_scaler(theirs)
+            for scaler in self.engine.scalers:
+                if scaler.config.dynamic:
+                    scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+
+    def teardown(self) -> None:
+        """Restore the module's own dtypes, with the values of the masters. The next ``fit`` continues with the scale."""
+        self.adapter.release()
+        self._wrapper = None
+
+
+def _check_callbacks(module: nn.Module, level: str) -> None:
+    trainer = getattr(module, "_trainer", None)
+    for callback in [] if trainer is None else trainer.callbacks:
+        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+            raise ConfigError(
+                f"{type(callback).__name__} looks for the names of the optimizer's parameters in the module, but at {level} "
+                "the optimizer has their masters; write HalfpeakPrecision('O1') or 'O4', which have none"
+            )
+
+
+class SkipAwareScheduler:
+    """A learning-rate scheduler whose ``step`` does nothing after a skipped step; otherwise the scheduler itself."""
+
+    def __init__(self, scheduler: Any, plugin: EnginePlugin) -> None:
+        self._scheduler, self._plugin = scheduler, plugin
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler unless the last step was skipped. Waits for the device."""
+        last = self._plugin.last
+        if last is not None and last.stepped():
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def called_submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """The submodules with parameters that a module calls: its children, with ``ModuleList`` and ``ModuleDict`` opened."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from called_submodules(child)
+        elif next(child.parameters(), None) is not None:
+            yield child

@@ -1,0 +1,58 @@
+"""Limits of a file that is parsed: libcst's parser recurses in native code, where deep nesting ends the process."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from itertools import accumulate
+from typing import Final
+
+MAX_BYTES: Final = 2**21
+MAX_NESTING: Final = 100
+"""Brackets inside brackets, and blocks inside blocks. Python itself allows 200 and 100."""
+
+MAX_CHAIN: Final = 1000
+"""Tokens of one expression without a comma, such as ``a + b + c``, and the number of ``elif`` in a file."""
+
+
+def exceeded_limit(source: bytes) -> tuple[int, str] | None:
+    """The line and the reason why a file is not parsed; None if it is within the limits.
+
+    Time and memory are proportional to the size of the file. Text that cannot be split into tokens is left to the parser,
+    which says what is wrong with it.
+
+    >>> exceeded_limit(b"x = " + b"(" * 300 + b")" * 300)
+    (1, 'it is nested more than 100 levels deep')
+    """
+    if len(source) > MAX_BYTES:
+        return 1, f"it is larger than {MAX_BYTES} bytes"
+    if b"\0" in source:
+        return 1, "it contains null bytes, as text in UTF-16 does; save it as UTF-8"
+    blocks, elifs, chains = 0, 0, [0]
+    try:
+        for token in tokenize.tokenize(io.BytesIO(source).readline):
+            line = token.start[0]
+            blocks += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
+            elifs += token.string == "elif"
+            if token.type == tokenize.NEWLINE or token.string in (",", ";"):
+                chains[-1] = 0
+            elif token.string in ("(", "[", "{"):
+                chains.append(0)
+            elif token.string in (")", "]", "}") and len(chains) > 1:
+                chains.pop()
+            chains[-1] += token.type not in (tokenize.COMMENT, tokenize.NL)
+            if max(len(chains) - 1 + _depth_inside(token), blocks) > MAX_NESTING:
+                return line, f"it is nested more than {MAX_NESTING} levels deep"
+            if max(chains[-1], elifs) > MAX_CHAIN:
+                return line, f"it has an expression or an if of more than {MAX_CHAIN} parts"
+    except (tokenize.TokenError, SyntaxError, UnicodeDecodeError):
+        return None
+    return None
+
+
+def _depth_inside(token: tokenize.TokenInfo) -> int:
+    """How deep brackets are nested in a formatted string, which up to Python 3.11 is one token."""
+    text = token.string
+    if token.type != tokenize.STRING or "f" not in text.partition(text[-1])[0].lower():
+        return 0
+    return max(accumulate((one in "([{") - (one in ")]}") for one in text))

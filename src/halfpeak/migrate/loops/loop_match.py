@@ -1,0 +1,349 @@
+"""A training loop written for ``apex.amp``: what it initialises, runs backward and steps; matched as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import libcst as cst
+
+from halfpeak.migrate.calls import keyword_of
+from halfpeak.migrate.findings import NotSupported
+from halfpeak.migrate.names import Replacement, look_up
+from halfpeak.migrate.tree import Tree, Use, names_in, walk
+
+Block = cst.Module | cst.IndentedBlock
+
+PREFIXES: Final = ("apex.amp", "halfpeak.amp")
+"""Loops on ``halfpeak.amp`` are rewritten like those on apex's."""
+
+_KNOWN: Final = frozenset(
+    {"initialize", "scale_loss", "master_params", "disable_casts", "state_dict", "load_state_dict"}
+)
+"""Names of amp that a loop may use and still be understood."""
+
+_KEEP_AMP: Final = "keep halfpeak.amp, or rewrite it by hand with halfpeak.prepare"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Initialize:
+    """``model, optimizer = amp.initialize(model, optimizer, opt_level=...)``.
+
+    Attributes:
+        statement: the whole line.
+        use: the name that is called.
+        models: the first argument.
+        optimizers: the second.
+        keywords: the others.
+        numbers: the number of each optimizer, by every name that it goes by.
+        count: how many optimizers there are.
+        level: the opt level, if it is a literal.
+        result: the targets that the result is unpacked into, where they differ from the arguments.
+    """
+
+    statement: cst.SimpleStatementLine
+    use: Use
+    models: cst.BaseExpression
+    optimizers: cst.BaseExpression
+    keywords: Mapping[str, cst.Arg]
+    numbers: Mapping[str, int]
+    count: int
+    level: str | None
+    result: str | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class BackwardPass:
+    """``with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
+
+    Attributes:
+        statement: the whole block; its place is ``block.body[index]``.
+        number: which optimizer, as in :attr:`Initialize.numbers`.
+        args: of ``backward``.
+    """
+
+    statement: cst.With
+    block: Block
+    index: int
+    loss: cst.BaseExpression
+    loss_id: cst.BaseExpression | None
+    optimizer: cst.BaseExpression
+    number: int
+    args: Sequence[cst.Arg]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class OptimizerStep:
+    """``optimizer.step()``, the statement ``block.body[index]``."""
+
+    statement: cst.SimpleStatementLine
+    block: Block
+    index: int
+    optimizer: cst.BaseExpression
+    number: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class LoopMatch:
+    """One loop, or several that share an ``initialize``.
+
+    Attributes:
+        uses: every use of amp, by the name in amp.
+    """
+
+    initialize: Initialize
+    passes: Sequence[BackwardPass]
+    steps: Sequence[OptimizerStep]
+    uses: Mapping[str, Sequence[Use]]
+
+    def blocks(self) -> list[Block]:
+        """The blocks of statements that contain backward passes."""
+        return _blocks(self.passes)
+
+
+def uses_of_amp(tree: Tree) -> dict[str, list[Use]]:
+    """The uses of amp's names, apex's or halfpeak's. Uses of the module itself are under the empty name."""
+    found: dict[str, list[Use]] = {}
+    for use in tree.uses:
+        if any(use.name == prefix or use.name.startswith(f"{prefix}.") for prefix in PREFIXES):
+            replacement = look_up(use.name.replace("halfpeak.amp", "apex.amp", 1), "amp")
+            known = isinstance(replacement, Replacement)
+            name = replacement.name if known else use.name.partition("amp")[2].lstrip(".")
+            found.setdefault(name, []).append(use)
+    return found
+
+
+def match_loop(tree: Tree) -> LoopMatch | None:
+    """The training loop of a file; None if it does not use amp.
+
+    Raises:
+        NotSupported: it uses amp in a way that is not understood in full.
+    """
+    uses = uses_of_amp(tree)
+    if not uses:
+        return None
+    for name, several in uses.items():
+        for use in several:
+            if use.doubt:
+                raise NotSupported(use.node, use.name, use.doubt, "import it in one place")
+            if name not in _KNOWN:
+                reason = "the code does more with amp than train"
+                raise NotSupported(use.node, use.name, reason, _KEEP_AMP)
+    calls = uses.get("initialize", [])
+    if len(calls) != 1:
+        use = calls[-1] if calls else next(iter(uses.values()))[0]
+        reason = "amp is initialised more than once" if calls else "amp.initialize is called in another file"
+        raise NotSupported(use.node, use.name, reason, _KEEP_AMP)
+    (use,) = calls
+    initialize = _initialize(tree, use)
+    passes = [_backward_pass(tree, one, initialize) for one in uses.get("scale_loss", ())]
+    if not passes:
+        raise NotSupported(use.node, use.name, "amp.scale_loss is not called in this file", _KEEP_AMP)
+    steps = list(_steps(tree, initialize, _blocks(passes)))
+    match = LoopMatch(initialize=initialize, passes=passes, steps=steps, uses=uses)
+    for block in match.blocks():
+        _check_order(tree, match, block)
+    return match
+
+
+def elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """The elements of a list or tuple display; any other expression is its own only element."""
+    return [one.value for one in node.elements] if isinstance(node, cst.List | cst.Tuple) else [node]
+
+
+def _blocks(passes: Sequence[BackwardPass]) -> list[Block]:
+    return list({id(one.block): one.block for one in passes}.values())
+
+
+def _initialize(tree: Tree, use: Use) -> Initialize:
+    call, statement = tree.call_of(use.node), tree.line_of(use.node)
+    if call is None or statement is None:
+        raise NotSupported(use.node, use.name, "it is not called in a statement of its own", _KEEP_AMP)
+    small = statement.body[0]
+    value = small.value if isinstance(small, cst.Assign | cst.Expr) else None
+    unpack = "write model, optimizer = amp.initialize(...)"
+    if value is not call or (isinstance(small, cst.Assign) and len(small.targets) != 1):
+        raise NotSupported(call, use.name, "its result is not unpacked at once", unpack)
+    positional = [arg.value for arg in call.args if arg.keyword is None]
+    keywords = {name: arg for arg in call.args if (name := keyword_of(arg)) is not None}
+    if any(arg.star for arg in call.args) or len(positional) > 2:
+        raise NotSupported(call, use.name, "its arguments cannot be told apart", "write them as keywords")
+    for name in ("models", "optimizers")[len(positional) :]:
+        if name not in keywords:
+            write = "keep halfpeak.amp, or cast the model yourself"
+            raise NotSupported(call, use.name, "there is no optimizer", write)
+        positional.append(keywords.pop(name).value)
+    models, optimizers = positional
+    _check_unconditional(tree, statement, use)
+    numbers, result = {tree.code(one): number for number, one in enumerate(elements(optimizers))}, None
+    if isinstance(small, cst.Assign):
+        target = small.targets[0].target
+        parts = elements(target)
+        if len(parts) != 2 or not isinstance(target, cst.Tuple | cst.List):
+            raise NotSupported(small, "amp.initialize", "its result is not unpacked", unpack)
+        numbers |= _names_after(tree, parts[1], len(elements(optimizers)))
+        given, bound = ([_codes(tree, one) for one in pair] for pair in (positional, parts))
+        result = None if given == bound else tree.code(target)
+    level = keywords["opt_level"].value if "opt_level" in keywords else cst.SimpleString('"O1"')
+    literal = level.evaluated_value if isinstance(level, cst.SimpleString) else None
+    return Initialize(
+        statement=statement,
+        use=use,
+        models=models,
+        optimizers=optimizers,
+        keywords=keywords,
+        numbers=numbers,
+        count=len(elements(optimizers)),
+        level=literal if isinstance(literal, str) else None,
+        result=result,
+    )
+
+
+def _codes(tree: Tree, node: cst.BaseExpression) -> list[str]:
+    return [tree.code(one) for one in elements(node)]
+
+
+def _names_after(tree: Tree, target: cst.BaseExpression, count: int) -> dict[str, int]:
+    """The numbers of the optimizers by their names after ``initialize``: each has one, or they are in a list."""
+    names = _codes(tree, target)
+    if len(names) != count:
+        names = [f"{tree.code(target)}[{number}]" for number in range(count)]
+    return {name: number for number, name in enumerate(names)}
+
+
+def _check_unconditional(tree: Tree, statement: cst.SimpleStatementLine, use: Use) -> None:
+    for above in tree.parents(statement):
+        if isinstance(above, cst.FunctionDef):
+            return
+        if isinstance(above, cst.If | cst.For | cst.While | cst.ExceptHandler | cst.Else | cst.Finally):
+            if isinstance(above, cst.If) and "__name__" in tree.code(above.test):
+                continue
+            raise NotSupported(
+                use.node,
+                use.name,
+                "it is called under a condition, and the engine is needed in either case",
+                'keep halfpeak.amp, or write engine = halfpeak.prepare(model, optimizer, level if condition else "O0")',
+            )
+
+
+def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass:
+    call = tree.call_of(use.node)
+    item = tree.parent(call) if call is not None else None
+    statement = tree.parent(item) if item is not None else None
+    if (
+        call is None
+        or not isinstance(item, cst.WithItem)
+        or item.asname is None
+        or not isinstance(statement, cst.With)
+    ):
+        raise NotSupported(use.node, use.name, "it is not the head of a with statement", _KEEP_AMP)
+    positional = [arg.value for arg in call.args if not arg.keyword]
+    given = dict(zip(("loss", "optimizers", "loss_id", "model"), positional, strict=False))
+    given |= {name: arg.value for arg in call.args if (name := keyword_of(arg)) is not None}
+    given.pop("model", None)
+    unknown = [name for name in given if name not in ("loss", "optimizers", "loss_id")]
+    if unknown or any(arg.star for arg in call.args) or not {"loss", "optimizers"} <= given.keys():
+        reason = f"it is called with {', '.join(unknown) or 'other arguments'}"
+        raise NotSupported(call, use.name, reason, _KEEP_AMP)
+    scaled = tree.code(item.asname.name)
+    args = _backward_args(statement, scaled)
+    if args is None or len(statement.items) != 1:
+        raise NotSupported(use.node, use.name, f"the block does more than {scaled}.backward()", _KEEP_AMP)
+    number = initialize.numbers.get(tree.code(given["optimizers"]))
+    if number is None:
+        raise NotSupported(call, use.name, "its optimizer is not one of amp.initialize's by name", _KEEP_AMP)
+    around = tree.function(statement) or tree.module
+    mentions = sum(one.value == scaled for one in names_in(around))
+    passes = sum(
+        isinstance(one, cst.With) and _backward_args(one, scaled) is not None for one in walk(around)
+    )
+    if mentions != 2 * passes:
+        reason = f"{scaled} is used outside the block too"
+        raise NotSupported(use.node, use.name, reason, "use the loss itself")
+    block, index = _place(tree, statement)
+    return BackwardPass(
+        statement=statement,
+        block=block,
+        index=index,
+        loss=given["loss"],
+        loss_id=given.get("loss_id"),
+        optimizer=given["optimizers"],
+        number=number,
+        args=args,
+    )
+
+
+def _backward_args(statement: cst.With, scaled: str) -> Sequence[cst.Arg] | None:
+    """The arguments of ``scaled.backward(...)``, if the body is that and nothing else."""
+    body = statement.body.body
+    line = body[0] if len(body) == 1 else None
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else line
+    call = small.value if isinstance(small, cst.Expr) else None
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return None
+    is_scaled = isinstance(call.func.value, cst.Name) and call.func.value.value == scaled
+    return call.args if is_scaled and call.func.attr.value == "backward" else None
+
+
+def _steps(tree: Tree, initialize: Initialize, blocks: Sequence[Block]) -> Iterator[OptimizerStep]:
+    for call in (node for node in walk(tree.module) if isinstance(node, cst.Call)):
+        if not isinstance(call.func, cst.Attribute) or call.func.attr.value != "step":
+            continue
+        number = initialize.numbers.get(tree.code(call.func.value))
+        if number is None:
+            continue
+        code, statement = tree.code(call), tree.line_of(call)
+        if call.args:
+            write = "write engine.step(closure), with engine.backward inside"
+            raise NotSupported(call, code, "the step has a closure", write)
+        if not isinstance(tree.parent(call), cst.Expr):
+            write = "write result = engine.step() and ask result.stepped()"
+            raise NotSupported(call, code, "its result is used", write)
+        if statement is None or not any(tree.parent(statement) is block for block in blocks):
+            raise NotSupported(
+                call,
+                code,
+                "the step is not taken beside the backward pass, as when gradients are accumulated",
+                "keep halfpeak.amp, or write halfpeak.prepare(..., accumulate=n), engine.backward(loss) with the loss "
+                "undivided, and engine.step() after each",
+            )
+        block, index = _place(tree, statement)
+        yield OptimizerStep(
+            statement=statement, block=block, index=index, optimizer=call.func.value, number=number
+        )
+
+
+def _place(tree: Tree, statement: cst.BaseStatement) -> tuple[Block, int]:
+    """The block of a statement, and its index there."""
+    block = tree.parent(statement)
+    assert isinstance(block, Block)
+    return block, next(index for index, one in enumerate(block.body) if one is statement)
+
+
+def _check_order(tree: Tree, match: LoopMatch, block: Block) -> None:
+    """Each backward pass has a step after it, with no second pass of the same optimizer and loss in between."""
+    events = [one for one in (*match.passes, *match.steps) if one.block is block]
+    waiting: dict[int, list[str]] = {}
+    for event in sorted(events, key=lambda one: one.index):
+        if isinstance(event, BackwardPass):
+            loss_id = "0" if event.loss_id is None else tree.code(event.loss_id)
+            if loss_id in waiting.setdefault(event.number, []):
+                reason = f"the loss scale of loss_id={loss_id} moves twice for one step"
+                write = "keep halfpeak.amp, or add the losses up"
+                raise NotSupported(event.statement, "amp.scale_loss", reason, write)
+            waiting[event.number].append(loss_id)
+        elif not waiting.pop(event.number, []):
+            code = tree.code(event.statement.body[0])
+            raise NotSupported(event.statement, code, "no backward pass comes before it", _KEEP_AMP)
+    first, last = (choose(one.index for one in events) for choose in (min, max))
+    for node in (one for statement in block.body[first:last] for one in walk(statement)):
+        if isinstance(node, cst.Break | cst.Continue | cst.Return):
+            reason = "the step may be left out after a backward pass"
+            raise NotSupported(node, tree.code(node), reason, _KEEP_AMP)
+    if waiting:
+        raise NotSupported(block.body[-1], "amp.scale_loss", "no step follows in the same block", _KEEP_AMP)
+    around = tree.function(block) or tree.module
+    if not any(isinstance(one, cst.Attribute) and one.attr.value == "zero_grad" for one in walk(around)):
+        reason = "it is not called here, so gradients add up"
+        raise NotSupported(block.body[0], "zero_grad", reason, _KEEP_AMP)

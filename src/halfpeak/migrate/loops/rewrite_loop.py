@@ -1,0 +1,151 @@
+"""Edits that both ways to rewrite a training loop share: statements with their comments, wrapped blocks, imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import libcst as cst
+
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.findings import NotSupported
+from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
+from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch
+from halfpeak.migrate.loops.loss_expr import computes, forward_ranges
+from halfpeak.migrate.tree import Import, Tree
+
+
+def line(text: str) -> cst.SimpleStatementLine:
+    """Parse one line of code."""
+    parsed = cst.parse_statement(text)
+    assert isinstance(parsed, cst.SimpleStatementLine)
+    return parsed
+
+
+def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.SimpleStatementLine]]:
+    """Put other statements in the place of a line; the first keeps its comments."""
+
+    def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
+        lines = [line(text) for text in texts]
+        ends = {"leading_lines": updated.leading_lines, "trailing_whitespace": updated.trailing_whitespace}
+        return [lines[0].with_changes(**ends), *lines[1:]] if lines else []
+
+    return change
+
+
+def in_place_of(old: cst.With | cst.SimpleStatementLine, *texts: str) -> Callable[[Any], list[Any]]:
+    """Put other statements in the place of a block or a line, and keep all of its comments."""
+
+    def change(updated: Any) -> list[Any]:
+        first, *others = [cst.parse_statement(text) for text in texts]
+        return [first.with_changes(leading_lines=[*updated.leading_lines, *_comments_in(updated)]), *others]
+
+    return change
+
+
+def _comments_in(node: Any) -> list[cst.EmptyLine]:
+    """The comments after the head of a block and around its lines, or after a line."""
+    if isinstance(node, cst.SimpleStatementLine):
+        ends, lines = [node.trailing_whitespace], list[cst.EmptyLine]()
+    elif isinstance(node.body, cst.SimpleStatementSuite):
+        ends, lines = [node.body.trailing_whitespace], list[cst.EmptyLine]()
+    else:
+        inner = node.body.body[0]
+        lines = [one for one in (*inner.leading_lines, *node.body.footer) if one.comment is not None]
+        ends = [node.body.header, inner.trailing_whitespace]
+    return [
+        cst.EmptyLine(comment=one.comment)
+        for one in (*ends[:1], *lines, *ends[1:])
+        if one.comment is not None
+    ]
+
+
+def require_named_loss(one: BackwardPass) -> None:
+    """Where casts are on only inside a context, the loss must be computed in a statement that can be put into it.
+
+    Raises:
+        NotSupported: it is computed in the head of ``with amp.scale_loss(...)``.
+    """
+    if computes(one.loss):
+        reason = "the loss is computed in its head"
+        raise NotSupported(one.loss, "amp.scale_loss", reason, "give it a name in a line before")
+
+
+def wrap_forward(edits: Edits, match: LoopMatch, block: Block, context: str, *, required: bool) -> None:
+    """Put the statements of a block that compute its losses into ``with context:``.
+
+    Args:
+        required: the context changes what is computed, so it must be certain which statements belong inside.
+    """
+    passes = [one for one in match.passes if one.block is block]
+    barriers = [one.index for one in passes] + [one.index for one in match.steps if one.block is block]
+    losses = [(one.index, one.loss) for one in passes]
+    ranges = forward_ranges(block.body, losses, barriers)
+    if required:
+        for index, loss in losses:
+            if not any(computes(one) for one in block.body[:index]) or not forward_ranges(
+                block.body, [(index, loss)], barriers
+            ):
+                raise NotSupported(
+                    loss, "amp.scale_loss", "the loss is computed elsewhere", "keep halfpeak.amp"
+                )
+    if ranges:
+        edits.block(block, lambda lists: _wrapped(lists, ranges, context))
+
+
+def _wrapped(lists: list[list[Any]], ranges: Sequence[tuple[int, int]], context: str) -> list[Any]:
+    body: list[Any] = []
+    starts = dict(ranges)
+    index = 0
+    while index < len(lists):
+        last = starts.get(index)
+        if last is None:
+            body += lists[index]
+            index += 1
+            continue
+        inside = [statement for some in lists[index : last + 1] for statement in some]
+        leading = inside[0].leading_lines
+        inside[0] = inside[0].with_changes(leading_lines=[])
+        item = cst.WithItem(cst.parse_expression(context))
+        body.append(cst.With([item], cst.IndentedBlock(inside), leading_lines=leading))
+        index = last + 1
+    return body
+
+
+def drop_imports(
+    tree: Tree, match: LoopMatch, edits: Edits, names: Sequence[ImportedName], *, kept: Collection[str]
+) -> None:
+    """Import other names in the place of amp, unless the rewritten code still uses it.
+
+    Args:
+        names: those that the rewritten code needs.
+        kept: names of amp that it still uses.
+
+    Raises:
+        NotSupported: some of the code would not see the new import.
+    """
+    gone = {use for name, uses in match.uses.items() if name not in kept for use in uses}
+    first = match.initialize.use.aliases
+    scopes = {use.scope for use in gone}
+    placed: dict[Import, ImportRewrite] = {}
+    for alias in tree.aliases:
+        uses = [use for use in tree.uses if alias in use.aliases]
+        if not any(use in gone for use in uses):
+            continue
+        imports = placed.setdefault(alias.statement, ImportRewrite(alias.statement))
+        if all(use in gone for use in uses):
+            imports.replace(alias.node, names if alias in first else [])
+        elif alias in first:
+            for name in names:
+                imports.add(name)
+        if (
+            alias in first
+            and len(names) > 1
+            and len(scopes) > 1
+            and tree.function(alias.statement) is not None
+        ):
+            reason = "it is imported inside a function"
+            raise NotSupported(alias.statement, alias.full, reason, "import it at the top of the file")
+    for statement, imports in placed.items():
+        if imports.has_changed:
+            place(tree, edits, statement, imports)

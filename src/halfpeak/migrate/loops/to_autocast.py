@@ -1,0 +1,143 @@
+"""A matched training loop, written with ``torch.autocast`` and ``GradScaler``, where these can express it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import libcst as cst
+
+from halfpeak.migrate.calls import keyword_of
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.findings import Finding, NotSupported
+from halfpeak.migrate.imports import ImportedName
+from halfpeak.migrate.loops.loop_match import BackwardPass, Initialize, LoopMatch
+from halfpeak.migrate.loops.ref_names import RefNames
+from halfpeak.migrate.loops.rewrite_loop import (
+    drop_imports,
+    in_place_of,
+    require_named_loss,
+    same_line,
+    wrap_forward,
+)
+from halfpeak.migrate.tree import Tree
+
+_CONTEXTS: Final = {
+    "O0": None,
+    "O1": 'torch.autocast("cuda", dtype=torch.float16)',
+    "O4": 'torch.autocast("cuda", dtype=torch.bfloat16)',
+}
+"""The context of each level that torch can express; None where it needs none."""
+
+_DEFAULTS: Final = {
+    "verbosity": None,
+    "opt_level": None,
+    "enabled": "True",
+    "loss_scale": '"dynamic"',
+    "num_losses": "1",
+}
+"""Keywords of ``initialize`` that torch can express: at any value (None), or at this one."""
+
+
+def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
+    """The edits that put torch's autocast and ``GradScaler`` in the place of amp.
+
+    Raises:
+        NotSupported: torch cannot express it, or it is not certain.
+    """
+    initialize = match.initialize
+    _check(tree, initialize)
+    level = str(initialize.level)
+    context, scales = _CONTEXTS[level], level == "O1"
+    edits = Edits()
+    refs = RefNames(tree, initialize, "scaler")
+    made = [f'{refs.own} = torch.amp.GradScaler("cuda")'] if scales else []
+    if initialize.result is not None:
+        made.append(
+            f"{initialize.result} = {tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
+        )
+    edits.statement(initialize.statement, same_line(*made))
+    for one in match.passes:
+        if context is not None:
+            require_named_loss(one)
+        scaler = refs.at(one.statement, one.optimizer) if scales else ""
+        edits.statement(one.statement, in_place_of(one.statement, *_backward(tree, match, one, scaler)))
+    for step in match.steps if scales else ():
+        scaler = refs.at(step.statement, step.optimizer)
+        code = tree.code(step.optimizer)
+        edits.statement(step.statement, same_line(f"{scaler}.step({code})", f"{scaler}.update()"))
+    for block in match.blocks() if context is not None else ():
+        wrap_forward(edits, match, block, str(context), required=True)
+    _replace_master_params(tree, match, edits)
+    for name in ("state_dict", "load_state_dict"):
+        for use in match.uses.get(name, ()):
+            write = f"write scaler.{name} yourself; halfpeak.checkpoint.foreign translates states of apex"
+            raise NotSupported(
+                use.node, use.name, "checkpoints of apex have another form than GradScaler's", write
+            )
+    for use in match.uses.get("disable_casts", ()):
+        write = 'write with torch.autocast("cuda", enabled=False), and cast its inputs'
+        raise NotSupported(use.node, use.name, "torch casts no input back inside it", write)
+    refs.pass_on(edits)
+    drop_imports(tree, match, edits, [ImportedName("torch")], kept=())
+    return edits, []
+
+
+def _check(tree: Tree, initialize: Initialize) -> None:
+    use, level = initialize.use, initialize.level
+    write = "write --to halfpeak, which has every level"
+    if level is None:
+        raise NotSupported(use.node, use.name, "the opt level is not known before the program runs", write)
+    if level not in _CONTEXTS:
+        raise NotSupported(
+            use.node,
+            use.name,
+            f"torch.amp cannot express {level}: it never casts weights or keeps masters",
+            write,
+        )
+    for name, arg in initialize.keywords.items():
+        value = tree.code(arg.value).replace("'", '"')
+        if name not in _DEFAULTS or _DEFAULTS[name] not in (None, value):
+            raise NotSupported(use.node, use.name, f"torch.amp has nothing for {name}={value}", write)
+
+
+def _backward(tree: Tree, match: LoopMatch, one: BackwardPass, scaler: str) -> list[str]:
+    args = ", ".join(
+        f"{keyword_of(arg)}={tree.code(arg.value)}" if arg.keyword else tree.code(arg.value)
+        for arg in one.args
+    )
+    loss = tree.code(one.loss)
+    if not scaler:
+        simple = isinstance(one.loss, cst.Name | cst.Attribute | cst.Subscript)
+        return [f"{loss if simple else f'({loss})'}.backward({args})"]
+    texts = [f"{scaler}.scale({loss}).backward({args})"]
+    if _reads_before_step(match, one):
+        # amp leaves unscaled gradients; GradScaler unscales them before the step only when it is asked to.
+        texts.append(f"{scaler}.unscale_({tree.code(one.optimizer)})")
+    return texts
+
+
+def _reads_before_step(match: LoopMatch, one: BackwardPass) -> bool:
+    """Whether anything stands between the last backward pass of an optimizer and its step."""
+    after = [
+        step
+        for step in match.steps
+        if step.block is one.block and step.number == one.number and step.index > one.index
+    ]
+    step = min(after, key=lambda step: step.index)
+    between = [
+        other
+        for other in match.passes
+        if other.block is one.block and other.number == one.number and one.index < other.index < step.index
+    ]
+    return not between and step.index > one.index + 1
+
+
+def _replace_master_params(tree: Tree, match: LoopMatch, edits: Edits) -> None:
+    for use in match.uses.get("master_params", ()):
+        call = tree.call_of(use.node)
+        if call is None or len(call.args) != 1:
+            raise NotSupported(
+                use.node, use.name, "it is not a plain call", "write the optimizer's parameters"
+            )
+        text = f'[p for group in {tree.code(call.args[0].value)}.param_groups for p in group["params"]]'
+        edits.replace(call, lambda updated, text=text: cst.parse_expression(text))

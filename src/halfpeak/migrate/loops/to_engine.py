@@ -1,0 +1,196 @@
+"""A matched training loop, written with ``halfpeak.prepare`` and its engine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from halfpeak.migrate.calls import argument, ending_as, keyword_of
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.findings import Finding, NotSupported
+from halfpeak.migrate.imports import ImportedName
+from halfpeak.migrate.loops.loop_match import BackwardPass, LoopMatch
+from halfpeak.migrate.loops.ref_names import RefNames
+from halfpeak.migrate.loops.rewrite_loop import (
+    drop_imports,
+    in_place_of,
+    line,
+    require_named_loss,
+    same_line,
+    wrap_forward,
+)
+from halfpeak.migrate.tree import Tree, walk
+
+_KEPT: Final = frozenset(
+    {
+        *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
+        *("loss_scale", "cast_model_outputs", "num_losses", "norms"),
+    }
+)
+"""Keywords of ``initialize`` that ``prepare`` takes too."""
+
+_GONE: Final = frozenset({"verbosity", "opt_level", "min_loss_scale", "max_loss_scale"})
+_SHARED: Final = frozenset({"master_params", "disable_casts"})
+"""Names of amp that work with an engine as they do with amp."""
+
+_NO_OP_CASTS: Final = frozenset({"O0", "O2", "O3", "O5"})
+"""Levels that cast no operations, so that it does not matter which statements are inside ``engine.forward()``."""
+
+_BEFORE_ANOTHER: Final = cst.Arg(cst.Name("_"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+"""An argument with the comma and space before the next one."""
+
+
+def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
+    """The edits that put an engine in the place of amp.
+
+    Raises:
+        NotSupported: some code has no certain counterpart.
+    """
+    edits, notes = Edits(), list[Finding]()
+    initialize = match.initialize
+    per_op = initialize.level not in _NO_OP_CASTS
+    refs = RefNames(tree, initialize, "engine")
+    edits.statement(initialize.statement, _prepare(tree, match, refs))
+    for one in match.passes:
+        if per_op:
+            require_named_loss(one)
+        text = _backward(tree, match, one, refs.at(one.statement, one.optimizer))
+        edits.statement(one.statement, in_place_of(one.statement, text))
+    for step in match.steps:
+        engine = refs.at(step.statement, step.optimizer)
+        given = [f"optimizers={tree.code(step.optimizer)}"] if initialize.count > 1 else []
+        given += ["keep_gradients=True"] if _reads_gradients_later(tree, match) else []
+        edits.statement(step.statement, same_line(f"{engine}.step({', '.join(given)})"))
+    for block in match.blocks():
+        first = next(one for one in match.passes if one.block is block)
+        engine = refs.at(first.statement, first.optimizer)
+        wrap_forward(edits, match, block, f"{engine}.forward()", required=per_op)
+    more = _save_and_load(tree, match, refs, edits)
+    refs.pass_on(edits)
+    drop_imports(tree, match, edits, [ImportedName("halfpeak"), *more], kept=_SHARED)
+    if per_op:
+        notes.append(_note(tree, match))
+    return edits, notes
+
+
+def _reads_gradients_later(tree: Tree, match: LoopMatch) -> bool:
+    """Whether the loop reads gradients elsewhere than before a step, when the engine has dropped them."""
+    reading = [
+        node
+        for node in walk(tree.module)
+        if isinstance(node, cst.Attribute) and node.attr.value == "grad" and tree.call_of(node) is None
+    ]
+    readers = {around.name.value for node in reading if (around := tree.function(node)) is not None}
+    calls = [
+        node
+        for node in walk(tree.module)
+        if isinstance(node, cst.Call)
+        and (get_full_name_for_node(node.func) or "").rpartition(".")[2] in readers
+    ]
+    loops = {tree.function(block) for block in match.blocks()}
+    windows = [
+        (tree.line(one.statement), tree.line(step.statement))
+        for one in match.passes
+        for step in match.steps
+        if step.block is one.block
+    ]
+    return any(
+        tree.function(node) in loops and not any(first <= tree.line(node) <= last for first, last in windows)
+        for node in (*reading, *calls)
+    )
+
+
+def _prepare(tree: Tree, match: LoopMatch, refs: RefNames):
+    initialize = match.initialize
+    unknown = initialize.keywords.keys() - _KEPT - _GONE
+    if unknown:
+        use = initialize.use
+        raise NotSupported(
+            use.node, use.name, f"prepare has no {', '.join(sorted(unknown))}", "keep halfpeak.amp"
+        )
+
+    def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
+        call = updated.body[0].value  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(call, cst.Call)
+        made = call.with_changes(func=cst.parse_expression("halfpeak.prepare"), args=_arguments(call.args))
+        target = cst.AssignTarget(cst.parse_expression(refs.own))  # pyright: ignore[reportArgumentType]
+        lines = [updated.with_changes(body=[cst.Assign([target], made)])]
+        if initialize.result is not None:
+            lines.append(
+                line(
+                    f"{initialize.result} = {tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
+                )
+            )
+        return lines
+
+    return change
+
+
+def _arguments(args: object) -> list[cst.Arg]:
+    given: list[cst.Arg] = list(args)  # pyright: ignore
+    bounds = {keyword_of(arg): cst.Module([]).code_for_node(arg.value) for arg in given}
+    kept: list[cst.Arg] = []
+    for arg in given:
+        if keyword_of(arg) == "opt_level":
+            is_third = len(kept) == 2 and all(one.keyword is None for one in kept)
+            level = arg.with_changes(keyword=cst.Name("level"))
+            plain = arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
+            kept.append(plain if is_third else level)
+        elif keyword_of(arg) not in _GONE:
+            kept.append(arg)
+    if "opt_level" not in bounds:
+        is_plain = all(one.keyword is None for one in kept[:2])
+        kept.insert(2, argument('"O1"', None if is_plain else "level"))
+    if "min_loss_scale" in bounds or "max_loss_scale" in bounds:
+        low, high = bounds.get("min_loss_scale", "None"), bounds.get("max_loss_scale", "2.0**24")
+        kept.append(argument(f"halfpeak.ScaleConfig.bounded({low}, {high})", "scale"))
+    middle = [
+        one if isinstance(one.comma, cst.Comma) else ending_as(one, _BEFORE_ANOTHER) for one in kept[:-1]
+    ]
+    return [*middle, ending_as(kept[-1], given[-1])]
+
+
+def _backward(tree: Tree, match: LoopMatch, one: BackwardPass, engine: str) -> str:
+    parts = [tree.code(one.loss)]
+    if one.loss_id is not None:
+        parts.append(f"loss_id={tree.code(one.loss_id)}")
+    if match.initialize.count > 1:
+        parts.append(f"optimizers={tree.code(one.optimizer)}")
+    for arg in one.args:
+        if keyword_of(arg) not in ("retain_graph", "create_graph"):
+            raise NotSupported(
+                one.statement, "backward", "it takes other arguments than a graph's", "keep halfpeak.amp"
+            )
+        parts.append(f"{keyword_of(arg)}={tree.code(arg.value)}")
+    return f"{engine}.backward({', '.join(parts)})"
+
+
+def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -> list[ImportedName]:
+    """Save and load amp's part of a checkpoint in its old form, so that old checkpoints still load."""
+    for use in match.uses.get("state_dict", ()):
+        call = tree.call_of(use.node)
+        if call is None or call.args:
+            raise NotSupported(use.node, use.name, "it is not a plain call", "keep halfpeak.amp")
+        text = f"foreign.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
+        edits.replace(call, lambda updated, text=text: cst.parse_expression(text))
+    for use in match.uses.get("load_state_dict", ()):
+        call, where = tree.call_of(use.node), tree.line_of(use.node)
+        if call is None or len(call.args) != 1 or where is None or tree.parent(call) is not where.body[0]:
+            raise NotSupported(use.node, use.name, "it is not a statement of its own", "keep halfpeak.amp")
+        state, engine = tree.code(call.args[0].value), refs.at(call)
+        text = f"for scaler, state in zip({engine}.scalers, foreign.from_apex({state})):\n    scaler.load_state_dict(state)"
+        edits.statement(where, in_place_of(where, text))
+    used = any(name in match.uses for name in ("state_dict", "load_state_dict"))
+    return [ImportedName("halfpeak.checkpoint", "foreign", "foreign")] if used else []
+
+
+def _note(tree: Tree, match: LoopMatch) -> Finding:
+    level = match.initialize.level or "O1 and O4"
+    return Finding(
+        tree.line(match.initialize.statement),
+        "amp.initialize",
+        f"rewritten; but casts of {level} are now on inside engine.forward() only",
+        "put evaluation into it too if it is to be cast as before",
+    )

@@ -1,0 +1,277 @@
+"""Rename: imports of old libraries and the uses of their names, under the new names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from halfpeak.migrate.calls import change
+from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.findings import Finding, Refusal, Target
+from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
+from halfpeak.migrate.names import FP16_OF_MMCV, Replacement, is_old, look_up, module_for
+from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
+
+Edit = Callable[[], None]
+
+
+_LOOKUPS: Final = frozenset(
+    {"find_spec", "find_loader", "import_module", "__import__", "version", "get_distribution", "distribution"}
+)
+_ASKS_FOR_APEX: Final = Refusal(
+    "it asks for an installed apex, which rewritten code does not need",
+    "ask for halfpeak, or leave out the question",
+)
+
+
+class _Meaning(NamedTuple):
+    """The longest part of a use's chain that has a replacement, and which."""
+
+    node: cst.BaseExpression
+    name: str
+    found: Replacement | Refusal | str
+    """A replacement, a refusal, or the name of the module in its place."""
+
+
+def rename(tree: Tree, target: Target) -> tuple[Edits, list[Finding]]:
+    """Rename every import and use where that is certain; report the others and leave them as they are.
+
+    An import is renamed if all uses of its name can be: one use without a counterpart leaves the import and all other
+    uses of the name untouched.
+    """
+    return _Renaming(tree, target).run()
+
+
+class _Renaming:
+    """One file."""
+
+    def __init__(self, tree: Tree, target: Target) -> None:
+        self._tree = tree
+        self._target: Target = target
+        self._edits = Edits()
+        self._findings: set[Finding] = set()
+        self._imports: dict[Import, ImportRewrite] = {}
+        self._uses: dict[Alias, list[Use]] = defaultdict(list)
+
+    def run(self) -> tuple[Edits, list[Finding]]:
+        for use in self._tree.uses:
+            for alias in use.aliases:
+                self._uses[alias].append(use)
+        renames_mmcv = self._renames_mmcv()
+        for alias in self._tree.aliases:
+            if renames_mmcv or not alias.full.startswith("mmcv"):
+                self._alias(alias)
+        for statement, imports in self._imports.items():
+            if imports.has_changed:
+                place(self._tree, self._edits, statement, imports)
+        self._find_stars()
+        self._find_lookups()
+        return self._edits, sorted(self._findings)
+
+    def _renames_mmcv(self) -> bool:
+        names = [alias.full for alias in self._tree.aliases] + [use.name for use in self._tree.uses]
+        return any(name.startswith("mmcv.") and name.rpartition(".")[2] in FP16_OF_MMCV for name in names)
+
+    def _alias(self, alias: Alias) -> None:
+        is_whole = is_old(alias.name)
+        uses = [use for use in self._uses[alias] if is_whole or is_old(use.name)]
+        if (not uses and not is_old(alias.full)) or self._tree.is_fallback(alias):
+            return
+        imports = self._imports.setdefault(alias.statement, ImportRewrite(alias.statement))
+        replacement = look_up(alias.name, self._target)
+        module = module_for(alias.name, self._target)
+        if isinstance(replacement, Replacement):
+            self._rename_name(alias, replacement, uses, imports)
+        elif module is not None:
+            self._rename_module(alias, module, uses, imports)
+        else:
+            self._rename_package(alias, uses, imports)
+
+    def _rename_name(
+        self, alias: Alias, replacement: Replacement, uses: list[Use], imports: ImportRewrite
+    ) -> None:
+        """``from apex.parallel import LARC``: the local name stays, unless its replacement is a method of a class."""
+        meanings = [_Meaning(*use.chain[0], replacement) for use in uses]
+        edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
+        if not all(edits):
+            return
+        if "." in replacement.name:
+            imports.replace(alias.node, [ImportedName(replacement.module.partition(".")[0])])
+            for node, _, _ in meanings:
+                self._rename(node, replacement.path)
+        else:
+            imports.replace(alias.node, [ImportedName(replacement.module, replacement.name, alias.local)])
+        _make(edits)
+
+    def _rename_module(self, alias: Alias, module: str, uses: list[Use], imports: ImportRewrite) -> None:
+        """``from apex import amp``: another module under the same local name; attributes with the same names stay."""
+        meanings = [self._meaning(use) for use in uses]
+        edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
+        if not all(edits):
+            return
+        package, _, name = module.rpartition(".")
+        is_from = isinstance(alias.statement, cst.ImportFrom)
+        imports.replace(
+            alias.node,
+            [
+                ImportedName(package, name, alias.local)
+                if is_from
+                else ImportedName(module, None, alias.local)
+            ],
+        )
+        for node, name, found in meanings:
+            if (
+                isinstance(found, Replacement)
+                and f"{module}{name.removeprefix(alias.name)}" != f"{found.module}.{found.name}"
+            ):
+                self._rename(node, found.path)
+                imports.add(ImportedName(found.module))
+        _make(edits)
+
+    def _rename_package(self, alias: Alias, uses: list[Use], imports: ImportRewrite) -> None:
+        """``import apex``: each use gets its full new name, and the import is removed when none is left."""
+        stays = not is_old(alias.full)
+        for use in uses:
+            meaning = self._meaning(use)
+            edit = self._check(use, meaning)
+            if edit is None or isinstance(meaning.found, Refusal):
+                stays = True
+                continue
+            path, module = meaning.found, meaning.found
+            if isinstance(meaning.found, Replacement):
+                path, module = meaning.found.path, meaning.found.module
+            self._rename(meaning.node, str(path))
+            edit()
+            to_torch = str(module).partition(".")[0] == "torch"
+            if not (to_torch and self._tree.binds("torch", use.scope)):
+                imports.add(ImportedName("torch" if to_torch else str(module)))
+        in_torch = alias.full.startswith("torch")
+        if not uses and not stays and not in_torch:
+            self._find_unused(alias)
+        elif not stays:
+            imports.replace(alias.node, [ImportedName("torch")] if in_torch else [])
+
+    def _find_unused(self, alias: Alias) -> None:
+        found = _ASKS_FOR_APEX if alias.full == "apex" else look_up(alias.full, self._target)
+        if isinstance(found, Refusal):
+            self._find(alias.node, alias.full, found)
+
+    def _meaning(self, use: Use) -> _Meaning:
+        """The longest part of a chain that has a replacement."""
+        for node, name in reversed(use.chain):
+            found = look_up(name, self._target)
+            if isinstance(found, Replacement):
+                return _Meaning(node, name, found)
+        for node, name in reversed(use.chain):
+            module = module_for(name, self._target)
+            rest = use.name.removeprefix(name)
+            if module is not None and (
+                not rest or rest.startswith(".__")
+            ):  # amp.__dict__: every module has one
+                return _Meaning(node, name, module)
+        found = look_up(use.name, self._target)
+        return _Meaning(
+            use.node, use.name, found or Refusal("nothing answers to it here", "rewrite it by hand")
+        )
+
+    def _check(self, use: Use, meaning: _Meaning) -> Edit | None:
+        """How the call around a use changes; None if the use has to stay, which is then reported."""
+        edit: Edit | Refusal = _nothing
+        if use.doubt:
+            edit = Refusal(use.doubt, "import it in one place, or rewrite it by hand")
+        elif isinstance(meaning.found, Refusal):
+            edit = meaning.found
+        elif isinstance(meaning.found, Replacement):
+            edit = self._edit(meaning.node, meaning.found)
+        if isinstance(edit, Refusal):
+            self._find(meaning.node, meaning.name, edit)
+            return None
+        return edit
+
+    def _edit(self, node: cst.BaseExpression, replacement: Replacement) -> Edit | Refusal:
+        call = self._tree.call_of(node)
+        if call is None:
+            return self._bare(node, replacement)
+        if replacement.arguments == "keep":
+            return _nothing
+        changed = change(replacement.arguments, call.args, replacement.device)
+        return changed if isinstance(changed, Refusal) else lambda: self._change_arguments(call, replacement)
+
+    def _bare(self, node: cst.BaseExpression, replacement: Replacement) -> Edit | Refusal:
+        """The edit of a name that is not called."""
+        if replacement.arguments == "custom" and isinstance(self._tree.parent(node), cst.Decorator):
+            return lambda: self._decorate(node, replacement)
+        if replacement.bare == "always" or (replacement.bare == "as a type" and self._is_type(node)):
+            return _nothing
+        partial = f'functools.partial({replacement.path}, "{replacement.device}")'
+        write = partial if replacement.arguments in ("autocast", "device") else replacement.path
+        return Refusal(
+            f"it is passed on, and {replacement.path} takes other arguments", f"write {write} if they fit"
+        )
+
+    def _is_type(self, node: cst.BaseExpression) -> bool:
+        """Whether a name is used as a type: in an annotation, or with ``isinstance``."""
+        for above in self._tree.parents(node):
+            if isinstance(above, cst.Annotation):
+                return True
+            if isinstance(above, cst.Call):
+                return isinstance(above.func, cst.Name) and above.func.value in ("isinstance", "issubclass")
+            if isinstance(above, (cst.BaseStatement, cst.BaseSmallStatement)):
+                return False
+        return False
+
+    def _change_arguments(self, call: cst.Call, replacement: Replacement) -> None:
+        def changed(updated: cst.Call) -> cst.Call:
+            args = change(replacement.arguments, updated.args, replacement.device)
+            return updated if isinstance(args, Refusal) else updated.with_changes(args=args)
+
+        self._edits.replace(call, changed)
+
+    def _decorate(self, node: cst.BaseExpression, replacement: Replacement) -> None:
+        args = change(replacement.arguments, [], replacement.device)
+        respelled = self._edits.pending(node)
+        if not isinstance(args, Refusal):
+            self._edits.replace(node, lambda updated: cst.Call(respelled(updated), args=args))
+
+    def _rename(self, node: cst.BaseExpression, path: str) -> None:
+        self._edits.replace(node, lambda updated: cst.parse_expression(path))
+
+    def _find(self, node: cst.CSTNode, code: str, refusal: Refusal) -> None:
+        self._findings.add(Finding(self._tree.line(node), code, refusal.reason, refusal.write))
+
+    def _find_stars(self) -> None:
+        for node in walk(self._tree.module):
+            if (
+                isinstance(node, cst.ImportFrom)
+                and isinstance(node.names, cst.ImportStar)
+                and node.module is not None
+            ):
+                module = get_full_name_for_node(node.module) or ""
+                if not node.relative and is_old(module):
+                    self._find(
+                        node, f"from {module} import *", Refusal("it hides what it imports", "name each")
+                    )
+
+    def _find_lookups(self) -> None:
+        """Report code that looks for apex, or imports it, by its name in a string."""
+        for node in walk(self._tree.module):
+            text = node.args[0].value if isinstance(node, cst.Call) and node.args else None
+            name = text.evaluated_value if isinstance(text, cst.SimpleString) else None
+            if isinstance(node, cst.Call) and isinstance(name, str) and name.partition(".")[0] == "apex":
+                asked = (get_full_name_for_node(node.func) or "").rpartition(".")[2]
+                if asked in _LOOKUPS:
+                    self._find(node, f"{asked}({self._tree.code(node.args[0])})", _ASKS_FOR_APEX)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _make(edits: list[Edit | None]) -> None:
+    for edit in edits:
+        if edit is not None:
+            edit()

@@ -1,0 +1,316 @@
+"""The launches of a step: three where all parameters are of one kind, and none of them waits for the device."""
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfpeak.ops.triton import step_numbers as _numbers
+from halfpeak.ops.triton.control import control_kernel
+from halfpeak.ops.triton.layerwise import (
+    lamb_moments_kernel,
+    lamb_trust_kernel,
+    lamb_update_kernel,
+    norm_kernel,
+)
+from halfpeak.ops.triton.measure import measure_kernel
+from halfpeak.ops.triton.update import update_kernel
+
+CHUNK = 1024
+"""Elements that a program works on at a time."""
+
+COLUMNS = 14
+"""Of a member's row: numel; its row of numbers; addresses of weight, low weight, remainder, and of three slots, each beside
+its scales; its first chunk of those that it fills, how many they are, and the other one or -1."""
+
+HYPER = 9
+"""Of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
+
+NUMBERS: int = _numbers.NUMBERS.value
+"""Of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
+
+_WARPS = 4
+_PARTS = 1024
+"""Chunks whose sums a program adds up at a time."""
+
+_READING, _MOVING = 8, 4
+"""Programs that a multiprocessor holds at once: with up to 64 registers per thread, and with up to 128."""
+
+_DTYPES: Final = MappingProxyType(
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+)
+
+
+class Chunks(NamedTuple):
+    """Parameters of one kind, in chunks.
+
+    Attributes:
+        first: which member is the first of them.
+        many: how many members they are.
+        members: see :func:`~halfpeak.ops.triton.update.update_kernel`.   # i64[members, COLUMNS]
+        grads: where gradients lie.                                        # i64[members]
+        chunks: member, and which of its chunks.                           # i32[count, 2]
+        full: how many chunks their parameter fills; they come first.
+        processors: of the device; 0 in the interpreter.
+        is_aligned: whether every address is a multiple of 16 bytes.
+        grad: dtype of the gradients.
+    """
+
+    first: int
+    many: int
+    members: Tensor
+    grads: Tensor
+    chunks: Tensor
+    full: int
+    processors: int
+    is_aligned: bool
+    grad: torch.dtype
+
+    def programs(self, per_processor: int = _READING) -> int:
+        """How many programs share them: as many as the device holds at once; the same in every run there."""
+        return min(len(self.chunks), self.processors * per_processor or 3)
+
+
+class Schedule(NamedTuple):
+    """Of the loss scale: configuration, state, and the steps so far; see :func:`halfpeak.core.schedule.advance`."""
+
+    growth: float
+    backoff: float
+    floor: float
+    ceiling: float
+    interval: int
+    hysteresis: int
+    is_dynamic: bool
+    refills_clean: bool
+    state: tuple[Tensor, ...]
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in triton's interpreter, on the CPU."""
+    return not isinstance(measure_kernel, triton.JITFunction)
+
+
+def processors_of(device: torch.device) -> int:
+    """How many multiprocessors a device has; 0 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def measure(
+    chunks: Chunks, factor: Tensor, squares: Tensor, flags: Tensor, each: Tensor | None = None, take: str = ""
+) -> None:
+    """See :func:`~halfpeak.ops.triton.measure.measure_kernel`.
+
+    Args:
+        each: where to put what ``take`` names of each chunk: ``squares`` or ``largest``.
+    """
+    measure_kernel[(chunks.programs(),)](
+        chunks.members,
+        chunks.grads,
+        chunks.chunks,
+        chunks.full,
+        len(chunks.chunks),
+        factor,
+        squares,
+        flags,
+        squares if each is None else each,
+        GRAD=_DTYPES[chunks.grad],
+        COLUMNS=COLUMNS,
+        CHUNK=CHUNK,
+        ALIGN=16 // chunks.grad.itemsize if chunks.is_aligned else 1,
+        EACH=take,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def control(
+    partials: tuple[Tensor, Tensor] | None,
+    factor: Tensor,
+    found_inf: Tensor,
+    rows: Tensor,
+    hyper: Tensor,
+    numbers: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    *,
+    rule: str,
+    judges: bool = True,
+    max_norm: float | None = None,
+    own_max_norm: float | None = None,
+    schedule: Schedule | None = None,
+    count: int | None = None,
+) -> None:
+    """See :func:`~halfpeak.ops.triton.control.control_kernel`.
+
+    Args:
+        partials: what was measured; None where ``found_inf`` says all that is known.
+        judges: whether what was measured may skip the step.
+        count: how many rows of numbers are worked out; None for all.
+    """
+    squares, flags = partials or (floats, ints)
+    many = 0 if partials is None else len(squares)
+    known = schedule or Schedule(
+        1.0, 1.0, 1.0, 1.0, 1, 1, False, False, (floats, ints, ints, ints, ints, ints)
+    )
+    control_kernel[(1,)](
+        squares,
+        flags,
+        many,
+        factor,
+        found_inf,
+        *known.state,
+        rows,
+        len(rows) if count is None else count,
+        hyper,
+        numbers,
+        floats,
+        ints,
+        float(max_norm or 0.0),
+        float(own_max_norm or 0.0),
+        known.growth,
+        known.backoff,
+        known.floor,
+        known.ceiling,
+        known.interval,
+        known.hysteresis,
+        JUDGES=judges and partials is not None,
+        CLIPS=max_norm is not None,
+        CLIPS_AGAIN=own_max_norm is not None,
+        DECIDES=schedule is not None,
+        IS_DYNAMIC=known.is_dynamic,
+        REFILLS_CLEAN=known.refills_clean,
+        RULE=rule,
+        HYPER=HYPER,
+        BLOCK=max(128, triton.next_power_of_2(many)),
+        num_warps=4,
+        # A multiply-add with one rounding would give other numbers than the rules give.
+        enable_fp_fusion=False,
+    )
+
+
+class UpdateKey(NamedTuple):
+    """What an update is compiled for; see :func:`~halfpeak.ops.triton.update.update_kernel`.
+
+    Attributes:
+        weight: dtype of what the rule moves.
+        low: dtype of the model's weight, if it is another.
+        rule: the formula.
+        option: of it.
+        other: of it.
+        master: bits of remainders.
+        moments: the storage format of each state tensor.
+    """
+
+    weight: torch.dtype
+    low: torch.dtype | None
+    rule: str
+    option: Any
+    other: bool
+    master: int
+    moments: tuple[str, str, str]
+
+    def constants(self, chunks: Chunks) -> dict[str, Any]:
+        """What every pass over the weights is compiled for."""
+        return {
+            "DTYPE": _DTYPES[self.weight],
+            "OPTION": self.option,
+            "COLUMNS": COLUMNS,
+            "CHUNK": CHUNK,
+            # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
+            "ALIGN": 4 if chunks.is_aligned else 1,
+            "num_warps": _WARPS,
+            "enable_fp_fusion": False,
+        }
+
+
+def update(
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, key: UpdateKey
+) -> None:
+    """See :func:`~halfpeak.ops.triton.update.update_kernel`."""
+    update_kernel[(chunks.programs(_MOVING),)](
+        chunks.members,
+        chunks.grads,
+        chunks.chunks,
+        chunks.full,
+        len(chunks.chunks),
+        numbers,
+        found_inf,
+        rows,
+        counters,
+        LOWER=None if key.low is None else _DTYPES[key.low],
+        GRAD=_DTYPES[chunks.grad],
+        RULE=key.rule,
+        OTHER=key.other,
+        MASTER=key.master,
+        A=key.moments[0],
+        B=key.moments[1],
+        C=key.moments[2],
+        **key.constants(chunks),
+    )
+
+
+def norm(
+    chunks: Chunks, numbers: Tensor, factor: Tensor, found_inf: Tensor, each: Tensor, *, largest: bool
+) -> None:
+    """See :func:`~halfpeak.ops.triton.layerwise.norm_kernel`."""
+    norm_kernel[(chunks.many,)](
+        chunks.members,
+        chunks.first,
+        numbers,
+        factor,
+        found_inf,
+        each,
+        LARGEST=largest,
+        COLUMNS=COLUMNS,
+        BLOCK=_PARTS,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def lamb_trust_update(
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, key: UpdateKey
+) -> None:
+    """LAMB in three launches; see :mod:`halfpeak.ops.triton.layerwise`."""
+    lists, count = (chunks.chunks, chunks.full, len(chunks.chunks)), len(chunks.chunks)
+    sums = torch.empty((2, count), dtype=torch.float32, device=chunks.members.device)
+    rates = torch.empty(chunks.first + chunks.many, dtype=torch.float32, device=chunks.members.device)
+    lamb_moments_kernel[(chunks.programs(_MOVING),)](
+        chunks.members,
+        chunks.grads,
+        *lists,
+        numbers,
+        found_inf,
+        sums,
+        GRAD=_DTYPES[chunks.grad],
+        **key.constants(chunks),
+    )
+    lamb_trust_kernel[(chunks.many,)](
+        chunks.members,
+        chunks.first,
+        count,
+        numbers,
+        sums,
+        rates,
+        COLUMNS=COLUMNS,
+        BLOCK=_PARTS,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+    lamb_update_kernel[(chunks.programs(_MOVING),)](
+        chunks.members,
+        *lists,
+        numbers,
+        found_inf,
+        rates,
+        rows,
+        counters,
+        LOWER=None if key.low is None else _DTYPES[key.low],
+        **key.constants(chunks),
+    )

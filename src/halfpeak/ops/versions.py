@@ -1,0 +1,135 @@
+"""Snapshots of tensors: has somebody else written to them, or given them other memory, since?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from halfpeak.core.torch_compat import untraced
+
+
+class TensorVersion(NamedTuple):
+    """Version counter, address and storage of one tensor at one moment.
+
+    The address alone does not identify memory: ``p.data = f(p.data)`` twice in a row may return to the first address, and
+    assigning to ``.data`` does not count a version. A weak reference to the storage tells that the old memory is gone.
+
+    A write through ``tensor.data`` in place changes none of the three and is not seen.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(2)
+        >>> version = TensorVersion.of(weight)
+        >>> before = version.matches(weight)
+        >>> weight.data = torch.zeros(2)
+        >>> before, version.matches(weight)
+        (True, False)
+    """
+
+    version: int
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorVersion:
+        """The snapshot of ``tensor`` as it is now."""
+        return cls(tensor._version, tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` still has the version and the memory of the snapshot."""
+        return (
+            tensor._version == self.version
+            and tensor.data_ptr() == self.address
+            and not _EXPIRED(self.storage.cdata)
+        )
+
+
+class TensorVersions:
+    """:class:`TensorVersion` for a list of tensors, passed in the same order each time; its loops run in C.
+
+    Example:
+        >>> import torch
+        >>> versions, tensors = TensorVersions(), [torch.ones(2)]
+        >>> versions.record(tensors)
+        >>> before = versions.unchanged(tensors)
+        >>> _ = tensors[0].mul_(2)
+        >>> before, versions.unchanged(tensors)
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._storages: list[StorageWeakRef] = []
+        self._pointers: list[int] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Append a tensor that counts as changed until it is recorded."""
+        self._versions.append(_NEVER_RECORDED)
+        self._addresses.append(0)
+        self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+        self._pointers.append(self._storages[-1].cdata)
+
+    def is_recorded(self, index: int) -> bool:
+        """Whether the tensor at ``index`` was recorded since it was added."""
+        return self._versions[index] != _NEVER_RECORDED
+
+    @untraced
+    def record(self, tensors: Sequence[Tensor]) -> None:
+        """Take the snapshot of all tensors; their number may differ from before."""
+        before = self._addresses
+        self._versions, self._addresses = _versions_and_addresses(tensors)
+        if len(before) != len(tensors):
+            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            self._pointers = [storage.cdata for storage in self._storages]
+        elif self._addresses != before or any(map(_EXPIRED, self._pointers)):
+            for index, pointer in enumerate(self._pointers):
+                if self._addresses[index] != before[index] or _EXPIRED(pointer):
+                    self._record_storage(index, tensors[index])
+
+    @untraced
+    def record_one(self, index: int, tensor: Tensor) -> None:
+        """Take the snapshot of the tensor at ``index``."""
+        self._versions[index], self._addresses[index] = tensor._version, tensor.data_ptr()
+        self._record_storage(index, tensor)
+
+    def record_next_write(self, index: int, tensor: Tensor) -> None:
+        """Take the snapshot of the tensor at ``index`` as it will be after its next write in place."""
+        self.record_one(index, tensor)
+        self._versions[index] += 1
+
+    @untraced
+    def unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all tensors match the snapshot."""
+        return _versions_and_addresses(tensors) == (self._versions, self._addresses) and not any(
+            map(_EXPIRED, self._pointers)
+        )
+
+    @untraced
+    def is_unchanged(self, index: int, tensor: Tensor) -> bool:
+        """Whether the tensor at ``index`` matches the snapshot."""
+        return (
+            tensor._version == self._versions[index]
+            and tensor.data_ptr() == self._addresses[index]
+            and not _EXPIRED(self._pointers[index])
+        )
+
+    def _record_storage(self, index: int, tensor: Tensor) -> None:
+        storage = self._storages[index] = StorageWeakRef(tensor.untyped_storage())
+        self._pointers[index] = storage.cdata
+
+
+def _versions_and_addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))
+
+
+_NEVER_RECORDED: Final = -1
+"""A version that no tensor has."""
+
+_VERSION: Final = attrgetter("_version")
+_EXPIRED: Final[Callable[[int], Any]] = torch.UntypedStorage._expired

@@ -1,0 +1,160 @@
+"""Gradient accumulation counted as ``mmengine`` does: divisors, updates and synchronisation of a wrapper."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from abc import abstractmethod
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halfpeak.core.errors import ConfigError
+
+_logger = logging.getLogger("halfpeak.optim")
+
+
+class BackwardCounts:
+    """The number of backward passes so far, and which of them end an accumulation window.
+
+    A window ends after every ``every``-th backward pass of the run, and at ``total`` where that is known; the next one
+    begins there. The losses in a window are divided by its length. Windows are absolute: they ignore
+    epochs and resumes.
+
+    Raises:
+        ConfigError: ``every`` is not a positive integer.
+
+    >>> counts = BackwardCounts(3)
+    >>> counts.start(0, 7)
+    >>> plan = []
+    >>> for _ in range(7):
+    ...     divisor = counts.divisor()
+    ...     counts.done += 1
+    ...     plan.append((divisor, counts.is_update()))
+    >>> plan
+    [(3, False), (3, False), (3, True), (3, False), (3, False), (3, True), (1, True)]
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = _require_int("accumulative_counts", every, least=1)
+        self.done = 0
+        self.total = -1
+
+    def start(self, done: int, total: int) -> None:
+        """Set how many backward passes there were, and how many there will be; a total of -1 is unknown.
+
+        Raises:
+            ConfigError: a number is not an integer, or too small.
+        """
+        done = _require_int("init_counts", done, least=0)
+        self.total = _require_int("max_counts", total, least=-1)
+        self.done = done
+
+    @property
+    def remainder(self) -> int:
+        """Length of the last window, 0 if it is a whole one; -1 while the total is unknown."""
+        return -1 if self.total == -1 else self.total % self.every
+
+    def divisor(self) -> int:
+        """The length of the window of the coming loss, by which it is divided."""
+        begin = self.done - self.done % self.every
+        end = begin + self.every
+        if self.done < self.total:
+            end = min(end, self.total)
+        else:
+            begin = max(begin, self.total)
+        return end - begin
+
+    def is_update(self) -> bool:
+        """After a backward pass: whether a step is due."""
+        return self._ends_window(self.done)
+
+    def is_sync(self) -> bool:
+        """Before a backward pass: whether its gradients must be reduced over the ranks."""
+        return self._ends_window(self.done + 1)
+
+    def is_inside(self) -> bool:
+        """Whether a window has begun and not ended."""
+        return not self._ends_window(self.done)
+
+    def _ends_window(self, done: int) -> bool:
+        return done % self.every == 0 or done == self.total
+
+
+class CountsAccumulation:
+    """The methods of a wrapper about accumulation; see :class:`BackwardCounts` for the rule."""
+
+    _counts: BackwardCounts
+
+    @abstractmethod
+    def _has_window(self) -> bool:
+        """Whether gradients of an unfinished window are held, or will be when training goes on."""
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Set how many backward passes there were and how many there will be (-1: unknown).
+
+        May be called again, as GAN training does at the start of each phase.
+        """
+        self._counts.start(init_counts, max_counts)
+        if self._counts.is_inside() and not self._has_window():
+            _logger.warning(
+                "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
+                "open window were not saved: its step will be too small",
+                self._counts.done,
+                self._counts.every,
+            )
+        if self._counts.every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            _logger.warning(
+                "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
+            )
+
+    def should_update(self) -> bool:
+        """After a backward pass: whether a step is due."""
+        return self._counts.is_update()
+
+    def should_sync(self) -> bool:
+        """Before a backward pass: whether its gradients must be reduced over the ranks."""
+        return self._counts.is_sync()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss divided by the length of its window."""
+        return loss / self._counts.divisor()
+
+    @property
+    def inner_count(self) -> int:
+        """Backward passes so far."""
+        return self._counts.done
+
+    # Attributes that code written for mmengine reads, and its tests write.
+
+    @property
+    def _inner_count(self) -> int:
+        return self._counts.done
+
+    @_inner_count.setter
+    def _inner_count(self, value: int) -> None:
+        self._counts.start(value, self._counts.total)
+
+    @property
+    def _accumulative_counts(self) -> int:
+        return self._counts.every
+
+    @property
+    def _max_counts(self) -> int:
+        return self._counts.total
+
+    @property
+    def _remainder_counts(self) -> int:
+        return self._counts.remainder
+
+
+def _require_int(name: str, value: object, *, least: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(
+            f"{name}={value!r} must be an integer of {least} or more; write {name}={max(least, 1)}"
+        )
+    return number

@@ -1,0 +1,77 @@
+"""Destinations for a wrapper's scalars: its own history, mmengine's message hub, or an object of the caller."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+
+
+class Sink(Protocol):
+    """Receives named scalars. mmengine's ``MessageHub`` is one."""
+
+    def update_scalar(self, key: str, value: Tensor) -> None:
+        """Store one value, a scalar tensor on its device."""
+        ...
+
+
+class ScalarHistory:
+    """Stores scalars on their device; only reading them waits.
+
+    Args:
+        limit: how many values of each name are kept.
+
+    Raises:
+        ConfigError: ``limit`` is not a positive integer.
+
+    >>> import torch
+    >>> history = ScalarHistory()
+    >>> history.update_scalar("train/grad_norm", torch.tensor(2.0))
+    >>> history.read("train/grad_norm")
+    [2.0]
+    """
+
+    def __init__(self, limit: int = 10_000) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"limit={limit!r} must be an integer of 1 or more")
+        self._limit = limit
+        self._values: dict[str, deque[Tensor]] = {}
+
+    def update_scalar(self, key: str, value: Tensor) -> None:
+        """Append a value. Does not wait for the device."""
+        self._values.setdefault(key, deque(maxlen=self._limit)).append(value.detach())
+
+    def read(self, key: str) -> list[float]:
+        """Every value of a name, oldest first. Waits for the device."""
+        return [float(value) for value in self._values.get(key, ())]
+
+    def current(self) -> Mapping[str, Tensor]:
+        """The latest value of every name, still on its device."""
+        return {key: values[-1] for key, values in self._values.items()}
+
+
+def check_sink(sink: object) -> None:
+    """Check that ``sink`` has the method of :class:`Sink`.
+
+    Raises:
+        ConfigTypeError: it has no ``update_scalar``.
+    """
+    if sink is not None and (isinstance(sink, type) or not callable(getattr(sink, "update_scalar", None))):
+        raise ConfigTypeError(
+            f"sink={sink!r} has no update_scalar(key, value); pass a ScalarHistory(), a MessageHub, or an object with that "
+            "method"
+        )
+
+
+def message_hub() -> Sink | None:
+    """mmengine's current ``MessageHub`` if mmengine is in use, else None.
+
+    Looked up for each value, because a hub is often made after the wrapper.
+    """
+    hub: Any = getattr(sys.modules.get("mmengine.logging"), "MessageHub", None)
+    return None if hub is None else hub.get_current_instance()

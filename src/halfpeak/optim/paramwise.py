@@ -1,0 +1,160 @@
+"""The rules of ``paramwise_cfg``: which learning rate and which weight decay a parameter gets. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.optim.registry import unknown_key
+
+LR_RULES: Final = ("bias_lr_mult", "dcn_offset_lr_mult")
+DECAY_RULES: Final = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
+PARAMWISE_KEYS: Final = (*LR_RULES, *DECAY_RULES, "bypass_duplicate", "custom_keys")
+CUSTOM_KEYS: Final = ("lr_mult", "decay_mult")
+
+_NORMS: Final = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+_DCN: Final = frozenset({"DeformConv2d", "ModulatedDeformConv2d"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter's name, its module, the module's path, and whether it is inside a deformable convolution."""
+
+    name: str
+    module: nn.Module
+    prefix: str
+    in_dcn: bool
+
+    @property
+    def full_name(self) -> str:
+        """The name as in ``model.named_parameters()``."""
+        return f"{self.prefix}.{self.name}" if self.prefix else self.name
+
+
+def custom_key(keys: Iterable[str], place: Place) -> str | None:
+    """The key that is part of ``prefix.name``: the longest, then the first in the alphabet; None if there is none.
+
+    At the root the text begins with its dot, so ``".weight"`` finds the model's own parameters too.
+
+    >>> custom_key(["weight", "backbone"], Place("weight", nn.Identity(), "backbone.0", False))
+    'backbone'
+    """
+    text = f"{place.prefix}.{place.name}"
+    return min((key for key in keys if key in text), key=lambda key: (-len(key), key), default=None)
+
+
+def lr_multiplier(cfg: Mapping[str, Any], place: Place) -> float | None:
+    """``dcn_offset_lr_mult`` inside the offset convolution of a deformable one, else ``bias_lr_mult``; None for neither.
+
+    The bias of a norm, and any bias inside a deformable convolution, is not a bias here.
+    """
+    offset = place.in_dcn and "conv_offset" in place.prefix and isinstance(place.module, nn.Conv2d)
+    if offset and cfg.get("dcn_offset_lr_mult") is not None:
+        return cfg["dcn_offset_lr_mult"]
+    bias = place.name == "bias" and not place.in_dcn and not is_norm(place.module)
+    return cfg.get("bias_lr_mult") if bias else None
+
+
+def decay_multiplier(cfg: Mapping[str, Any], place: Place, ndim: int) -> float | None:
+    """The first that applies and is given, of norm, bias, depthwise convolution, flat (a vector); None for none."""
+    applies = {
+        "norm_decay_mult": is_norm(place.module),
+        "bias_decay_mult": place.name == "bias" and not place.in_dcn,
+        "dwconv_decay_mult": is_depthwise(place.module),
+        "flat_decay_mult": ndim == 1 and not place.in_dcn,
+    }
+    return next((cfg[key] for key in DECAY_RULES if applies[key] and cfg.get(key) is not None), None)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a batch, instance, group or layer norm."""
+    return isinstance(module, _NORMS)
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether it is a ``Conv2d`` with one group per input channel; with one channel it always is."""
+    return isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+
+
+def is_dcn(module: nn.Module) -> bool:
+    """Whether it is a deformable convolution. By the name of its class, because the classes are in other packages."""
+    return any(cls.__name__ in _DCN for cls in type(module).__mro__)
+
+
+def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bool) -> None:
+    """Check a ``paramwise_cfg``.
+
+    Args:
+        base_lr: ``lr`` of the optimizer's configuration, or None.
+        base_wd: ``weight_decay`` of it, or None.
+        strict: whether keys must be known.
+
+    Raises:
+        ConfigTypeError: not a dict, an entry of the wrong type, or an unknown key.
+        ConfigError: a multiplier that is negative or not finite, or of something that the optimizer's configuration does
+            not set.
+    """
+    if not isinstance(cfg, Mapping):
+        raise ConfigTypeError(f"paramwise_cfg must be None or a dict, not {type(cfg).__name__}")
+    for key in cfg:
+        if strict and key not in PARAMWISE_KEYS:
+            raise ConfigTypeError(unknown_key("paramwise_cfg", key, PARAMWISE_KEYS))
+    if not isinstance(cfg.get("bypass_duplicate", False), bool):
+        raise ConfigTypeError(f"bypass_duplicate={cfg['bypass_duplicate']!r} must be True or False")
+    for key in (*LR_RULES, *DECAY_RULES):
+        if cfg.get(key) is not None:
+            _check_multiplier(
+                key, cfg[key], *((base_lr, "lr") if key in LR_RULES else (base_wd, "weight_decay"))
+            )
+    for key, entry in _custom(cfg).items():
+        for one, base, of in (("lr_mult", base_lr, "lr"), ("decay_mult", base_wd, "weight_decay")):
+            if one in entry:
+                _check_multiplier(f"custom_keys[{key!r}][{one!r}]", entry[one], base, of)
+
+
+def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that the entries of ``custom_keys`` hold multipliers and ``options`` of the optimizer only.
+
+    Raises:
+        ConfigTypeError: another key, which no optimizer would read from the group.
+    """
+    allowed = (*CUSTOM_KEYS, *options)
+    for key, entry in _custom(cfg).items():
+        for option in entry:
+            if option not in allowed:
+                raise ConfigTypeError(unknown_key(f"custom_keys[{key!r}]", option, allowed))
+
+
+def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    custom = cfg.get("custom_keys", {})
+    if not isinstance(custom, Mapping):
+        raise ConfigTypeError(
+            f"custom_keys must be a dict, not {type(custom).__name__}; write {{'backbone': dict(...)}}"
+        )
+    for key, entry in custom.items():
+        if not isinstance(key, str) or not isinstance(entry, Mapping):
+            raise ConfigTypeError(
+                f"custom_keys[{key!r}]={entry!r} must be a part of a parameter's name and a dict, such as "
+                "{'backbone': dict(lr_mult=0.1)}"
+            )
+    return custom
+
+
+def _check_multiplier(name: str, value: object, base: object, of: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{name}={value!r} must be a number, such as 0.1")
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{name}={value!r} must be finite and not negative")
+    if base is None:
+        raise ConfigError(
+            f"{name}={value!r} multiplies {of}, which the optimizer's dict does not set; write {of}="
+        )
+    if isinstance(base, bool) or not isinstance(base, (int, float, Tensor)):
+        raise ConfigTypeError(f"{of}={base!r} must be a number, because {name} multiplies it")

@@ -1,0 +1,70 @@
+"""Models inside parallel or compiling wrappers: finding the model, and converting it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import ParameterError
+from halfpeak.engine.validation import wrapper_of
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside ``DistributedDataParallel``, ``torch.compile`` and their like.
+
+    >>> unwrap(nn.DataParallel(nn.Linear(2, 1)))
+    Linear(in_features=2, out_features=1, bias=True)
+    """
+    while wrapper_of(model) is not None:
+        model = getattr(model, "_orig_mod", None) or getattr(model, "module")  # noqa: B009
+    return model
+
+
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps shards (DTensor), of which each rank has its own."""
+    return any(
+        hasattr(parameter, "full_tensor") for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+def check_can_convert(model: nn.Module) -> None:
+    """Check that the parameters of ``model`` may change their dtype.
+
+    Raises:
+        ParameterError: they are sharded, or ``DistributedDataParallel`` reduces them in a group of its own.
+    """
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
+        "FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()
+    ):
+        raise ParameterError(
+            "the parameters are sharded (FSDP) and cannot change their dtype any more; write opt_level='O1' or 'O4', or "
+            "AmpOptimWrapper"
+        )
+    for wrapped in _distributed(model):
+        try:
+            wrapped._check_default_group()
+        except RuntimeError:
+            raise ParameterError(
+                "DistributedDataParallel with a process group of its own must come after the parameters are cast: enter "
+                "`with wrapper.optim_context(model): pass` once, then wrap the model"
+            ) from None
+
+
+def reconnect(model: nn.Module) -> None:
+    """Let every ``DistributedDataParallel`` in ``model`` reduce its parameters again after they changed their dtype.
+
+    Its reducer has hooks on the gradient accumulators of the old dtype, which would never run again, so ranks would silently
+    diverge. Restoring the module from its own pickling state builds a new reducer.
+    """
+    for wrapped in _distributed(model):
+        hooks, wrapped._comm_hooks = list(wrapped._comm_hooks), []
+        wrapped.__setstate__(wrapped.__getstate__())
+        for hook, state in hooks:
+            wrapped.register_comm_hook(state, hook)
+
+
+def _distributed(model: nn.Module) -> Iterable[Any]:
+    return [m for m in model.modules() if (wrapper_of(m) or "").endswith(".DistributedDataParallel")]

@@ -1,0 +1,84 @@
+"""What a configuration means for the engine: its level with overrides, its loss scale, its clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.core.dtypes import parse_dtype
+from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.engine import Engine
+from halfpeak.engine.prepare import prepare
+from halfpeak.ops import foreach
+from halfpeak.recipes.settings import TrainConfig
+from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
+
+
+def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Engine:
+    """The engine of a run."""
+    return prepare(
+        model,
+        optimizer,
+        config.level,
+        **_overrides(config),
+        cast_model_outputs=_dtype(config.cast_model_outputs),
+        # The bounds and pace of the loss scale; whether it moves at all is the level's business.
+        scale=ScaleConfig(
+            init=config.init_loss_scale,
+            interval=config.loss_scale_interval,
+            floor=config.min_loss_scale,
+            ceiling=config.max_loss_scale,
+        ),
+        accumulate=config.accumulate,
+        clip=MeasuredClip(_clip(config)),
+    )
+
+
+def properties(config: TrainConfig) -> Properties:
+    """What the level and its overrides mean.
+
+    Raises:
+        ConfigError: an unknown level, or an override that makes no sense at it.
+    """
+    return resolve(config.level, **_overrides(config))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredClip:
+    """Clips as asked, and returns the gradient norm from before in every case, so a run without clipping shows it too."""
+
+    clip: Clip
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of ``grads`` before they were clipped in place.  # f32[]"""
+        if isinstance(self.clip, ClipNorm):
+            return self.clip(grads)
+        norm = foreach.global_norm(grads)
+        self.clip(grads)
+        return norm
+
+
+def _overrides(config: TrainConfig) -> dict[str, Any]:
+    """The properties that are set otherwise than the level does; None where it is left alone."""
+    return {
+        "cast_model_type": _dtype(config.cast_model_type),
+        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
+        "master_weights": config.master_weights,
+        "loss_scale": config.loss_scale,
+    }
+
+
+def _clip(config: TrainConfig) -> Clip:
+    if config.clip_value:
+        return ClipValue(value=config.clip_value)
+    return ClipNorm(max_norm=config.clip_norm) if config.clip_norm else NoClip()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else parse_dtype(name)

@@ -1,0 +1,81 @@
+"""From a training configuration to hooks: ``lr_config`` and its like. Answers to mmcv 1.7.2.
+
+No configuration is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook
+
+HookConfig: TypeAlias = Mapping[str, Any] | Hook | None
+"""A hook, the configuration to build one from, or none."""
+
+_LOG_CONFIG = "dict(interval=50, hooks=[dict(type='TextLoggerHook')])"
+
+
+def hook_of(argument: str, config: HookConfig, default: str = "") -> Hook | None:
+    """The hook that ``config`` is or describes.
+
+    Args:
+        argument: the name of ``config`` in messages, such as ``"optimizer_config"``.
+        default: the ``type`` of a configuration without one.
+
+    Raises:
+        ConfigTypeError: neither a dict nor a hook, or an argument that the hook does not take.
+        RegistryError: a hook that is not registered.
+    """
+    if config is None or isinstance(config, Hook):
+        return config
+    arguments = _require_mapping(argument, config, f"{argument}=dict(...)")
+    return HOOKS.build(arguments, default_args={"type": default} if default else None)
+
+
+def schedule_of(argument: str, config: HookConfig, suffix: str) -> Hook | None:
+    """As :func:`hook_of`, where ``dict(policy="step")`` means the hook ``"Step" + suffix``."""
+    if isinstance(config, Mapping) and "type" not in config:
+        if not isinstance(config.get("policy"), str):
+            raise ConfigTypeError(f"{argument} needs the name of a policy; write dict(policy='fixed')")
+        # mmcv writes "step" and "cyclic" in lower case, and names of several words as in the class.
+        policy = config["policy"].title() if config["policy"].islower() else config["policy"]
+        config = {**{key: value for key, value in config.items() if key != "policy"}, "type": policy + suffix}
+    return hook_of(argument, config)
+
+
+def loggers_of(log_config: Mapping[str, Any] | None) -> list[Hook]:
+    """The loggers that ``log_config`` describes; its ``interval`` is the default of each."""
+    if log_config is None:
+        return []
+    config = _require_mapping("log_config", log_config, _LOG_CONFIG)
+    if "hooks" not in config or not set(config) <= {"interval", "hooks"}:
+        raise ConfigTypeError(
+            f"log_config has 'interval' and 'hooks', not {sorted(map(str, config))}; write {_LOG_CONFIG}"
+        )
+    common = {"interval": config["interval"]} if "interval" in config else {}
+    return [
+        one if isinstance(one, Hook) else HOOKS.build(one, default_args=common) for one in config["hooks"]
+    ]
+
+
+def with_priority(hook_cfg: Mapping[str, Any]) -> tuple[Hook, int | str]:
+    """The hook that a dict with ``type`` describes, and its ``priority``."""
+    arguments = dict(_require_mapping("hook_cfg", hook_cfg, "dict(type='EMAHook', priority='NORMAL')"))
+    priority = arguments.pop("priority", "NORMAL")
+    return HOOKS.build(arguments), priority
+
+
+def by_iteration(config: Any) -> Any:
+    """A configuration whose hook counts iterations, unless it says otherwise; hooks and None stay as they are."""
+    if not isinstance(config, Mapping) or isinstance(config, Hook):
+        return config
+    return {"by_epoch": False, **config}
+
+
+def _require_mapping(name: str, value: object, example: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigTypeError(f"{name} must be a dict or a hook, not {type(value).__name__}; write {example}")
+    return value

@@ -1,0 +1,41 @@
+"""Checks that the arguments of hooks share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+
+
+def require_flag(name: str, value: object) -> bool:
+    """A bool.
+
+    Raises:
+        ConfigTypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigTypeError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def require_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
+    """An integer of ``least`` or more. ``hint`` ends the message, such as ``"; write interval=50"``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be an integer of {least} or more{hint}")
+    return value
+
+
+def require_number(name: str, value: Any) -> float:
+    """A finite number.
+
+    Raises:
+        ConfigTypeError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigTypeError(f"{name}={value!r} must be a finite number; write {name}=0.1")
+    return value

@@ -1,0 +1,335 @@
+"""The loggers: lines of text and of JSON, and TensorBoard. Answer to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_count, require_flag
+
+EVAL_ITERS: Final = "eval_iter_num"
+"""The name under which an evaluation stores the number of its batches in the log buffer; it is not logged."""
+
+Tags: TypeAlias = dict[str, Any]
+
+
+class LoggerHook(Hook):
+    """Averages the log buffer over the last ``interval`` iterations and logs it; a subclass writes them in :meth:`log`.
+
+    Only rank 0 logs.
+
+    Args:
+        interval: iterations between two logs.
+        ignore_last: leave out the iterations after the last full interval of an epoch.
+        reset_flag: drop the averages after logging. The last logger of a run does so in any case.
+        by_epoch: count within the epoch, or from the beginning.
+
+    Raises:
+        ConfigError: ``interval`` is no positive integer.
+    """
+
+    def __init__(
+        self, interval: int = 10, ignore_last: bool = True, reset_flag: bool = False, by_epoch: bool = True
+    ) -> None:
+        self.interval = require_count("interval", interval, hint="; write interval=50")
+        self.ignore_last = require_flag("ignore_last", ignore_last)
+        self.reset_flag = require_flag("reset_flag", reset_flag)
+        self.by_epoch = require_flag("by_epoch", by_epoch)
+
+    @abstractmethod
+    def log(self, runner: RunnerView) -> Any:
+        """Log what is in ``runner.log_buffer.output``."""
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Let the last logger drop the averages after it has logged them."""
+        loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
+        loggers[-1].reset_flag = True
+
+    def before_epoch(self, runner: RunnerView) -> None:
+        """Begin with an empty buffer."""
+        runner.log_buffer.clear()
+
+    def after_train_iter(self, runner: RunnerView) -> None:
+        """Log at every ``interval``-th iteration."""
+        every_n = self.every_n_inner_iters if self.by_epoch else self.every_n_iters
+        if every_n(runner, self.interval) or (
+            not self.ignore_last and self.by_epoch and self.end_of_epoch(runner)
+        ):
+            runner.log_buffer.average(self.interval)
+        self._log_if_ready(runner)
+
+    def after_train_epoch(self, runner: RunnerView) -> None:
+        """Log the scores of an evaluation."""
+        self._log_if_ready(runner)
+
+    def after_val_epoch(self, runner: RunnerView) -> None:
+        """Log the averages of the whole validation."""
+        runner.log_buffer.average()
+        self._log_if_ready(runner)
+
+    def get_mode(self, runner: RunnerView) -> str:
+        """``"train"`` or ``"val"``. Values that ``EvalHook`` left during training count as ``"val"``."""
+        output = runner.log_buffer.output
+        return "train" if runner.mode == "train" and "time" in output and EVAL_ITERS not in output else "val"
+
+    def get_epoch(self, runner: RunnerView) -> int:
+        """The number of the epoch, counted from 1."""
+        return runner.epoch + 1 if runner.mode == "train" else max(runner.epoch, 1)
+
+    def get_iter(self, runner: RunnerView, inner_iter: bool = False) -> int:
+        """The number of the iteration, counted from 1: in the run, or with ``by_epoch`` and ``inner_iter`` in the epoch."""
+        return runner.inner_iter + 1 if self.by_epoch and inner_iter else runner.iter + 1
+
+    def get_lr_tags(self, runner: RunnerView) -> Tags:
+        """``learning_rate`` of the first group; one tag per optimizer where there are several."""
+        return _first("learning_rate", runner.current_lr())
+
+    def get_momentum_tags(self, runner: RunnerView) -> Tags:
+        """``momentum`` of the first group; one tag per optimizer where there are several."""
+        return _first("momentum", runner.current_momentum())
+
+    def get_loggable_tags(
+        self,
+        runner: RunnerView,
+        allow_scalar: bool = True,
+        allow_text: bool = False,
+        add_mode: bool = True,
+        tags_to_skip: tuple[str, ...] = ("time", "data_time"),
+    ) -> Tags:
+        """Name and value of everything to log: ``train/loss``, ``val/mAP``, ``learning_rate``, ``momentum``."""
+        mode = f"{self.get_mode(runner)}/" if add_mode else ""
+        tags: Tags = {}
+        for name, value in runner.log_buffer.output.items():
+            is_wanted = allow_text if isinstance(value, str) else allow_scalar and hasattr(value, "__float__")
+            if is_wanted and name not in (*tags_to_skip, EVAL_ITERS):
+                tags[mode + name] = value
+        if runner.optimizer is not None:
+            tags.update(self.get_lr_tags(runner))
+            tags.update(self.get_momentum_tags(runner))
+        return tags
+
+    def _log_if_ready(self, runner: RunnerView) -> None:
+        if runner.log_buffer.ready:
+            if runner.rank == 0:
+                self.log(runner)
+            if self.reset_flag:
+                runner.log_buffer.clear_output()
+
+
+def _first(name: str, values: list[float] | Mapping[str, list[float]]) -> Tags:
+    if isinstance(values, Mapping):
+        return {f"{name}/{key}": each[0] for key, each in values.items()}
+    return {name: values[0]}
+
+
+_TIMES = ("time", "data_time")
+
+
+@HOOKS.register_module()
+class TextLoggerHook(LoggerHook):
+    """Writes to the runner's logger, and to ``<work_dir>/<timestamp>.log.json``, whose first line is ``runner.meta``.
+
+    ::
+
+        Epoch [1][50/400]    lr: 1.000e-02, eta: 0:01:40, time: 0.251, data_time: 0.003, memory: 812, loss: 0.6931
+        Epoch(val) [1][40]    loss: 0.5871, acc: 0.7133
+        Iter [50/90000]    lr: 1.000e-02, eta: 6:15:44, time: 0.251, data_time: 0.003, loss: 0.6931
+
+    Args:
+        by_epoch: count iterations within the epoch; otherwise from the beginning.
+        interval: iterations between two lines; see :class:`LoggerHook` for it and the next two.
+        interval_exp_name: iterations between two lines that say the name of the experiment, ``meta["exp_name"]``.
+    """
+
+    def __init__(
+        self,
+        by_epoch: bool = True,
+        interval: int = 10,
+        ignore_last: bool = True,
+        reset_flag: bool = False,
+        interval_exp_name: int = 1000,
+    ) -> None:
+        super().__init__(interval, ignore_last, reset_flag, by_epoch)
+        self.interval_exp_name = interval_exp_name
+        self.json_log_path: Path | None = None
+        self._start = 0
+        self._seconds = 0.0
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Begin the file."""
+        super().before_run(runner)
+        self._start, self._seconds = runner.iter, 0.0
+        if runner.work_dir is not None:
+            self.json_log_path = Path(runner.work_dir) / f"{runner.timestamp}.log.json"
+            if runner.rank == 0 and runner.meta:
+                append_json_line(self.json_log_path, runner.meta)
+
+    def log(self, runner: RunnerView) -> dict[str, Any]:
+        """Write both lines; returns what the second one holds."""
+        output = {name: value for name, value in runner.log_buffer.output.items() if name != EVAL_ITERS}
+        row: dict[str, Any] = {
+            "mode": self.get_mode(runner),
+            "epoch": self.get_epoch(runner),
+            "iter": runner.log_buffer.output.get(EVAL_ITERS, self.get_iter(runner, inner_iter=True)),
+            "lr": _first_rates(runner),
+        }
+        if "time" in output:
+            memory = _peak_memory()
+            row |= {} if memory is None else {"memory": memory}
+        row |= output
+        self._write_text(row, runner)
+        if self.json_log_path is not None:
+            append_json_line(self.json_log_path, row)
+        return row
+
+    def _write_text(self, row: Mapping[str, Any], runner: Any) -> None:
+        name = runner.meta.get("exp_name")
+        is_end = self.by_epoch and self.end_of_epoch(runner)
+        if name is not None and (self.every_n_iters(runner, self.interval_exp_name) or is_end):
+            runner.logger.info("Exp name: %s", name)
+        known = {"mode", "epoch", "iter", "lr", "memory", *_TIMES}
+        numbers = ", ".join(f"{key}: {_text(value)}" for key, value in row.items() if key not in known)
+        if row["mode"] == "val":
+            head = (
+                f"Epoch(val) [{row['epoch']}][{row['iter']}]"
+                if self.by_epoch
+                else f"Iter(val) [{row['iter']}]"
+            )
+            runner.logger.info("%s\t%s", head, numbers)
+            return
+        if self.by_epoch:
+            head = f"Epoch [{row['epoch']}][{row['iter']}/{len(runner.data_loader)}]"
+        else:
+            head = f"Iter [{row['iter']}/{runner.max_iters}]"
+        runner.logger.info("%s\t%s", head, ", ".join([*self._pace(row, runner), *filter(None, [numbers])]))
+
+    def _pace(self, row: Mapping[str, Any], runner: RunnerView) -> list[str]:
+        rates = row["lr"]
+        if isinstance(rates, Mapping):
+            parts = [" ".join(f"lr_{name}: {rate:.3e}" for name, rate in rates.items())]
+        else:
+            parts = [] if rates is None else [f"lr: {rates:.3e}"]
+        if "time" in row:
+            self._seconds += row["time"] * self.interval
+            per_iter = self._seconds / (runner.iter - self._start + 1)
+            left = per_iter * ((runner.max_iters or runner.iter + 1) - runner.iter - 1)
+            parts.append(f"eta: {datetime.timedelta(seconds=int(left))}")
+            parts += [f"{name}: {row[name]:.3f}" for name in _TIMES if name in row]
+        return parts + ([f"memory: {row['memory']}"] if "memory" in row else [])
+
+
+def _first_rates(runner: RunnerView) -> Any:
+    if runner.optimizer is None:
+        return None
+    rates = runner.current_lr()
+    return {name: each[0] for name, each in rates.items()} if isinstance(rates, dict) else rates[0]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _peak_memory() -> int | None:
+    """Peak memory of tensors on the accelerator in MiB; None if there is none, or it keeps no statistics."""
+    if not torch.accelerator.is_available():
+        return None
+    try:
+        return int(torch.accelerator.memory.max_memory_allocated() / 2**20)
+    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
+        return None
+
+
+@HOOKS.register_module()
+class TensorboardLoggerHook(LoggerHook):
+    """Writes ``train/<name>``, ``val/<name>``, ``learning_rate`` and ``momentum`` per iteration.
+
+    Args:
+        log_dir: None means ``tf_logs`` in the work directory.
+        interval: iterations between two points; see :class:`LoggerHook` for it and the rest.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        interval: int = 10,
+        ignore_last: bool = True,
+        reset_flag: bool = False,
+        by_epoch: bool = True,
+    ) -> None:
+        super().__init__(interval, ignore_last, reset_flag, by_epoch)
+        self.log_dir = log_dir
+        self._writer: Any = None
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Open the writer.
+
+        Raises:
+            ConfigError: tensorboard is not installed, or there is no directory.
+        """
+        super().before_run(runner)
+        if runner.rank != 0:
+            return
+        if self.log_dir is None and runner.work_dir is None:
+            raise ConfigError(
+                "TensorboardLoggerHook has no place to write; give it log_dir=..., or the runner work_dir=..."
+            )
+        folder = self.log_dir or str(Path(runner.work_dir or "") / "tf_logs")
+        try:
+            with warnings.catch_warnings():
+                # DeprecationWarnings of its dependencies at import: a user cannot act on them.
+                warnings.simplefilter("ignore")
+                from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "tensorboard is not installed; write pip install 'halfpeak[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
+
+    def log(self, runner: RunnerView) -> None:
+        """Write one point per number."""
+        step = self.get_iter(runner)
+        for tag, value in self.get_loggable_tags(runner, allow_text=True).items():
+            if isinstance(value, str):
+                self._writer.add_text(tag, value, step)
+            else:
+                self._writer.add_scalar(tag, float(value), step)
+
+    def after_run(self, runner: RunnerView) -> None:
+        """Close the writer."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add one line of JSON to a file. Floats are rounded to five places; values that JSON does not know are written as text.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "log.json"
+    >>> append_json_line(path, {"mode": "train", "loss": 0.1234567})
+    >>> path.read_text()
+    '{"mode": "train", "loss": 0.12346}\\n'
+    """
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(_rounded(row), default=_as_plain) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, Mapping):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_plain(value: Any) -> Any:
+    return _rounded(value.item()) if hasattr(value, "item") else str(value)

@@ -1,0 +1,596 @@
+"""Schedules of the learning rate and of the momentum. Answers to mmcv 1.7.2.
+
+:class:`UpdaterHook` says when a schedule acts, on what, and how it warms up. The hooks below it give the arguments of mmcv
+to a curve of :mod:`halfpeak.runner.hooks.curves`.
+
+Longer than 500 lines because the policies of mmcv are one list, in which rate and momentum differ in names and defaults only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner import optimizers
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_count, require_flag, require_number
+from halfpeak.runner.hooks.curves import (
+    Annealing,
+    Curve,
+    Cycles,
+    Ends,
+    FlatCosine,
+    OneCycle,
+    Restarts,
+    Steps,
+    Target,
+    cosine,
+    linear,
+)
+
+Values: TypeAlias = list[float] | dict[str, list[float]]
+"""One number per group; by name where there are several optimizers."""
+
+_WARMUPS: Final = ("constant", "linear", "exp")
+
+
+class UpdaterHook(Hook):
+    """Sets one number of every parameter group before each epoch or iteration.
+
+    The number follows from where the run is, not from the number that was set last. Schedules by iteration stand still
+    where a step was skipped because of an overflow (``runner.scheduled_iter``).
+
+    Args:
+        by_epoch: whether the schedule counts epochs, or iterations.
+        warmup: how the first iterations approach the schedule: ``"constant"``, ``"linear"``, ``"exp"``, or None.
+        warmup_iters: the number of these iterations.
+        warmup_ratio: the factor at their start.
+        warmup_by_epoch: whether ``warmup_iters`` counts epochs.
+    """
+
+    def __init__(
+        self,
+        by_epoch: bool = True,
+        warmup: str | None = None,
+        warmup_iters: int = 0,
+        warmup_ratio: float = 0.1,
+        warmup_by_epoch: bool = False,
+    ) -> None:
+        require_flag("by_epoch", by_epoch)
+        require_flag("warmup_by_epoch", warmup_by_epoch)
+        if warmup is not None:
+            _check_warmup(warmup, warmup_iters, warmup_ratio)
+        self.by_epoch = by_epoch
+        self.warmup = warmup
+        self.warmup_iters = warmup_iters
+        self.warmup_ratio = warmup_ratio
+        self.warmup_by_epoch = warmup_by_epoch
+        self._base: dict[str, list[float]] = {}
+        self._epoch: int | None = None
+        self._is_warming = warmup is not None
+
+    @abstractmethod
+    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
+        """The value of the schedule for a group that begins with ``base``."""
+
+    @abstractmethod
+    def _begin(self, group: dict[str, Any]) -> float:
+        """The first value of a group, kept in the group so that a checkpoint holds it."""
+
+    @abstractmethod
+    def _write(self, group: dict[str, Any], value: float) -> None:
+        """Set the number of a group."""
+
+    @abstractmethod
+    def _warm(self, value: float, factor: float) -> float:
+        """The value in the warm-up, whose factor goes to 1."""
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Record the first value of every group.
+
+        Raises:
+            OrderError: the runner has no optimizer.
+        """
+        named = optimizers.by_name(runner.optimizer)
+        self._base = {name: [self._begin(group) for group in one.param_groups] for name, one in named.items()}
+        self._epoch = None
+        self._is_warming = self.warmup is not None
+
+    def before_train_epoch(self, runner: RunnerView) -> None:
+        """Set the numbers, if the schedule counts epochs."""
+        if self.by_epoch:
+            self._set(runner)
+
+    def before_train_iter(self, runner: RunnerView) -> None:
+        """Set the numbers, if they change with the iteration."""
+        if not self.by_epoch or self._is_warming or self._epoch != runner.epoch:
+            self._set(runner)
+
+    def _set(self, runner: RunnerView) -> None:
+        self._epoch = runner.epoch
+        factor = self._warmup_factor(runner)
+        self._is_warming = factor is not None
+        for name, one in optimizers.by_name(runner.optimizer).items():
+            for group, base in zip(one.param_groups, self._base[name], strict=False):
+                value = self._value(runner, group, base)
+                self._write(group, value if factor is None else self._warm(value, factor))
+
+    def _place(self, runner: RunnerView) -> int:
+        """The finished epochs or iterations of the schedule."""
+        return runner.epoch if self.by_epoch else runner.scheduled_iter
+
+    def _total(self, runner: RunnerView) -> int:
+        """The length of the schedule.
+
+        Raises:
+            ConfigError: the runner has no such length.
+        """
+        total = runner.max_epochs if self.by_epoch else runner.max_iters
+        if total is None:
+            raise ConfigError(
+                f"{type(self).__name__} counts epochs, and this runner has max_iters; write by_epoch=False"
+            )
+        return total
+
+    def _warmup_factor(self, runner: RunnerView) -> float | None:
+        """The factor of the warm-up; None after it."""
+        if self.warmup is None or not self._is_warming:
+            return None
+        per_unit = len(runner.data_loader) if self.warmup_by_epoch and runner.data_loader is not None else 1
+        length, place = self.warmup_iters * per_unit, runner.scheduled_iter
+        if place >= length:
+            return None
+        left = 1 - place / length
+        if self.warmup == "constant":
+            return self.warmup_ratio
+        return 1 - left * (1 - self.warmup_ratio) if self.warmup == "linear" else self.warmup_ratio**left
+
+    def _by_group(self, number: Callable[[float], float]) -> Values:
+        """A number per group, in the form of ``runner.current_lr``."""
+        return optimizers.unnamed(
+            {name: [number(base) for base in bases] for name, bases in self._base.items()}
+        )
+
+
+class LrUpdaterHook(UpdaterHook):
+    """Base of the schedules of the learning rate: a subclass returns it from :meth:`get_lr`.
+
+    Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. For the arguments see
+    :class:`UpdaterHook`.
+    """
+
+    @abstractmethod
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """The rate now, of a group that begins with ``base_lr``."""
+
+    def get_regular_lr(self, runner: RunnerView) -> Values:
+        """The rate of each group without warm-up."""
+        return self._by_group(lambda base: self.get_lr(runner, base))
+
+    @property
+    def base_lr(self) -> Values:
+        """The first rate of each group."""
+        return optimizers.unnamed(self._base)
+
+    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
+        return self.get_lr(runner, base)
+
+    def _begin(self, group: dict[str, Any]) -> float:
+        return float(group.setdefault("initial_lr", float(group["lr"])))
+
+    def _write(self, group: dict[str, Any], value: float) -> None:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)  # an optimizer in a CUDA graph reads this tensor, not the group's entry
+        else:
+            group["lr"] = value
+
+    def _warm(self, value: float, factor: float) -> float:
+        return value * factor
+
+
+class MomentumUpdaterHook(UpdaterHook):
+    """Base of the schedules of the momentum: a subclass returns it from :meth:`get_momentum`.
+
+    Sets ``momentum`` of a group, or the first of its ``betas``. Warm-up divides it by a factor that goes from
+    ``warmup_ratio`` to 1. For the arguments see :class:`UpdaterHook`.
+    """
+
+    def __init__(
+        self,
+        by_epoch: bool = True,
+        warmup: str | None = None,
+        warmup_iters: int = 0,
+        warmup_ratio: float = 0.9,
+        warmup_by_epoch: bool = False,
+    ) -> None:
+        super().__init__(by_epoch, warmup, warmup_iters, warmup_ratio, warmup_by_epoch)
+
+    @abstractmethod
+    def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
+        """The momentum now, of a group that begins with ``base_momentum``."""
+
+    def get_regular_momentum(self, runner: RunnerView) -> Values:
+        """The momentum of each group without warm-up."""
+        return self._by_group(lambda base: self.get_momentum(runner, base))
+
+    @property
+    def base_momentum(self) -> Values:
+        """The first momentum of each group."""
+        return optimizers.unnamed(self._base)
+
+    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
+        return self.get_momentum(runner, base)
+
+    def _begin(self, group: dict[str, Any]) -> float:
+        _require_momentum(group)
+        return group.setdefault("initial_momentum", optimizers.momentum_of(group))
+
+    def _write(self, group: dict[str, Any], value: float) -> None:
+        if "momentum" in group:
+            group["momentum"] = value
+        else:
+            group["betas"] = (value, *group["betas"][1:])
+
+    def _warm(self, value: float, factor: float) -> float:
+        return value / factor
+
+
+class _LrOnCurve(LrUpdaterHook):
+    def __init__(self, curve: Curve, **kwargs: Any) -> None:
+        self._curve = curve
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """The rate on the curve."""
+        return self._curve(base_lr, self._place(runner), lambda: self._total(runner))
+
+
+class _MomentumOnCurve(MomentumUpdaterHook):
+    def __init__(self, curve: Curve, **kwargs: Any) -> None:
+        self._curve = curve
+        super().__init__(**kwargs)
+
+    def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
+        """The momentum on the curve."""
+        return self._curve(base_momentum, self._place(runner), lambda: self._total(runner))
+
+
+@HOOKS.register_module()
+class FixedLrUpdaterHook(LrUpdaterHook):
+    """The rate that the optimizer was built with."""
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """``base_lr``."""
+        return base_lr
+
+
+@HOOKS.register_module()
+class ExpLrUpdaterHook(LrUpdaterHook):
+    """The rate times ``gamma`` each epoch or iteration."""
+
+    def __init__(self, gamma: float, **kwargs: Any) -> None:
+        self.gamma = require_number("gamma", gamma)
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """``base_lr * gamma ** place``."""
+        return base_lr * self.gamma ** self._place(runner)
+
+
+@HOOKS.register_module()
+class PolyLrUpdaterHook(LrUpdaterHook):
+    """A power of what is left of the run."""
+
+    def __init__(self, power: float = 1.0, min_lr: float = 0.0, **kwargs: Any) -> None:
+        self.power, self.min_lr = require_number("power", power), require_number("min_lr", min_lr)
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """``(base_lr - min_lr) * (1 - place / total) ** power + min_lr``."""
+        left = (1 - self._place(runner) / self._total(runner)) ** self.power
+        return (base_lr - self.min_lr) * left + self.min_lr
+
+
+@HOOKS.register_module()
+class InvLrUpdaterHook(LrUpdaterHook):
+    """The inverse of a power of the time."""
+
+    def __init__(self, gamma: float, power: float = 1.0, **kwargs: Any) -> None:
+        self.gamma, self.power = require_number("gamma", gamma), require_number("power", power)
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """``base_lr * (1 + gamma * place) ** -power``."""
+        return base_lr * (1 + self.gamma * self._place(runner)) ** -self.power
+
+
+@HOOKS.register_module()
+class StepLrUpdaterHook(_LrOnCurve):
+    """The rate times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+
+    def __init__(
+        self, step: int | Sequence[int], gamma: float = 0.1, min_lr: float | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(Steps(step, gamma, min_lr), **kwargs)
+
+
+@HOOKS.register_module()
+class StepMomentumUpdaterHook(_MomentumOnCurve):
+    """The momentum times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+
+    def __init__(
+        self, step: int | Sequence[int], gamma: float = 0.5, min_momentum: float | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(Steps(step, gamma, min_momentum), **kwargs)
+
+
+@HOOKS.register_module()
+class CosineAnnealingLrUpdaterHook(_LrOnCurve):
+    """Half a cosine from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
+
+    def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
+        super().__init__(Annealing(cosine, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+
+
+@HOOKS.register_module()
+class CosineAnnealingMomentumUpdaterHook(_MomentumOnCurve):
+    """Half a cosine from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
+
+    def __init__(
+        self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
+    ) -> None:
+        target = Target("min_momentum", min_momentum, min_momentum_ratio)
+        super().__init__(Annealing(cosine, target), **kwargs)
+
+
+@HOOKS.register_module()
+class LinearAnnealingLrUpdaterHook(_LrOnCurve):
+    """A line from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
+
+    def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
+        super().__init__(Annealing(linear, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+
+
+@HOOKS.register_module()
+class LinearAnnealingMomentumUpdaterHook(_MomentumOnCurve):
+    """A line from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
+
+    def __init__(
+        self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
+    ) -> None:
+        target = Target("min_momentum", min_momentum, min_momentum_ratio)
+        super().__init__(Annealing(linear, target), **kwargs)
+
+
+@HOOKS.register_module()
+class FlatCosineAnnealingLrUpdaterHook(_LrOnCurve):
+    """The rate as it is for the first ``start_percent`` of the run, then half a cosine down."""
+
+    def __init__(
+        self,
+        start_percent: float = 0.75,
+        min_lr: float | None = None,
+        min_lr_ratio: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 0 <= require_number("start_percent", start_percent) <= 1:
+            raise ConfigError(
+                f"start_percent={start_percent!r} must be from 0 to 1; write start_percent=0.75"
+            )
+        self.start_percent = start_percent
+        super().__init__(FlatCosine(start_percent, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+
+
+@HOOKS.register_module()
+class CosineRestartLrUpdaterHook(_LrOnCurve):
+    """Half a cosine per period; see :class:`~halfpeak.runner.hooks.curves.Restarts`."""
+
+    def __init__(
+        self,
+        periods: Sequence[int],
+        restart_weights: Sequence[float] = (1,),
+        min_lr: float | None = None,
+        min_lr_ratio: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(periods, (list, tuple)) or not all(type(one) is int and one > 0 for one in periods):
+            raise ConfigError(f"periods={periods!r} must be a list of lengths; write periods=[100, 200]")
+        if len(periods) != len(restart_weights) or not periods:
+            raise ConfigError(
+                f"{len(periods)} periods and {len(restart_weights)} restart_weights; give one weight per period"
+            )
+        target = Target("min_lr", min_lr, min_lr_ratio)
+        super().__init__(Restarts(periods, restart_weights, target), **kwargs)
+
+
+@HOOKS.register_module()
+class CyclicLrUpdaterHook(_LrOnCurve):
+    """Up and down again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+
+    def __init__(
+        self,
+        by_epoch: bool = False,
+        target_ratio: float | Sequence[float] = (10, 1e-4),
+        cyclic_times: int = 1,
+        step_ratio_up: float = 0.4,
+        anneal_strategy: str = "cos",
+        gamma: float = 1,
+        **kwargs: Any,
+    ) -> None:
+        _require_iterations(by_epoch, "cyclic")
+        curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        super().__init__(curve, by_epoch=by_epoch, **kwargs)
+
+
+@HOOKS.register_module()
+class CyclicMomentumUpdaterHook(_MomentumOnCurve):
+    """Down and up again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+
+    def __init__(
+        self,
+        by_epoch: bool = False,
+        target_ratio: float | Sequence[float] = (0.85 / 0.95, 1.0),
+        cyclic_times: int = 1,
+        step_ratio_up: float = 0.4,
+        anneal_strategy: str = "cos",
+        gamma: float = 1,
+        **kwargs: Any,
+    ) -> None:
+        _require_iterations(by_epoch, "cyclic")
+        curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        super().__init__(curve, by_epoch=by_epoch, **kwargs)
+
+
+@HOOKS.register_module()
+class OneCycleLrUpdaterHook(LrUpdaterHook):
+    """Up to ``max_lr`` and down; see :class:`~halfpeak.runner.hooks.curves.OneCycle`. By iterations only.
+
+    Args:
+        max_lr: the peak; a number, a list with one per group, or a dict of these by optimizer.
+        total_steps: length of the cycle; None means ``max_iters``.
+        pct_start: part of it until the peak.
+        anneal_strategy: ``"cos"`` or ``"linear"``.
+        div_factor: the peak over the first rate.
+        final_div_factor: the first rate over the last one.
+        three_phase: come back to the first rate as fast as it rose, then go down.
+        kwargs: those of :class:`LrUpdaterHook`.
+    """
+
+    def __init__(
+        self,
+        max_lr: float | Sequence[float] | Mapping[str, Any],
+        total_steps: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        div_factor: float = 25,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _require_iterations(kwargs.setdefault("by_epoch", False), "OneCycle")
+        if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
+            raise ConfigError(f"total_steps={total_steps!r} must be None or an integer of 1 or more")
+        self.max_lr, self.total_steps = max_lr, total_steps
+        self.div_factor = require_number("div_factor", div_factor)
+        self.final_div_factor = require_number("final_div_factor", final_div_factor)
+        self._curve = OneCycle(pct_start, anneal_strategy, three_phase)
+        super().__init__(**kwargs)
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Set the first rate of every group to its peak over ``div_factor``.
+
+        Raises:
+            ConfigError: ``total_steps`` is less than the run has, or a group has no peak.
+        """
+        if self.total_steps is not None and self.total_steps < self._total(runner):
+            raise ConfigError(
+                f"total_steps={self.total_steps} is less than the {self._total(runner)} iterations of the run"
+            )
+        named = optimizers.by_name(runner.optimizer)
+        for name, one in named.items():
+            for index, group in enumerate(one.param_groups):
+                group["initial_lr"] = _of_group("max_lr", self.max_lr, name, index) / self.div_factor
+        super().before_run(runner)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """The rate on the curve."""
+        ends = Ends(start=base_lr, peak=base_lr * self.div_factor, end=base_lr / self.final_div_factor)
+        return self._curve(ends, self._place(runner), self.total_steps or self._total(runner))
+
+
+@HOOKS.register_module()
+class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
+    """From ``max_momentum`` to ``base_momentum`` and back, against the rate of ``OneCycleLrUpdaterHook``.
+
+    Args:
+        base_momentum: the lowest; a number, a list with one per group, or a dict of these by optimizer.
+        max_momentum: the first and the last.
+        pct_start: part of the run until the lowest.
+        anneal_strategy: ``"cos"`` or ``"linear"``.
+        three_phase: come back as fast as it fell, then stay.
+        kwargs: those of :class:`MomentumUpdaterHook`.
+    """
+
+    def __init__(
+        self,
+        base_momentum: float | Sequence[float] | Mapping[str, Any] = 0.85,
+        max_momentum: float | Sequence[float] | Mapping[str, Any] = 0.95,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        three_phase: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _require_iterations(kwargs.setdefault("by_epoch", False), "OneCycle")
+        self._lowest, self._highest = base_momentum, max_momentum
+        self._curve = OneCycle(pct_start, anneal_strategy, three_phase)
+        super().__init__(**kwargs)
+
+    def before_run(self, runner: RunnerView) -> None:
+        """Set the first momentum of every group to its highest.
+
+        Raises:
+            ConfigError: a group has no momentum, or none was given for it.
+        """
+        for name, one in optimizers.by_name(runner.optimizer).items():
+            for index, group in enumerate(one.param_groups):
+                _require_momentum(group)
+                group["initial_momentum"] = _of_group("max_momentum", self._highest, name, index)
+                group["base_momentum"] = _of_group("base_momentum", self._lowest, name, index)
+        super().before_run(runner)
+
+    def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
+        """The momentum on the curve, where one lowest is given for all groups."""
+        return self._at(runner, base_momentum, _of_group("base_momentum", self._lowest, "", 0))
+
+    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
+        return self._at(runner, base, group["base_momentum"])
+
+    def _at(self, runner: RunnerView, highest: float, lowest: float) -> float:
+        return self._curve(Ends(highest, lowest, highest), self._place(runner), self._total(runner))
+
+
+def _require_momentum(group: dict[str, Any]) -> None:
+    if "momentum" not in group and "betas" not in group:
+        raise ConfigError(
+            "the optimizer has neither 'momentum' nor 'betas' for a momentum schedule; write momentum_config=None"
+        )
+
+
+def _require_iterations(by_epoch: bool, policy: str) -> None:
+    """Check that a policy which has no meaning by epochs is not asked to go by them.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if by_epoch:
+        raise ConfigError(f"policy {policy!r} goes by iterations only; write by_epoch=False")
+
+
+def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:
+    """One group's number out of a number for all, a list with one per group, or a dict of these by optimizer.
+
+    Raises:
+        ConfigError: there is none for it.
+    """
+    found: Any = values
+    if isinstance(found, Mapping):
+        found = found.get(optimizer)
+    if isinstance(found, (list, tuple)):
+        found = found[index] if index < len(found) else None
+    if found is None:
+        where = f" of optimizer {optimizer!r}" if optimizer else ""
+        raise ConfigError(f"{name}={values!r} has no number for group {index}{where}; give one per group")
+    return require_number(name, found)
+
+
+def _check_warmup(warmup: object, iters: object, ratio: object) -> None:
+    if warmup not in _WARMUPS:
+        raise ConfigError(f"warmup={warmup!r} must be None or one of {', '.join(map(repr, _WARMUPS))}")
+    require_count("warmup_iters", iters, hint="; write warmup_iters=500")
+    if not 0 < require_number("warmup_ratio", ratio) <= 1:
+        raise ConfigError(f"warmup_ratio={ratio!r} must be above 0 and at most 1; write warmup_ratio=0.1")

@@ -1,0 +1,127 @@
+"""Hooks of a few lines: a function at one stage, cached memory, times, the sampler's epoch, buffers over the ranks.
+
+Answer to mmcv 1.7.2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.runner.builder import HOOKS
+from halfpeak.runner.distributed import allreduce_params
+from halfpeak.runner.hook import GENERIC, Hook, RunnerView
+from halfpeak.runner.hook_list import unknown_stage
+from halfpeak.runner.hooks.arguments import require_flag
+from halfpeak.runner.loop.batches import set_epoch
+
+
+@HOOKS.register_module()
+class ClosureHook(Hook):
+    """Calls ``fn(runner)`` at the stage ``fn_name``.
+
+    Raises:
+        ConfigError: there is no such stage.
+        ConfigTypeError: ``fn`` cannot be called.
+
+    >>> ClosureHook("after_run", print).get_triggered_stages()
+    ['after_run']
+    """
+
+    def __init__(self, fn_name: str, fn: Callable[[RunnerView], Any]) -> None:
+        if not callable(fn):
+            raise ConfigTypeError(f"fn={fn!r} must be a function of the runner")
+        if fn_name not in (*Hook.stages, *GENERIC.values()):
+            raise unknown_stage(fn_name)
+        self.fn_name, self.fn = fn_name, fn
+        setattr(self, fn_name, fn)
+
+    def get_triggered_stages(self) -> list[str]:
+        """The stages at which the function is called."""
+        return [stage for stage in Hook.stages if self.fn_name in (stage, GENERIC.get(stage))]
+
+
+@HOOKS.register_module()
+class EmptyCacheHook(Hook):
+    """Empties the cache of the accelerator's allocator at the chosen moments.
+
+    Raises:
+        ConfigTypeError: a moment is neither True nor False.
+    """
+
+    def __init__(
+        self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
+    ) -> None:
+        moments = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
+        self._moments = frozenset(name for name, flag in moments.items() if require_flag(name, flag))
+
+    def before_epoch(self, runner: RunnerView) -> None:
+        """Empty the cache, if this moment was chosen."""
+        self._empty("before_epoch")
+
+    def after_epoch(self, runner: RunnerView) -> None:
+        """Empty the cache, if this moment was chosen."""
+        self._empty("after_epoch")
+
+    def after_iter(self, runner: RunnerView) -> None:
+        """Empty the cache, if this moment was chosen."""
+        self._empty("after_iter")
+
+    def _empty(self, moment: str) -> None:
+        if moment in self._moments and torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+
+
+@HOOKS.register_module()
+class IterTimerHook(Hook):
+    """Logs ``data_time``, from the end of one iteration to the beginning of the next, and ``time``, to its end."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def before_epoch(self, runner: RunnerView) -> None:
+        """Start the clock."""
+        self._last = time.perf_counter()
+
+    def before_iter(self, runner: RunnerView) -> None:
+        """Log the time that loading the data took."""
+        runner.log_buffer.update({"data_time": time.perf_counter() - self._last})
+
+    def after_iter(self, runner: RunnerView) -> None:
+        """Log the time of the iteration, and start the clock again."""
+        now = time.perf_counter()
+        runner.log_buffer.update({"time": now - self._last})
+        self._last = now
+
+
+@HOOKS.register_module()
+class DistSamplerSeedHook(Hook):
+    """Calls ``set_epoch`` of the current loader's sampler, or of the one in its batch sampler, before each epoch."""
+
+    def before_epoch(self, runner: RunnerView) -> None:
+        """Set the epoch of the sampler."""
+        set_epoch(runner.data_loader, runner.epoch)
+
+
+@HOOKS.register_module()
+class SyncBuffersHook(Hook):
+    """Replaces the model's buffers by their mean over the ranks, after each epoch.
+
+    Args:
+        distributed: False does nothing.
+
+    Raises:
+        ConfigTypeError: neither True nor False.
+    """
+
+    def __init__(self, distributed: bool = True) -> None:
+        self.distributed = require_flag("distributed", distributed)
+
+    def after_epoch(self, runner: RunnerView) -> None:
+        """Average them."""
+        if self.distributed:
+            allreduce_params(runner.model.buffers())

@@ -1,0 +1,579 @@
+"""BaseRunner: what every loop holds and offers to its hooks. Answers to mmcv 1.7.2.
+
+Longer than 500 lines because a runner is one object to the code written for mmcv: scripts call these methods, and
+subclasses override them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.step_result import StepResult
+from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.unwrap import unwrap
+from halfpeak.runner import hook_config, model_step, optimizers, random_state, run_checkpoint
+from halfpeak.runner.checkpoint import Location, ReviseKeys, StrPath, load_weights, read_checkpoint
+from halfpeak.runner.distributed import get_dist_info
+from halfpeak.runner.hook import Hook
+from halfpeak.runner.hook_config import HookConfig
+from halfpeak.runner.hook_list import HookList, Priority
+from halfpeak.runner.log_buffer import LogBuffer
+from halfpeak.runner.loop.batches import Flow
+from halfpeak.runner.optimizers import Optimizers
+from halfpeak.runner.step_counter import StepCounter
+
+
+class BaseRunner:
+    """Holds a run: model, optimizer, hooks, counters. Subclasses are the loops.
+
+    The model takes the steps; the hooks do everything else, the optimizer's update included.
+
+    Args:
+        model: has ``train_step(data, optimizer, **kwargs)`` and, to validate, ``val_step``. Both return a dict: ``loss``,
+            and if something is to be logged ``log_vars`` and ``num_samples``.
+        batch_processor: mmcv's old way to step a model that has no ``train_step``.
+        optimizer: an optimizer, an :class:`~halfpeak.optim.OptimWrapper`, a dict of optimizers, or None.
+        work_dir: where checkpoints and logs go; made if missing.
+        logger: None means ``logging.getLogger("halfpeak.runner")``.
+        meta: plain data about the run, saved with every checkpoint.
+        max_iters: length of the run in iterations; or
+        max_epochs: in epochs.
+
+    Attributes:
+        hooks: the registered hooks, in the order of their calls.
+        mode: ``"train"`` or ``"val"``.
+        outputs: what the last step of the model returned.
+        step_result: the result of this iteration's step, set by the hook that steps; None counts as a step.
+        log_buffer: numbers for the log.
+        data_loader: the current loader.
+
+    Raises:
+        ConfigTypeError: something is not of its type.
+        ConfigError: both lengths, or a length that is no positive integer.
+    """
+
+    _kind: ClassVar[str]
+    """What a subclass counts: ``"epoch"`` or ``"iter"``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_processor: model_step.BatchProcessor | None = None,
+        optimizer: Optimizers = None,
+        work_dir: StrPath | None = None,
+        logger: logging.Logger | None = None,
+        meta: Mapping[str, Any] | None = None,
+        max_iters: int | None = None,
+        max_epochs: int | None = None,
+    ) -> None:
+        model_step.check_model(model, batch_processor)
+        self.optimizer = optimizers.check(optimizer)
+        _check_types(logger, meta, work_dir)
+        _check_lengths(max_iters=max_iters, max_epochs=max_epochs)
+        self.model: Any = model
+        self.batch_processor = batch_processor
+        self.logger = logger or logging.getLogger("halfpeak.runner")
+        self.meta = dict(meta or {})
+        self.work_dir = None if work_dir is None else str(Path(work_dir).absolute())
+        if self.work_dir is not None:
+            Path(self.work_dir).mkdir(parents=True, exist_ok=True)
+        self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime())
+        self.mode: str | None = None
+        self.log_buffer = LogBuffer()
+        self.outputs: dict[str, Any] = {}
+        self.step_result: StepResult | None = None
+        self.data_loader: Any = None
+        self.data_batch: Any = None
+        self._rank, self._world_size = get_dist_info()
+        self._hooks = HookList()
+        self._epoch = self._iter = self._inner_iter = 0
+        self._max_epochs: int | None = max_epochs
+        self._max_iters: int | None = max_iters
+        self._progress = StepCounter()
+        self._resumed: dict[str, Any] | None = None
+        self._flows: list[Flow] = []
+        self._flow = 0
+        self._stage: str | None = None
+        self._deferred: list[Callable[[], None]] = []
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class, without a wrapper's."""
+        return type(unwrap(self.model)).__name__
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._world_size
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The registered hooks, in the order of their calls."""
+        return self._hooks
+
+    @property
+    def epoch(self) -> int:
+        """Finished training epochs."""
+        return self._epoch
+
+    @property
+    def iter(self) -> int:
+        """Finished training iterations; while hooks run, the current one is not counted."""
+        return self._iter
+
+    @property
+    def inner_iter(self) -> int:
+        """The iteration within its epoch."""
+        return self._inner_iter
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the run in epochs, if it has one."""
+        return self._max_epochs
+
+    @property
+    def max_iters(self) -> int | None:
+        """Length of the run in iterations, as soon as it is known."""
+        return self._max_iters
+
+    @property
+    def steps(self) -> int:
+        """Steps that changed the parameters. Waits for the device."""
+        return self._progress.read_steps()
+
+    @property
+    def scheduled_iter(self) -> int:
+        """:attr:`iter` without the iterations whose gradients a skipped step dropped: what schedules count. Waits."""
+        return self._iter - self._progress.read_lost()
+
+    @abstractmethod
+    def train(self, data_loader: Any, **kwargs: Any) -> None:
+        """One turn of training."""
+
+    @abstractmethod
+    def val(self, data_loader: Any, **kwargs: Any) -> None:
+        """One turn of validation."""
+
+    @abstractmethod
+    def run(self, data_loaders: Sequence[Any], workflow: Sequence[tuple[str, int]], **kwargs: Any) -> None:
+        """The whole run."""
+
+    def run_iter(self, data_batch: Any, train_mode: bool, **kwargs: Any) -> None:
+        """Call the model with one batch, keep its outputs in :attr:`outputs` and log them."""
+        with self.training_step() if train_mode else self.validation_step():
+            outputs, source = self._call_model(data_batch, train_mode, kwargs)
+        outputs = model_step.require_outputs(outputs, source)
+        if "log_vars" in outputs:
+            self.log_buffer.update(outputs["log_vars"], outputs.get("num_samples", 1))
+        self.outputs = outputs
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """The context of ``train_step``: the casts of the hooks, and no gradient reduction inside a window."""
+        return self._hooks.training_step(self)
+
+    def validation_step(self) -> AbstractContextManager[Any]:
+        """The context of ``val_step``; enter it to call the model for an evaluation of your own."""
+        return self._hooks.validation_step(self)
+
+    def call_hook(self, fn_name: str) -> None:
+        """Call one stage of every hook.
+
+        Raises:
+            ConfigError: a hook has no stage of that name.
+        """
+        self._hooks.check_stage(fn_name)
+        if self._stage is None:
+            self._run_deferred()
+        before, self._stage = self._stage, fn_name
+        try:
+            self._hooks.call(fn_name, self)
+        finally:
+            self._stage = before
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the current iteration or epoch is over: every hook was called and the counters moved on.
+
+        A checkpoint taken then is complete. Outside of a stage ``action`` is called at once.
+        """
+        if self._stage is None:
+            action()
+        else:
+            self._deferred.append(action)
+
+    def register_hook(self, hook: Hook, priority: int | str | Priority = "NORMAL") -> None:
+        """Add a hook; among equals the first that came is called first.
+
+        Raises:
+            ConfigTypeError: not a hook, or not a priority.
+            ConfigError: it was registered before, or the priority does not exist.
+        """
+        self._hooks.register(hook, priority)
+
+    def register_hook_from_cfg(self, hook_cfg: Mapping[str, Any]) -> None:
+        """Add the hook that a dict describes: ``type``, its arguments, and ``priority``."""
+        hook, priority = hook_config.with_priority(hook_cfg)
+        self.register_hook(hook, priority=priority)
+
+    def register_lr_hook(self, lr_config: HookConfig) -> None:
+        """Add the learning-rate schedule: ``dict(policy='step', step=[8, 11])``, or a hook."""
+        self._add(hook_config.schedule_of("lr_config", lr_config, "LrUpdaterHook"), "VERY_HIGH")
+
+    def register_momentum_hook(self, momentum_config: HookConfig) -> None:
+        """Add the momentum schedule: ``dict(policy='cyclic')``, or a hook."""
+        self._add(hook_config.schedule_of("momentum_config", momentum_config, "MomentumUpdaterHook"), "HIGH")
+
+    def register_optimizer_hook(self, optimizer_config: HookConfig) -> None:
+        """Add the hook that steps: ``dict(grad_clip=...)``, a dict with ``type``, or a hook.
+
+        Without ``type``, it is ``OptimWrapperHook`` for a wrapper, and ``OptimizerHook`` for an optimizer.
+        """
+        default = "OptimWrapperHook" if isinstance(self.optimizer, BaseOptimWrapper) else "OptimizerHook"
+        self._add(hook_config.hook_of("optimizer_config", optimizer_config, default), "ABOVE_NORMAL")
+
+    def register_checkpoint_hook(self, checkpoint_config: HookConfig) -> None:
+        """Add the hook that saves: ``dict(interval=1)``, or a hook."""
+        self._add(hook_config.hook_of("checkpoint_config", checkpoint_config, "CheckpointHook"), "NORMAL")
+
+    def register_timer_hook(self, timer_config: HookConfig) -> None:
+        """Add the hook that measures time: ``dict(type='IterTimerHook')``, or a hook."""
+        self._add(hook_config.hook_of("timer_config", timer_config, "IterTimerHook"), "LOW")
+
+    def register_profiler_hook(self, profiler_config: HookConfig) -> None:
+        """Add the hook that profiles: ``dict(profile_iters=2)``, or a hook."""
+        self._add(hook_config.hook_of("profiler_config", profiler_config, "ProfilerHook"), "NORMAL")
+
+    def register_logger_hooks(self, log_config: Mapping[str, Any] | None) -> None:
+        """Add loggers: ``dict(interval=50, hooks=[dict(type='TextLoggerHook')])``."""
+        for hook in hook_config.loggers_of(log_config):
+            self._add(hook, "VERY_LOW")
+
+    def register_custom_hooks(self, custom_config: list[HookConfig] | HookConfig) -> None:
+        """Add any hooks: objects, or dicts with ``type`` and perhaps ``priority``."""
+        for one in custom_config if isinstance(custom_config, (list, tuple)) else [custom_config]:
+            if isinstance(one, Hook):
+                self.register_hook(one)
+            elif one is not None:
+                self.register_hook_from_cfg(one)
+
+    def register_training_hooks(
+        self,
+        lr_config: HookConfig,
+        optimizer_config: HookConfig = None,
+        checkpoint_config: HookConfig = None,
+        log_config: Mapping[str, Any] | None = None,
+        momentum_config: HookConfig = None,
+        timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
+        custom_hooks_config: list[HookConfig] | HookConfig = None,
+    ) -> None:
+        """Add everything that a usual run needs.
+
+        ::
+
+            VERY_HIGH 10     learning rate
+            HIGH 30          momentum
+            ABOVE_NORMAL 40  optimizer
+            NORMAL 50        checkpoints, then custom hooks
+            LOW 70           timer
+            VERY_LOW 90      loggers
+
+        Raises:
+            RegistryError: a hook that is not registered.
+            ConfigError: an argument that its hook refuses. No hook was added.
+        """
+        before = list(self._hooks)
+        try:
+            self.register_lr_hook(lr_config)
+            self.register_momentum_hook(momentum_config)
+            self.register_optimizer_hook(optimizer_config)
+            self.register_checkpoint_hook(checkpoint_config)
+            self.register_timer_hook(timer_config)
+            self.register_logger_hooks(log_config)
+            self.register_custom_hooks(custom_hooks_config)
+        except Exception:
+            for hook in (hook for hook in self._hooks if hook not in before):
+                del hook.priority
+            self._hooks[:] = before
+            raise
+
+    def get_hook_info(self) -> str:
+        """Which hooks act at which stage, in order."""
+        return self._hooks.describe()
+
+    def current_lr(self) -> list[float] | dict[str, list[float]]:
+        """The learning rate of each group; by name where there are several optimizers.
+
+        Raises:
+            OrderError: there is no optimizer.
+        """
+        named = optimizers.by_name(self.optimizer)
+        return optimizers.unnamed({name: optimizers.read_lr(one) for name, one in named.items()})
+
+    def current_momentum(self) -> list[float] | dict[str, list[float]]:
+        """The momentum of each group, its first beta, or 0; by name where there are several optimizers.
+
+        Raises:
+            OrderError: there is no optimizer.
+        """
+        named = optimizers.by_name(self.optimizer)
+        return optimizers.unnamed({name: optimizers.read_momentum(one) for name, one in named.items()})
+
+    def load_checkpoint(
+        self,
+        filename: StrPath,
+        map_location: Location = "cpu",
+        strict: bool = False,
+        revise_keys: ReviseKeys = ((r"^module\.", ""),),
+    ) -> dict[str, Any]:
+        """Load the weights in a file into the model, and return everything in it.
+
+        Args:
+            filename: a file of this runner, or of mmcv if it holds plain data.
+            map_location: as in ``torch.load``.
+            strict: refuse what does not fit exactly; otherwise it is left out, and the log says so.
+            revise_keys: pairs of a regular expression and its replacement, applied to each key.
+
+        Raises:
+            CheckpointError: the file is damaged, missing, or holds something other than plain data.
+            StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+        """
+        self.logger.info("load checkpoint from %s", filename)
+        checkpoint = read_checkpoint(filename, map_location)
+        load_weights(self.model, checkpoint, strict=strict, revise_keys=revise_keys, logger=self.logger)
+        return checkpoint
+
+    def resume(
+        self, checkpoint: StrPath, resume_optimizer: bool = True, map_location: Location = "default"
+    ) -> None:
+        """Go on where a file was saved. Call it after the hooks are registered, and then :meth:`run`.
+
+        Hooks, data order and random generators are restored when the run begins. With another number of ranks the
+        iterations are converted in proportion. A file that mmcv wrote restores weights, optimizer, ``meta`` and
+        counters.
+
+        Args:
+            checkpoint: the file.
+            resume_optimizer: whether to restore the optimizer too.
+            map_location: as in ``torch.load``; ``"default"`` reads on the host.
+
+        Raises:
+            CheckpointError: the file is damaged, missing, or holds something other than plain data.
+            StateError: it does not fit this runner. Nothing was loaded.
+        """
+        meta, state, own = run_checkpoint.parse(
+            read_checkpoint(checkpoint, map_location),
+            checkpoint,
+            kind=self._kind,
+            runner=type(self).__name__,
+            rank=self._rank,
+            world=self._world_size,
+            logger=self.logger,
+        )
+        if resume_optimizer:
+            run_checkpoint.check_optimizers(self.optimizer, state.get("optimizer"))
+        load_weights(self.model, state, strict=own is not None, logger=self.logger)
+        if resume_optimizer:
+            run_checkpoint.load_optimizers(self.optimizer, state.get("optimizer"), self.logger)
+        self.meta = {**self.meta, **meta}
+        if own is None:
+            self._epoch, self._iter = self._foreign_counters(meta)
+        else:
+            self._epoch = meta["epoch"]
+            self._iter = meta["iter"] * own["loop"]["world_size"] // self._world_size
+        self._resumed = own
+        self._inner_iter = 0
+        self.logger.info("resumed epoch %d, iter %d", self._epoch, self._iter)
+
+    def checkpoint(
+        self, save_optimizer: bool = True, meta: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The run as plain data, with live tensors. Waits for the device.
+
+        Between two stages it is complete. In a stage after an iteration or an epoch it counts that one as over, but
+        hooks that come later in the stage have not done their part; :meth:`defer` waits for them.
+
+        Raises:
+            ConfigTypeError: ``meta`` is not a dict.
+        """
+        if meta is not None and not isinstance(meta, Mapping):
+            raise ConfigTypeError(f"meta must be a dict, not {type(meta).__name__}; write meta=dict(seed=0)")
+        if self._stage == "after_train_iter":
+            self._progress.record(self._iter, self.step_result)
+        model = unwrap(self.model)
+        classes = getattr(model, "CLASSES", None)
+        state: dict[str, Any] = {
+            "meta": {
+                **(meta or {}),
+                # A copy, because hooks may keep values there that turn into plain data when they are copied.
+                **copy.deepcopy(self.meta),
+                **self._counters(),
+                "time": time.asctime(),
+                **({} if classes is None else {"CLASSES": classes}),
+            },
+            "state_dict": model.state_dict(),
+            "hooks": self._hooks.state_dict(),
+            "loop": {
+                "version": run_checkpoint.VERSION,
+                "kind": self._kind,
+                "world_size": self._world_size,
+                "progress": self._progress.state_dict(),
+                "log_buffer": self.log_buffer.state_dict(),
+                **self._loop_state(),
+            },
+            "random": random_state.capture(parameter.device for parameter in model.parameters()),
+        }
+        if save_optimizer and self.optimizer is not None:
+            states = {name: one.state_dict() for name, one in optimizers.by_name(self.optimizer).items()}
+            state["optimizer"] = optimizers.unnamed(states)
+        return state
+
+    def write_checkpoint(
+        self,
+        path: StrPath,
+        save_optimizer: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        create_symlink: bool = False,
+        every_rank: bool = False,
+    ) -> None:
+        """Save the run to a file of that name: whole or not at all, with a digest. Rank 0 writes.
+
+        Args:
+            path: its directory must exist.
+            save_optimizer: whether to save the optimizer's state.
+            meta: to be saved beside the runner's ``meta``.
+            create_symlink: whether to make a link ``latest.pth`` in the same directory.
+            every_rank: keep the random generators, data positions and open accumulation windows of all ranks, each of
+                which must call this then; otherwise those of rank 0.
+
+        Raises:
+            CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
+        """
+        run_checkpoint.write(
+            path,
+            self.checkpoint(save_optimizer, meta),
+            self._rank,
+            self._world_size,
+            every_rank=every_rank,
+            create_symlink=create_symlink,
+        )
+
+    @abstractmethod
+    def _counters(self) -> dict[str, int]:
+        """Finished epochs and iterations, once the stage that hooks are called for is over."""
+
+    @abstractmethod
+    def _loop_state(self) -> dict[str, Any]:
+        """The place where the loop goes on, once the stage that hooks are called for is over."""
+
+    @abstractmethod
+    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+        """Finished epochs and iterations, from the ``meta`` of a file that mmcv wrote."""
+
+    def _add(self, hook: Hook | None, priority: str) -> None:
+        if hook is not None:
+            self.register_hook(hook, priority=priority)
+
+    def _call_model(self, batch: Any, train_mode: bool, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        if self.batch_processor is not None:
+            return self.batch_processor(
+                self.model, batch, train_mode=train_mode, **kwargs
+            ), "batch_processor()"
+        if train_mode:
+            return self.model.train_step(batch, self.optimizer, **kwargs), "model.train_step()"
+        return model_step.val_step(self.model, batch, self.optimizer, kwargs), "model.val_step()"
+
+    def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
+        """One training iteration and its hooks."""
+        self.step_result = None
+        self.data_batch = batch
+        self.call_hook("before_train_iter")
+        self.run_iter(batch, train_mode=True, **kwargs)
+        self.call_hook("after_train_iter")
+        self._progress.record(self._iter, self.step_result)
+        self.data_batch = None
+        self._iter += 1
+
+    def _val_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
+        """One validation iteration and its hooks."""
+        self.data_batch = batch
+        self.call_hook("before_val_iter")
+        with torch.no_grad():
+            self.run_iter(batch, train_mode=False, **kwargs)
+        self.call_hook("after_val_iter")
+        self.data_batch = None
+
+    def _run_deferred(self) -> None:
+        actions, self._deferred = self._deferred, []
+        for action in actions:
+            action()
+
+    def _begin(self, flows: list[Flow], length: str) -> None:
+        self._flows = flows
+        self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
+        self.logger.info("hooks, in the order of their calls: %s", ", ".join(self._hooks.by_name()))
+        self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
+        self.logger.info("workflow: %s, max: %s", [(flow.mode, flow.times) for flow in flows], length)
+        self.call_hook("before_run")
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore hooks, log, counts and random generators from the file that the run was resumed from."""
+        if self._resumed is None:
+            return
+        unknown = self._hooks.load_state_dict(self._resumed["hooks"])
+        if unknown:
+            self.logger.warning(
+                "the checkpoint holds state of %s, which are not registered", ", ".join(unknown)
+            )
+        self._progress.load_state_dict(self._resumed["loop"]["progress"])
+        self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
+        random_state.restore(self._resumed["random"])
+
+    def _place(self) -> tuple[int, int, bool]:
+        """The place in the workflow: its entry, the finished turns of it, and whether the workflow is the saved one."""
+        loop = None if self._resumed is None else self._resumed["loop"]
+        if loop is None:
+            return 0, 0, False
+        if loop["workflow"] == self._workflow():
+            return loop["flow"], loop["done"], True
+        self.logger.warning("the workflow was %s when the run was saved; it begins anew", loop["workflow"])
+        return 0, 0, False
+
+    def _workflow(self) -> list[list[Any]]:
+        return [[flow.mode, flow.times] for flow in self._flows]
+
+
+def _check_types(logger: object, meta: object, work_dir: object) -> None:
+    if logger is not None and not isinstance(logger, logging.Logger):
+        raise ConfigTypeError(
+            f"logger must be a logging.Logger, not {type(logger).__name__}; write logger=logging.getLogger()"
+        )
+    if meta is not None and not isinstance(meta, Mapping):
+        raise ConfigTypeError(
+            f"meta must be a dict or None, not {type(meta).__name__}; write meta=dict(seed=0)"
+        )
+    if work_dir is not None and not isinstance(work_dir, (str, Path)):
+        raise ConfigTypeError(f"work_dir={work_dir!r} must be the path of a directory, or None")
+
+
+def _check_lengths(**lengths: int | None) -> None:
+    for name, value in lengths.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigTypeError(f"{name}={value!r} must be an integer of 1 or more")
+    if all(value is not None for value in lengths.values()):
+        raise ConfigError("Only one of max_epochs and max_iters can be set")

@@ -1,0 +1,189 @@
+"""The data of a run: passes that can be resumed, loaders without an end, and the workflow that says which is used when.
+
+Answers to mmcv 1.7.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.runner import random_state
+
+
+class Batches(Iterator[Any]):
+    """One pass over a data loader that can be resumed at the same batch, bit for bit.
+
+    The order of the samples, and every number that the loader's workers draw, follow from the random state in which the
+    pass began. So the state of a pass is that random state and the number of batches; to resume it, the pass begins in
+    the same random state and loads as many batches without using them. Workers that persist over epochs are an exception:
+    their random state cannot be read, so their augmentations differ after a resume.
+
+    Attributes:
+        num_batches: the number of batches so far.
+    """
+
+    def __init__(self, loader: Any, state: Mapping[str, Any] | None = None) -> None:
+        self.loader = loader
+        generators = generators_of(loader)
+        if state is not None:
+            random_state.restore(state["start"])
+            for generator, saved in zip(generators, state["generators"], strict=False):
+                generator.set_state(saved)
+        self._start = random_state.capture()
+        self._generators = [generator.get_state() for generator in generators]
+        self.num_batches = 0
+        self._iterator = iter(loader)
+        while state is not None and self.num_batches < state["taken"]:
+            try:
+                next(self)
+            except StopIteration:
+                raise StateError(
+                    f"the run was {state['taken']} batches into its pass, and the data loader gives {self.num_batches} now; "
+                    "resume with the data and the batch size it had"
+                ) from None
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self.num_batches += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the pass, as plain data."""
+        return {"taken": self.num_batches, "start": self._start, "generators": self._generators}
+
+
+def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, Any] | None:
+    """The place of ``new`` ranks in a pass that ``old`` ranks left at ``state``.
+
+    >>> rescale({"taken": 6}, 2, 4)
+    {'taken': 3}
+    """
+    return None if state is None else {**state, "taken": state["taken"] * old // new}
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The random generators that a loader and its samplers hold, each once."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    owners = (loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
+    return list(unique.values())
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of the loader's sampler, or of the one in its batch sampler, if there is one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        tell = getattr(sampler, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+            return
+
+
+class IterLoader(Iterator[Any]):
+    """A data loader without an end: when a pass ends, the next one begins.
+
+    Before each pass the sampler gets its number (``set_epoch``), as distributed samplers need it.
+
+    Attributes:
+        epoch: finished passes.
+
+    >>> loader = IterLoader([1, 2])
+    >>> [next(loader) for _ in range(3)], loader.epoch
+    ([1, 2, 1], 1)
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._dataloader = dataloader
+        self._batches: Batches | None = None
+        self.epoch = 0
+
+    @property
+    def data_loader(self) -> Any:
+        """The data loader inside."""
+        return self._dataloader
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = Batches(self._dataloader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self._batches.num_batches:
+                raise ConfigError(
+                    "the data loader gives no batch; its data is smaller than a batch, or empty"
+                ) from None
+        self.epoch += 1
+        set_epoch(self._dataloader, self.epoch)
+        self._batches = None
+        return next(self)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current pass and the place in it, as plain data."""
+        return {"epoch": self.epoch, "batches": None if self._batches is None else self._batches.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the place where :meth:`state_dict` was called. Draws from the random generators."""
+        self.epoch = state["epoch"]
+        if self.epoch:
+            set_epoch(self._dataloader, self.epoch)
+        saved = state["batches"]
+        self._batches = None if saved is None else Batches(self._dataloader, saved)
+
+
+class Flow(NamedTuple):
+    """One entry of a workflow: a loader, the runner's method that takes it, and how many times in a row."""
+
+    loader: Any
+    mode: str
+    times: int
+
+
+def parse_workflow(
+    runner: object, data_loaders: Sequence[Any], workflow: Sequence[tuple[str, int]]
+) -> list[Flow]:
+    """Check a workflow such as ``[("train", 2), ("val", 1)]`` against its loaders.
+
+    Raises:
+        ConfigTypeError: something is not of its type.
+        ConfigError: the lengths differ, a mode that the runner does not have, or nothing to train.
+    """
+    for name, value in (("data_loaders", data_loaders), ("workflow", workflow)):
+        if not isinstance(value, (list, tuple)):
+            raise ConfigTypeError(
+                f"{name} must be a list, not {type(value).__name__}; write runner.run([loader], [('train', 1)])"
+            )
+    if len(data_loaders) != len(workflow):
+        raise ConfigError(
+            f"{len(data_loaders)} data loaders and {len(workflow)} entries in the workflow; give one loader per entry"
+        )
+    flows = [
+        Flow(loader, *_entry(runner, entry)) for loader, entry in zip(data_loaders, workflow, strict=True)
+    ]
+    if not any(flow.mode == "train" and flow.times for flow in flows):
+        raise ConfigError(f"workflow={list(workflow)} never trains; write [('train', 1)]")
+    return flows
+
+
+def _entry(runner: object, entry: Any) -> tuple[str, int]:
+    if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+        raise ConfigTypeError(f"{entry!r} in the workflow must be a pair; write ('train', 1)")
+    mode, times = entry
+    if not isinstance(mode, str):
+        raise ConfigTypeError(
+            f"mode in the workflow must be a string, not {type(mode).__name__}; write 'train'"
+        )
+    if mode.startswith("_") or not callable(getattr(runner, mode, None)):
+        raise ConfigError(
+            f"{type(runner).__name__} has no method {mode!r} to run an epoch; write 'train' or 'val' in the workflow"
+        )
+    if isinstance(times, bool) or not isinstance(times, int) or times < 0:
+        raise ConfigTypeError(f"{times!r} in the workflow must be a number of times; write ('{mode}', 1)")
+    return mode, times

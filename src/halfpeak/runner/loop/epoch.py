@@ -1,0 +1,182 @@
+"""EpochBasedRunner: passes over the training data. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner.builder import RUNNERS
+from halfpeak.runner.checkpoint import StrPath, checkpoint_path
+from halfpeak.runner.loop.base import BaseRunner
+from halfpeak.runner.loop.batches import Batches, parse_workflow, rescale
+
+
+@RUNNERS.register_module()
+class EpochBasedRunner(BaseRunner):
+    """Trains for a number of epochs.
+
+    ::
+
+        before_run
+        until max_epochs are finished, for each entry (mode, n) of the workflow, n times:
+            before_<mode>_epoch
+            for each batch: before_<mode>_iter, the model's step, after_<mode>_iter
+            after_<mode>_epoch
+        after_run
+
+    Validation changes no counter. See :class:`BaseRunner` for the arguments.
+
+    Example:
+        >>> import torch
+        >>> class Model(torch.nn.Linear):
+        ...     def train_step(self, data, optimizer):
+        ...         return dict(loss=self(data).square().mean())
+        >>> model = Model(2, 1)
+        >>> runner = EpochBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=2)
+        >>> runner.register_training_hooks(dict(policy="step", step=[1]), optimizer_config=dict())
+        >>> runner.run([torch.ones(3, 4, 2)], [("train", 1)])
+        >>> runner.epoch, runner.iter
+        (2, 6)
+    """
+
+    _kind: ClassVar[str] = "epoch"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._done = 0
+        self._open: Batches | None = None
+        self._opening: dict[str, Any] | None = None
+
+    def run(
+        self,
+        data_loaders: Sequence[Any],
+        workflow: Sequence[tuple[str, int]],
+        max_epochs: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Train until ``max_epochs``.
+
+        Args:
+            data_loaders: one per entry of the workflow.
+            workflow: ``[("train", 2), ("val", 1)]`` trains two epochs, validates once, and so on. The last round trains
+                no more epochs than are left.
+            max_epochs: deprecated; an argument of the runner.
+            kwargs: for the model's steps.
+
+        Raises:
+            ConfigError: no length, or a workflow that cannot be run.
+        """
+        if max_epochs is not None:
+            warnings.warn("max_epochs is an argument of the runner now", DeprecationWarning, stacklevel=2)
+            self._max_epochs = max_epochs
+        if self._max_epochs is None:
+            raise ConfigError("this runner has no length; write EpochBasedRunner(..., max_epochs=12)")
+        flows = parse_workflow(self, data_loaders, workflow)
+        self._max_iters = self._max_epochs * len(next(flow.loader for flow in flows if flow.mode == "train"))
+        self._begin(flows, f"{self._max_epochs} epochs")
+        self._flow, self._done, same = self._place()
+        if self._resumed is not None and same:
+            loop = self._resumed["loop"]
+            self._opening = rescale(loop["open"], loop["world_size"], self._world_size)
+        while not self._is_over() or self._flow or self._done:
+            while self._flow < len(flows):
+                self._run_flow(kwargs)
+                self._flow, self._done = self._flow + 1, 0
+            self._flow = 0
+        self.call_hook("after_run")
+        self._run_deferred()
+
+    def train(self, data_loader: Any, **kwargs: Any) -> None:
+        """One epoch of training."""
+        self._enter("train", data_loader)
+        self._max_iters = None if self._max_epochs is None else self._max_epochs * len(data_loader)
+        for batch in self._pass(data_loader):
+            self._train_batch(batch, kwargs)
+            self._run_deferred()
+        self.call_hook("after_train_epoch")
+        self._epoch += 1
+        self._end_turn()
+
+    def val(self, data_loader: Any, **kwargs: Any) -> None:
+        """One pass of validation, without gradients."""
+        self._enter("val", data_loader)
+        for batch in self._pass(data_loader):
+            self._val_batch(batch, kwargs)
+            self._run_deferred()
+        self.call_hook("after_val_epoch")
+        self._end_turn()
+
+    def save_checkpoint(
+        self,
+        out_dir: StrPath,
+        filename_tmpl: str = "epoch_{}.pth",
+        save_optimizer: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        create_symlink: bool = True,
+    ) -> None:
+        """Save the run to ``out_dir``, with a link ``latest.pth`` there. See :meth:`write_checkpoint`.
+
+        Args:
+            out_dir: made if missing.
+            filename_tmpl: takes the number of the epoch, counted from 1.
+            save_optimizer: whether to save the optimizer's state.
+            meta: to be saved beside the runner's ``meta``.
+            create_symlink: whether to make ``latest.pth``.
+        """
+        number = max(self._epoch, 1) if self._stage is None else self._epoch + 1
+        path = checkpoint_path(out_dir, filename_tmpl, number)
+        self.write_checkpoint(path, save_optimizer, meta, create_symlink)
+
+    def _enter(self, mode: str, data_loader: Any) -> None:
+        self.model.train(mode == "train")
+        self.mode = mode
+        self.data_loader = data_loader
+        self.call_hook(f"before_{mode}_epoch")
+
+    def _pass(self, data_loader: Any) -> Iterator[Any]:
+        """The batches of an epoch; in the first one after a resume, those that are left."""
+        resumed, self._opening = self._opening, None
+        self._open = Batches(data_loader, resumed)
+        if resumed is not None:
+            # The stage before the epoch was called again, and finding the place drew from the random generators.
+            self._restore()
+        self._resumed = None
+        for batch in self._open:
+            self._inner_iter = self._open.num_batches - 1
+            yield batch
+
+    def _end_turn(self) -> None:
+        self._done += 1
+        self._open = None
+        self._run_deferred()
+
+    def _run_flow(self, kwargs: Mapping[str, Any]) -> None:
+        loader, mode, times = self._flows[self._flow]
+        while self._done < times and not (mode == "train" and self._is_over()):
+            before = self._done
+            getattr(self, mode)(loader, **kwargs)
+            if self._done == before:  # a subclass has a loop of its own
+                self._end_turn()
+
+    def _is_over(self) -> bool:
+        return self._max_epochs is not None and self._epoch >= self._max_epochs
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "epoch": self._epoch + (self._stage == "after_train_epoch"),
+            "iter": self._iter + (self._stage == "after_train_iter"),
+        }
+
+    def _loop_state(self) -> dict[str, Any]:
+        is_over = self._stage in ("after_train_epoch", "after_val_epoch")
+        return {
+            "workflow": self._workflow(),
+            "flow": self._flow,
+            "done": self._done + is_over,
+            "open": None if is_over or self._open is None else self._open.state_dict(),
+        }
+
+    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+        return meta["epoch"], meta["iter"]

@@ -1,0 +1,190 @@
+"""IterBasedRunner: a number of iterations, whatever the epochs. Answers to mmcv 1.7.2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.runner.builder import RUNNERS
+from halfpeak.runner.checkpoint import StrPath, checkpoint_path
+from halfpeak.runner.hook_config import HookConfig, by_iteration
+from halfpeak.runner.loop.base import BaseRunner
+from halfpeak.runner.loop.batches import IterLoader, parse_workflow, rescale
+
+
+@RUNNERS.register_module()
+class IterBasedRunner(BaseRunner):
+    """Trains for a number of iterations over loaders without an end.
+
+    ::
+
+        before_run, before_train_epoch
+        until max_iters are finished, for each entry (mode, n) of the workflow, n times:
+            before_<mode>_iter, the model's step, after_<mode>_iter
+        after_train_epoch, after_run
+
+    For its hooks the run is one epoch; :attr:`epoch` counts the passes over the training data. See :class:`BaseRunner`
+    for the arguments.
+
+    Example:
+        >>> import torch
+        >>> class Model(torch.nn.Linear):
+        ...     def train_step(self, data, optimizer):
+        ...         return dict(loss=self(data).square().mean())
+        >>> model = Model(2, 1)
+        >>> runner = IterBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_iters=4)
+        >>> runner.register_training_hooks(dict(policy="poly"), optimizer_config=dict())
+        >>> runner.run([torch.ones(3, 4, 2)], [("train", 1)])
+        >>> runner.epoch, runner.iter
+        (1, 4)
+    """
+
+    _kind: ClassVar[str] = "iter"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loaders: list[IterLoader] = []
+
+    def run(
+        self,
+        data_loaders: Sequence[Any],
+        workflow: Sequence[tuple[str, int]],
+        max_iters: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Train until ``max_iters``.
+
+        Args:
+            data_loaders: one per entry of the workflow.
+            workflow: ``[("train", 1000), ("val", 10)]`` takes ten batches of validation after each thousand of training.
+            max_iters: deprecated; an argument of the runner.
+            kwargs: for the model's steps.
+
+        Raises:
+            ConfigError: no length, or a workflow that cannot be run.
+        """
+        if max_iters is not None:
+            warnings.warn("max_iters is an argument of the runner now", DeprecationWarning, stacklevel=2)
+            self._max_iters = max_iters
+        if self._max_iters is None:
+            raise ConfigError("this runner has no length; write IterBasedRunner(..., max_iters=90000)")
+        flows = parse_workflow(self, data_loaders, workflow)
+        self._begin(flows, f"{self._max_iters} iters")
+        self._loaders = [IterLoader(flow.loader) for flow in flows]
+        self.mode = "train"
+        self.data_loader = next(
+            loader for loader, flow in zip(self._loaders, flows, strict=True) if flow.mode == "train"
+        )
+        self.call_hook("before_train_epoch")
+        self._flow, self._inner_iter = self._enter()
+        while not self._is_over() or self._flow or self._inner_iter:
+            while self._flow < len(flows):
+                self._run_flow(kwargs)
+                self._flow, self._inner_iter = self._flow + 1, 0
+            self._flow = 0
+        self.call_hook("after_train_epoch")
+        self.call_hook("after_run")
+        self._run_deferred()
+
+    def train(self, data_loader: Any, **kwargs: Any) -> None:
+        """One iteration of training. ``data_loader`` is an :class:`IterLoader`."""
+        self.model.train()
+        self.mode = "train"
+        self.data_loader = data_loader
+        batch = next(data_loader)
+        self._epoch = data_loader.epoch
+        self._train_batch(batch, kwargs)
+        self._inner_iter += 1
+
+    def val(self, data_loader: Any, **kwargs: Any) -> None:
+        """One iteration of validation, without gradients. ``data_loader`` is an :class:`IterLoader`."""
+        self.model.eval()
+        self.mode = "val"
+        self.data_loader = data_loader
+        self._val_batch(next(data_loader), kwargs)
+        self._inner_iter += 1
+
+    def save_checkpoint(
+        self,
+        out_dir: StrPath,
+        filename_tmpl: str = "iter_{}.pth",
+        meta: Mapping[str, Any] | None = None,
+        save_optimizer: bool = True,
+        create_symlink: bool = True,
+    ) -> None:
+        """Save the run to ``out_dir``, with a link ``latest.pth`` there. See :meth:`write_checkpoint`.
+
+        Args:
+            out_dir: made if missing.
+            filename_tmpl: takes the number of the iteration, counted from 1.
+            meta: to be saved beside the runner's ``meta``.
+            save_optimizer: whether to save the optimizer's state.
+            create_symlink: whether to make ``latest.pth``.
+        """
+        number = max(self._iter, 1) if self._stage is None else self._iter + 1
+        path = checkpoint_path(out_dir, filename_tmpl, number)
+        self.write_checkpoint(path, save_optimizer, meta, create_symlink)
+
+    def register_training_hooks(
+        self,
+        lr_config: HookConfig,
+        optimizer_config: HookConfig = None,
+        checkpoint_config: HookConfig = None,
+        log_config: Mapping[str, Any] | None = None,
+        momentum_config: HookConfig = None,
+        timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
+        custom_hooks_config: list[HookConfig] | HookConfig = None,
+    ) -> None:
+        """Add everything that a usual run needs; schedules, checkpoints and loggers go by iterations."""
+        if isinstance(log_config, Mapping) and isinstance(log_config.get("hooks"), (list, tuple)):
+            log_config = {**log_config, "hooks": [by_iteration(one) for one in log_config["hooks"]]}
+        super().register_training_hooks(
+            by_iteration(lr_config),
+            optimizer_config,
+            by_iteration(checkpoint_config),
+            log_config,
+            by_iteration(momentum_config),
+            timer_config,
+            custom_hooks_config,
+        )
+
+    def _enter(self) -> tuple[int, int]:
+        """Find the place in the workflow and in the data."""
+        flow, done, same = self._place()
+        if self._resumed is not None:
+            if same:
+                loop = self._resumed["loop"]
+                for loader, state in zip(self._loaders, loop["loaders"], strict=True):
+                    batches = rescale(state["batches"], loop["world_size"], self._world_size)
+                    loader.load_state_dict({**state, "batches": batches})
+            # The stage before was called again, and finding the place drew from the random generators.
+            self._restore()
+            self._resumed = None
+        return flow, done
+
+    def _run_flow(self, kwargs: Mapping[str, Any]) -> None:
+        mode, times = self._flows[self._flow].mode, self._flows[self._flow].times
+        while self._inner_iter < times and not (mode == "train" and self._is_over()):
+            getattr(self, mode)(self._loaders[self._flow], **kwargs)
+            self._run_deferred()
+
+    def _is_over(self) -> bool:
+        return self._max_iters is not None and self._iter >= self._max_iters
+
+    def _counters(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "iter": self._iter + (self._stage == "after_train_iter")}
+
+    def _loop_state(self) -> dict[str, Any]:
+        is_over = self._stage in ("after_train_iter", "after_val_iter")
+        return {
+            "workflow": self._workflow(),
+            "flow": self._flow,
+            "done": self._inner_iter + is_over,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+        }
+
+    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+        # mmcv saves before it counts: iter_4.pth says 3, and its epoch is the current one, counted from 1.
+        return max(meta["epoch"] - 1, 0), meta["iter"] + 1

@@ -1,0 +1,112 @@
+"""MMDataParallel and MMDistributedDataParallel: torch's wrappers with the steps that a runner calls.
+
+Answers to mmcv 1.7.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.engine.validation import wrapper_of
+from halfpeak.runner import model_step
+
+
+class MMDataParallel(DataParallel[nn.Module]):
+    """A model on one device; the tensors of each batch are moved there. Without an accelerator it is the host.
+
+    Args:
+        module: the model. To train it, it has ``train_step``.
+        device_ids: one number; ``[-1]`` means the host.
+        kwargs: of ``torch.nn.DataParallel``.
+
+    Raises:
+        ConfigError: more than one device; several need one process each.
+
+    >>> class Model(nn.Linear):
+    ...     def train_step(self, data, optimizer):
+    ...         return dict(loss=self(data).mean())
+    >>> import torch
+    >>> list(MMDataParallel(Model(2, 1)).train_step(torch.ones(1, 2), None))
+    ['loss']
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Any = (0,), **kwargs: Any) -> None:
+        if len(device_ids) != 1:
+            raise ConfigError(
+                f"device_ids={list(device_ids)!r} must name one device; use torchrun and MMDistributedDataParallel for several"
+            )
+        if device_ids[0] != -1:
+            super().__init__(module, device_ids=list(device_ids), **kwargs)
+            return
+        nn.Module.__init__(self)  # torch's wrapper takes the first accelerator where there is one
+        self.module, self.device_ids = module, []
+
+    def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's ``train_step``."""
+        inputs, kwargs = self._move(inputs, kwargs)
+        return self.module.train_step(*inputs, **kwargs)  # type: ignore[operator]
+
+    def val_step(self, data: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        """The model's ``val_step``; it gets the optimizer if it has a place for it."""
+        (data,), kwargs = self._move((data,), kwargs)
+        return model_step.val_step(self.module, data, optimizer, kwargs)
+
+    def _move(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.device_ids:
+            return inputs, kwargs
+        moved: Any = self.scatter(inputs, kwargs, self.device_ids)
+        return moved[0][0], moved[1][0]
+
+
+def is_module_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a parallel or compiling wrapper around a model.
+
+    >>> is_module_wrapper(DataParallel(nn.Linear(2, 1)))
+    True
+    """
+    return wrapper_of(module) is not None
+
+
+class MMDistributedDataParallel(DistributedDataParallel):
+    """``DistributedDataParallel`` around a model with ``train_step``: its gradients are averaged over the ranks.
+
+    ``train_step`` takes the place of the inner ``forward``. ``val_step`` goes to the model directly, because ranks may
+    hold different numbers of validation batches and nothing is to be reduced.
+
+    Args:
+        module: the model.
+        args: of ``DistributedDataParallel``, as are the keywords.
+
+    Raises:
+        ConfigTypeError: the model has no ``train_step``.
+    """
+
+    _steps: bool = False
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        model_step.check_model(module, None)
+        super().__init__(module, *args, **kwargs)
+
+    def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's ``train_step``; the backward pass of its loss reduces the gradients."""
+        self._steps = True
+        try:
+            return self(*inputs, **kwargs)
+        finally:
+            self._steps = False
+
+    def val_step(self, data: Any, optimizer: Any = None, **kwargs: Any) -> Any:
+        """The model's ``val_step``; it gets the optimizer if it has a place for it."""
+        return model_step.val_step(self.module, data, optimizer, kwargs)
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._steps:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        with self._inside_ddp_forward():
+            return self.module.train_step(*inputs, **kwargs)

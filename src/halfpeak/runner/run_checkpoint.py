@@ -1,0 +1,197 @@
+"""The file of a run: what it holds, whether it fits a runner, and which part of it belongs to this rank.
+
+A file holds ``meta``, ``state_dict`` and ``optimizer``, as mmcv's do, and beside them what a bitwise resume needs: ``hooks``
+(their states), ``loop`` (the place in the data and in the workflow) and ``random``. Before the reduction every rank has
+gradients of its own, so a file of several ranks holds ``loop``, ``random`` and the open accumulation windows of each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from logging import Logger
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from halfpeak.checkpoint import save
+from halfpeak.core.errors import StateError
+from halfpeak.engine.validation import check_optimizer
+from halfpeak.optim.resume_state import RESUME_KEY, has_open_window
+from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.runner import optimizers
+from halfpeak.runner.checkpoint import StrPath, link_latest
+from halfpeak.runner.distributed import gather
+from halfpeak.runner.optimizers import Optimizers
+
+VERSION: Final = 1
+_OF_RANK: Final = ("loop", "random")
+
+
+class Saved(NamedTuple):
+    """A file that was read and fits the runner.
+
+    Attributes:
+        meta: the data about the run.
+        state: everything in the file, with the open windows of this rank.
+        own: hooks, place in the data and random generators of this rank; None for a file of mmcv.
+    """
+
+    meta: dict[str, Any]
+    state: Mapping[str, Any]
+    own: dict[str, Any] | None
+
+
+def parse(
+    state: Mapping[str, Any], source: object, *, kind: str, runner: str, rank: int, world: int, logger: Logger
+) -> Saved:
+    """Check a file and choose the part of one rank.
+
+    Args:
+        source: the file's name, for messages.
+        kind: what the runner counts: ``"epoch"`` or ``"iter"``.
+        runner: the name of its class.
+        rank: the rank that resumes, of
+        world: so many.
+
+    Raises:
+        StateError: the file is not that of such a run.
+    """
+    meta, loop = state.get("meta"), state.get("loop")
+    if not isinstance(meta, Mapping) or not {"epoch", "iter"} <= set(meta) or "state_dict" not in state:
+        raise StateError(
+            f"{source} is no checkpoint of a run: it has no meta with 'epoch' and 'iter'; write load_checkpoint to take "
+            "its weights only"
+        )
+    if loop is None:
+        return Saved(dict(meta), state, None)
+    if loop["version"] != VERSION:
+        raise StateError(f"{source} has version {loop['version']!r}; this halfpeak reads version {VERSION}")
+    if loop["kind"] != kind:
+        raise StateError(
+            f"{source} is from a runner that counts by {loop['kind']}, {runner} does not; use the same runner"
+        )
+    state, is_short = with_windows_of(state, rank, world, source)
+    if is_short:
+        logger.warning(
+            "the file was saved on %d ranks inside an accumulation window, whose gradients are left out on %d",
+            loop["world_size"],
+            world,
+        )
+    return Saved(dict(meta), state, {"hooks": state["hooks"], **_part_of(state, rank, world, logger)})
+
+
+def write(
+    path: StrPath, state: dict[str, Any], rank: int, world: int, *, every_rank: bool, create_symlink: bool
+) -> None:
+    """Write a run to a file: whole or not at all, with a digest. Rank 0 writes.
+
+    Args:
+        every_rank: add what ranks have of their own; all of them must call this then.
+        create_symlink: whether to make a link ``latest.pth`` in the same directory.
+    """
+    if every_rank and world > 1:
+        own = {name: state[name] for name in _OF_RANK}
+        state["ranks"] = gather({**own, "windows": open_windows(state)})
+    if rank == 0:
+        save(Path(path), state, keep_previous=False)
+        if create_symlink:
+            link_latest(Path(path))
+
+
+def check_optimizers(optimizer: Optimizers, state: Any) -> None:
+    """Check that the optimizer's part of a file fits.
+
+    Raises:
+        StateError: it does not.
+    """
+    if state is None or optimizer is None:
+        return
+    named = optimizers.by_name(optimizer)
+    states = {"": state} if set(named) == {""} else state
+    if not isinstance(states, Mapping) or set(states) != set(named):
+        raise StateError(f"the file has optimizers {list(states)}, the runner {list(named)}")
+    for name, one in named.items():
+        if isinstance(one, OptimWrapper):
+            one.check_state_dict(states[name])
+        else:
+            check_optimizer(one, states[name])
+
+
+def load_optimizers(optimizer: Optimizers, state: Any, logger: Logger) -> None:
+    """Restore the optimizer, or several by name; the log says where there is none."""
+    if state is None or optimizer is None:
+        logger.warning("no optimizer was resumed: %s has none", "the file" if state is None else "the runner")
+        return
+    for name, one in optimizers.by_name(optimizer).items():
+        # torch keeps the tensors that it is given.
+        one.load_state_dict(copy.deepcopy(state if name == "" else state[name]))
+
+
+def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The windows that are open in a checkpoint: whole states of hooks, and parts of those of wrappers.
+
+    >>> lanes = [{"phase": "UNSCALED"}]
+    >>> hooks = {"A": {RESUME_KEY: {"window": {"lanes": lanes}}, "iter": 3}, "B": {}}
+    >>> state = {"hooks": hooks, "optimizer": {"param_groups": []}}
+    >>> open_windows(state) == {"hooks": {"A": state["hooks"]["A"]}, "optimizer": {}}
+    True
+    """
+    named = _by_name(state.get("optimizer"))
+    return {
+        "hooks": {name: hook for name, hook in state["hooks"].items() if has_open_window(hook)},
+        "optimizer": {name: one[RESUME_KEY] for name, one in named.items() if has_open_window(one)},
+    }
+
+
+def with_windows_of(
+    state: Mapping[str, Any], rank: int, world: int, source: object
+) -> tuple[dict[str, Any], bool]:
+    """The checkpoint with the windows of one rank, and whether windows were left out because there were other ranks.
+
+    Raises:
+        StateError: the file has the windows of rank 0 alone.
+    """
+    before, ranks = state["loop"]["world_size"], state.get("ranks", ())
+    if not any(open_windows(state).values()) or before == world == 1:
+        return dict(state), False
+    if before != world:
+        return _with_windows(state, {"hooks": {}, "optimizer": {}}), True
+    if len(ranks) != world or "windows" not in ranks[rank]:
+        raise StateError(
+            f"{source} was saved by rank 0 alone and inside an accumulation window, whose gradients differ between the "
+            f"{world} ranks; resume from a file of CheckpointHook, of write_checkpoint(..., every_rank=True), or from the "
+            "end of a window"
+        )
+    return _with_windows(state, ranks[rank]["windows"]), False
+
+
+def _with_windows(state: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint with these windows in place of its own."""
+    own = open_windows(state)
+    hooks = {name: hook for name, hook in state["hooks"].items() if name not in own["hooks"]}
+    changed = {**state, "hooks": {**hooks, **windows["hooks"]}}
+    named = _by_name(state.get("optimizer"))
+    for name, one in named.items():
+        rest = {key: value for key, value in one.items() if key != RESUME_KEY or name not in own["optimizer"]}
+        window = windows["optimizer"].get(name)
+        named[name] = rest if window is None else {**rest, RESUME_KEY: window}
+    if named:
+        changed["optimizer"] = named[""] if set(named) == {""} else named
+    return changed
+
+
+def _part_of(state: Mapping[str, Any], rank: int, world: int, logger: Logger) -> dict[str, Any]:
+    """Data position and random generators of a rank; those of rank 0 where the file has no others."""
+    ranks = state.get("ranks", [])
+    if len(ranks) == world:
+        return {name: ranks[rank][name] for name in _OF_RANK}
+    if world > 1:
+        logger.warning("every rank takes the random generators of rank 0: the file has no others for it")
+    return {name: state[name] for name in _OF_RANK}
+
+
+def _by_name(optimizer: Any) -> dict[str, Any]:
+    """The states of a checkpoint's optimizers; a single one has the empty name."""
+    if optimizer is None:
+        return {}
+    return {"": optimizer} if "param_groups" in optimizer else dict(optimizer)

@@ -1,0 +1,72 @@
+"""StepCounter: how many iterations changed the parameters, and how many were lost with a skipped step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halfpeak.core.step_result import StepResult
+
+
+class StepCounter:
+    """Counts the steps that optimizers took, and the iterations whose gradients a skipped step dropped.
+
+    A skipped step drops its whole accumulation window. The result of an iteration is read when a count is asked for or
+    when the next result arrives, so recording it does not wait for the device.
+
+    >>> import torch
+    >>> counter = StepCounter()
+    >>> for number, overflow in enumerate([0.0, 1.0, 0.0]):
+    ...     counter.record(number, StepResult(torch.tensor(overflow), torch.tensor(1.0)))
+    >>> counter.read_steps(), counter.read_lost()
+    (2, 1)
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._lost = self._window = 0
+        self._recorded = -1
+        self._pending: tuple[StepResult, int] | None = None
+
+    def record(self, iteration: int, result: StepResult | None) -> None:
+        """Record the result of an iteration, once; None counts as a step, because no hook reported one."""
+        if iteration == self._recorded:
+            return
+        self._count_pending()
+        self._recorded = iteration
+        self._window += 1
+        if result is None:
+            self._steps += 1
+        elif not result.boundary:
+            return
+        else:
+            self._pending = (result, self._window)
+        self._window = 0
+
+    def read_steps(self) -> int:
+        """Steps that changed the parameters. Waits for the device."""
+        self._count_pending()
+        return self._steps
+
+    def read_lost(self) -> int:
+        """Iterations whose gradients were dropped. Waits for the device."""
+        self._count_pending()
+        return self._lost
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts. Waits for the device."""
+        self._count_pending()
+        return {"steps": self._steps, "lost": self._lost, "window": self._window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._pending, self._recorded = None, -1
+        self._steps, self._lost, self._window = state["steps"], state["lost"], state["window"]
+
+    def _count_pending(self) -> None:
+        if self._pending is None:
+            return
+        (result, window), self._pending = self._pending, None
+        if result.stepped():
+            self._steps += 1
+        else:
+            self._lost += window

@@ -1,1 +1,0 @@
-"""``apex.contrib`` as of 25.04: its optimizers for masters and low gradients."""

@@ -1,5 +1,0 @@
-"""``apex.optimizers.fused_adam``."""
-
-from halfpeak.amp.optimizers.adam import FusedAdam
-
-__all__ = ["FusedAdam"]

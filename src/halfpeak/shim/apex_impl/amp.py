@@ -1,0 +1,39 @@
+"""``apex.amp.initialize``, which leaves apex's attributes on optimizers, and what uninstalling takes back of a session."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.optim import Optimizer
+
+from halfpeak import amp
+from halfpeak.amp.registration import restore, saved
+from halfpeak.amp.session import _amp_state
+from halfpeak.core.levels import LEVELS
+from halfpeak.shim.apex_impl.stash import attach, detach
+from halfpeak.shim.spec import Undo
+
+O0, O1, O2, O3, O4, O5 = LEVELS.values()
+
+
+@functools.wraps(amp.initialize)
+def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """:func:`halfpeak.amp.initialize`; each optimizer gets apex's attributes, such as ``_amp_stash``."""
+    result = amp.initialize(models, optimizers, *args, **kwargs)
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
+        attach(optimizer)
+    return result
+
+
+def set_up() -> Undo:
+    """Record the handle and the registrations; the returned function restores both and removes the attributes."""
+    handle, registered = _amp_state.handle, saved()
+
+    def undo() -> None:
+        detach(_amp_state.optimizers())
+        if _amp_state.handle is not handle and _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
+        restore(registered)
+
+    return undo

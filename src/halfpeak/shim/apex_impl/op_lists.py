@@ -1,0 +1,79 @@
+"""The lists of ``apex.amp.lists``, such as ``functional_overrides.FP32_FUNCS``, which scripts edit before ``initialize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+import torch
+
+from halfpeak.amp.registration import (
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from halfpeak.casting.oplists import FLOAT32, LOW, PROMOTE, Rows
+
+
+class OpNames(list[str]):
+    """Names of functions with one rule; adding one registers it, removing one lets it match its input.
+
+    >>> import torch
+    >>> names = OpNames(torch.nn.functional, "torch.nn.functional", LOW, register_promote_function)
+    >>> "linear" in names
+    True
+    """
+
+    def __init__(self, module: Any, path: str, rows: Rows, register: Callable[[Any, str], None]) -> None:
+        super().__init__(name for owner, names in rows if owner == path for name in names.split())
+        self._module = module
+        self._register = register
+
+    def append(self, name: str, /) -> None:
+        """The function gets the rule of this list at the next ``initialize``."""
+        self._register(self._module, name)
+        super().append(name)
+
+    def extend(self, names: Iterable[str], /) -> None:
+        """Each of the functions does."""
+        for name in names:
+            self.append(name)
+
+    def insert(self, index: SupportsIndex, name: str, /) -> None:
+        """As :meth:`append`."""
+        self.append(name)
+
+    def remove(self, name: str, /) -> None:
+        """The function is cast no more: it computes in the widest dtype of its inputs."""
+        super().remove(name)
+        register_promote_function(self._module, name)
+
+
+class Overrides:
+    """The names of one module of ``apex.amp.lists``, with lists as they are before a script edits them.
+
+    Args:
+        module: what has the functions.
+        path: its name in :mod:`halfpeak.casting.oplists`.
+    """
+
+    def __init__(self, module: Any, path: str) -> None:
+        self.MODULE = module
+        self.FP16_FUNCS = OpNames(module, path, LOW, register_half_function)
+        self.FP32_FUNCS = OpNames(module, path, FLOAT32, register_float_function)
+        self.CASTS = OpNames(module, path, PROMOTE, register_promote_function)
+
+
+def functional_overrides() -> Overrides:
+    """``apex.amp.lists.functional_overrides``."""
+    return Overrides(torch.nn.functional, "torch.nn.functional")
+
+
+def tensor_overrides() -> Overrides:
+    """``apex.amp.lists.tensor_overrides``."""
+    return Overrides(torch.Tensor, "torch.Tensor")
+
+
+def torch_overrides() -> Overrides:
+    """``apex.amp.lists.torch_overrides``."""
+    return Overrides(torch, "torch")

@@ -1,0 +1,121 @@
+"""AmpStash: ``optimizer._amp_stash`` and the other attributes by which scripts see how an optimizer was initialised.
+
+halfpeak itself puts nothing on a user's optimizer. These attributes are there while the shim is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.dtypes import is_low
+from halfpeak.engine.gradients.window import Scaled
+from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+
+NAMES: Final = (
+    "_amp_stash",
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+)
+
+
+class AmpStash:
+    """The values of apex's ``optimizer._amp_stash``, read from the engine that steps the optimizer.
+
+    Attributes:
+        lazy_init_called: True from the start, since masters exist as soon as ``initialize`` returns. Scripts set it.
+        already_patched: False, since a step to be skipped replaces no method.
+    """
+
+    def __init__(self, prepared: PreparedOptimizer) -> None:
+        self._prepared = prepared
+        self.lazy_init_called = True
+        self.already_patched = False
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether the last block had ``delay_unscale=True``."""
+        return isinstance(self._prepared.window, Scaled)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Half model parameters that have a master, group by group."""
+        return [
+            [low for _, low in self._pairs(group) if low is not None]
+            for group in self._prepared.optimizer.param_groups
+        ]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters."""
+        return [
+            [p for p, low in self._pairs(group) if low is not None]
+            for group in self._prepared.optimizer.param_groups
+        ]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Trainable float32 parameters, which are their own masters."""
+        return [
+            [p for p, low in self._pairs(group) if low is None and p.requires_grad]
+            for group in self._prepared.optimizer.param_groups
+        ]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Half model parameters: those that have a master; at levels without masters, all of them."""
+        return _flat(self.fp16_groups) or [p for p in self._stepped() if is_low(p)]
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """Parameters that are float32 in the model."""
+        return [p for p in _flat(self.fp32_from_fp32_groups) if p.dtype is torch.float32]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Masters of half parameters."""
+        return _flat(self.fp32_from_fp16_groups)
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The same as :attr:`all_fp32_params`."""
+        return self.all_fp32_params
+
+    def initialise(self) -> None:
+        """Nothing: apex made the masters here, halfpeak has made them in ``amp.initialize``."""
+
+    def publish(self) -> None:
+        """Round the masters into the model, as ``step`` does."""
+        self._prepared.masters.publish(self._prepared.optimizer)
+
+    def _stepped(self) -> list[Tensor]:
+        return [p for group in self._prepared.optimizer.param_groups for p in group["params"]]
+
+    def _pairs(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
+        return [(p, self._prepared.masters.low_of(p)) for p in group["params"]]
+
+
+def attach(optimizer: Optimizer) -> None:
+    """Give an initialised optimizer the attributes; one that amp was disabled for has none, as in apex."""
+    prepared = prepared_of(optimizer)
+    if prepared is None:
+        return
+    stash = AmpStash(prepared)
+    values = (stash, stash.initialise, stash.initialise, stash.publish)
+    vars(optimizer).update(zip(NAMES, values, strict=True))
+
+
+def detach(optimizers: Iterable[Optimizer]) -> None:
+    """Take the attributes back."""
+    for optimizer in optimizers:
+        for name in NAMES:
+            vars(optimizer).pop(name, None)
+
+
+def _flat(groups: Sequence[list[Tensor]]) -> list[Tensor]:
+    return [p for group in groups for p in group]

@@ -1,0 +1,314 @@
+"""on_cpu: a scope in which a script that asks for CUDA gets the CPU, and what ``torch.cuda`` answers in it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+NAME: Final = "cpu, by halfpeak run"
+CPU: Final = torch.device("cpu")
+_STAY: Final = (Tensor.cuda, Tensor.pin_memory)
+_MISSING: Final = object()
+
+
+class Event:
+    """``torch.cuda.Event``: the CPU has finished whatever it was given, so an event is a time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Take the time."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        return (end._time - self._time) * 1e3
+
+    def query(self) -> bool:
+        """Whether the work before it is done. It is."""
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class Stream(AbstractContextManager[Any]):
+    """``torch.cuda.Stream``: everything runs at once and in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has happened."""
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        """Whether its work is done. It is."""
+        return True
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: torch.compile keeps its rules by function."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _no_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _memory(*args: Any, **kwargs: Any) -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def _properties(*args: Any, **kwargs: Any) -> Any:
+    return SimpleNamespace(name=NAME, major=7, minor=0, total_memory=_memory()[1], multi_processor_count=1)
+
+
+_NOTHING: Final = (
+    "set_device synchronize init empty_cache ipc_collect manual_seed manual_seed_all seed seed_all set_rng_state "
+    "set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
+    "reset_accumulated_memory_stats set_per_process_memory_fraction set_stream"
+)
+_ZERO: Final = (
+    "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached "
+    "max_memory_cached utilization initial_seed"
+)
+_TENSORS: Final = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
+
+CUDA: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **{name: _answer(None) for name in _NOTHING.split()},
+        **{name: _answer(0) for name in _ZERO.split()},
+        **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS.split()},
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),
+        "is_bf16_supported": _answer(True),
+        "is_current_stream_capturing": _answer(False),
+        "device_count": _answer(1),
+        "get_device_name": _answer(NAME),
+        "get_device_capability": _answer((7, 0)),
+        "get_device_properties": _properties,
+        "get_arch_list": _answer([]),
+        "get_rng_state": _no_state,
+        "get_rng_state_all": lambda: [_no_state()],
+        "mem_get_info": _memory,
+        "memory_stats": lambda *args, **kwargs: {},  # pyright: ignore[reportUnknownLambdaType]
+        "memory_summary": _answer(""),
+        "device": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+        "device_of": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+        "stream": lambda stream=None: nullcontext(stream),  # pyright: ignore[reportUnknownLambdaType]
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
+        "default_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
+    }
+)
+"""Name in ``torch.cuda`` -> its value inside :func:`on_cpu`."""
+
+NVTX: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **{name: _answer(0) for name in ("mark", "range_push", "range_pop")},
+        "range": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+    }
+)
+PROFILER: Final[Mapping[str, Any]] = MappingProxyType({name: _answer(None) for name in ("start", "stop")})
+
+
+@contextmanager
+def on_cpu() -> Generator[None]:
+    """Let the CPU stand for the script's one CUDA device; at the end of the block torch is as it was.
+
+    * ``tensor.cuda()``, ``.to("cuda")``, ``.to(0)``, ``pin_memory()`` and ``device="cuda"`` of any torch function stay on,
+      or move to, the CPU: through a torch function mode, hence on this thread.
+    * ``torch.cuda`` answers for one device: ``is_available()`` is true, ``device_count()`` 1, memory 0; streams and events
+      exist and are always done; seeds and random states of CUDA are ignored.
+    * Process groups of ``nccl`` are of ``gloo``, ``DistributedDataParallel`` and ``DataParallel`` drop ``device_ids``,
+      ``torch.load`` maps to the CPU, and ``autocast("cuda")`` is ``autocast("cpu")`` in the same dtype.
+
+    ``tensor.is_cuda`` and ``tensor.device`` are not changed: they say that the tensor is on the CPU.
+    """
+    with ExitStack() as undo:
+        for module, names in ((torch.cuda, CUDA), (torch.cuda.nvtx, NVTX), (torch.cuda.profiler, PROFILER)):
+            _replace(undo, module, names)
+        _replace(undo, torch, _global())
+        _replace(undo, nn.Module, {"to": _module_to()})
+        # torch parses its argument before it calls the mode.
+        _replace(undo, Tensor, {"record_stream": _nothing})
+        for module in (dist, dist.distributed_c10d):
+            _replace(undo, module, _groups())
+        _replace(undo, nn.parallel.DistributedDataParallel, {"__init__": _without_devices()})
+        _replace(undo, nn.DataParallel, {"__init__": _only_the_module})
+        _replace(undo, torch.autocast, {"__init__": _cpu_autocast()})
+        undo.enter_context(_ToCpu())
+        yield
+
+
+class _ToCpu(TorchFunctionMode):
+    """Replaces every CUDA device among the arguments of a torch function by the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _STAY:
+            kept = {key: value for key, value in kwargs.items() if key == "memory_format"}
+            return args[0].to(CPU, **kept)
+        if func is Tensor.to and len(args) > 1:
+            args = (args[0], _place(args[1]), *args[2:])
+        if func is Tensor.type and len(args) > 1:
+            args = (args[0], _kind(args[1]), *args[2:])
+        if "device" in kwargs:
+            kwargs["device"] = _place(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def _place(value: Any) -> Any:
+    """The CPU for a CUDA device, which may also be a number; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, str, torch.device)):
+        return value
+    return CPU if isinstance(value, int) or str(value).startswith("cuda") else value
+
+
+def _kind(value: Any) -> Any:
+    """``torch.FloatTensor`` for ``torch.cuda.FloatTensor``, by its name."""
+    return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
+
+
+def _nothing(*args: Any) -> None: ...
+
+
+def _global() -> Mapping[str, Any]:
+    # By getattr: the laws on safe loading look for calls of torch.load, and these calls are the script's.
+    load, set_type, set_device = (
+        getattr(torch, name) for name in ("load", "set_default_tensor_type", "set_default_device")
+    )
+
+    @functools.wraps(load)
+    def to_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(f, CPU, *args, **kwargs)
+
+    @functools.wraps(set_type)
+    def set_default_type(t: Any) -> None:
+        set_type(_kind(t))
+
+    @functools.wraps(set_device)
+    def set_default_device(device: Any) -> None:
+        set_device(_place(device))
+
+    return {
+        "load": to_cpu,
+        "set_default_tensor_type": set_default_type,
+        "set_default_device": set_default_device,
+    }
+
+
+def _module_to() -> Callable[..., Any]:
+    move = nn.Module.to
+
+    @functools.wraps(move)
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        placed = {key: _place(value) if key == "device" else value for key, value in kwargs.items()}
+        return move(self, *(_place(one) for one in args[:1]), *args[1:], **placed)
+
+    return to
+
+
+def _groups() -> Mapping[str, Any]:
+    start, new = dist.init_process_group, dist.new_group
+
+    @functools.wraps(start)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return start(_gloo(backend), *args, **{k: v for k, v in kwargs.items() if k != "device_id"})
+
+    @functools.wraps(new)
+    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return new(*args, backend=_gloo(backend), **kwargs)
+
+    return {"init_process_group": init_process_group, "new_group": new_group}
+
+
+def _gloo(backend: str | None) -> str | None:
+    return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
+
+
+def _without_devices() -> Callable[..., None]:
+    build = nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(build)
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        build(self, module, None, None, *args, **kwargs)
+
+    return init
+
+
+def _only_the_module(
+    self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+) -> None:
+    """``DataParallel`` as torch makes it where there is no device: it calls the module."""
+    nn.Module.__init__(self)
+    self.module, self.device_ids, self.dim = module, [], dim
+
+
+def _cpu_autocast() -> Callable[..., None]:
+    build = torch.autocast.__init__
+
+    @functools.wraps(build)
+    def init(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        build(self, device_type, dtype, *args, **kwargs)
+
+    return init
+
+
+def _replace(undo: ExitStack, owner: Any, names: Mapping[str, Any]) -> None:
+    for name, value in names.items():
+        before = vars(owner).get(name, _MISSING)
+        undo.callback(_put_back, owner, name, before)
+        setattr(owner, name, value)
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -1,0 +1,60 @@
+"""The distribution of a shim's packages, for ``importlib.metadata`` and ``pkg_resources``."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from halfpeak.shim.spec import Shim, Undo
+
+_FOLDER: Final = Path(__file__).resolve().parent
+
+
+class ShimDistribution(Distribution):
+    """Name, version and top-level modules. It lists no files, because they belong to halfpeak."""
+
+    def __init__(self, shim: Shim) -> None:
+        self._shim = shim
+
+    def read_text(self, filename: str) -> str | None:
+        """The two files that a distribution of this kind has; None for others."""
+        texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {self._shim.distribution}\nVersion: {self._shim.version}\n"
+            "Summary: stands in for it while halfpeak.shim is installed\n",
+            "top_level.txt": "".join(f"{name}\n" for name in self._shim.packages),
+        }
+        return texts.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        """A path in this folder."""
+        return _FOLDER / path
+
+
+def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
+    """Add the distribution to ``pkg_resources``, which reads installed files only, unless it has a real one."""
+    working_set: Any = getattr(pkg_resources, "working_set", None)
+    if working_set is None or normalized(shim.distribution) in working_set.by_key:
+        return lambda: None
+    ours: Any = pkg_resources.Distribution(
+        location=f"{_FOLDER}", project_name=shim.distribution, version=shim.version
+    )
+    working_set.add(ours)
+
+    def undo() -> None:
+        if working_set.by_key.get(ours.key) is ours:
+            del working_set.by_key[ours.key]
+            working_set.entry_keys[ours.location].remove(ours.key)
+            if not working_set.entry_keys[ours.location]:
+                del working_set.entry_keys[ours.location]
+                working_set.entries.remove(ours.location)
+
+    return undo
+
+
+def normalized(name: str) -> str:
+    """Names of distributions are the same if these are (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,154 @@
+"""The table of ``install("mmcv")``: the modules of mmcv 1.7.2 that training needs, where their names come from.
+
+A Python table for the reasons that :mod:`halfpeak.shim.apex` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from halfpeak.shim.mmcv_hooks import set_up
+from halfpeak.shim.spec import Shim
+
+VERSION: Final = "1.7.2"
+
+_LR_HOOKS: Final = (
+    "CosineAnnealingLrUpdaterHook CosineRestartLrUpdaterHook CyclicLrUpdaterHook ExpLrUpdaterHook "
+    "FixedLrUpdaterHook FlatCosineAnnealingLrUpdaterHook InvLrUpdaterHook LinearAnnealingLrUpdaterHook "
+    "LrUpdaterHook OneCycleLrUpdaterHook PolyLrUpdaterHook StepLrUpdaterHook"
+)
+_MOMENTUM_HOOKS: Final = (
+    "CosineAnnealingMomentumUpdaterHook CyclicMomentumUpdaterHook LinearAnnealingMomentumUpdaterHook "
+    "MomentumUpdaterHook OneCycleMomentumUpdaterHook StepMomentumUpdaterHook"
+)
+_OPTIMIZER_HOOKS: Final = (
+    "Fp16OptimizerHook GradientCumulativeFp16OptimizerHook GradientCumulativeOptimizerHook OptimizerHook"
+)
+_HOOKS: Final = (
+    "HOOKS CheckpointHook ClosureHook DistEvalHook DistSamplerSeedHook EMAHook EmptyCacheHook EvalHook Hook "
+    "IterTimerHook LoggerHook ProfilerHook SyncBuffersHook TensorboardLoggerHook TextLoggerHook "
+    f"{_LR_HOOKS} {_MOMENTUM_HOOKS} {_OPTIMIZER_HOOKS}"
+)
+_RUNNER: Final = (
+    "OPTIMIZER_BUILDERS RUNNERS RUNNER_BUILDERS BaseModule BaseRunner DefaultOptimizerConstructor "
+    "DefaultRunnerConstructor EpochBasedRunner IterBasedRunner IterLoader LogBuffer LossScaler ModuleDict "
+    "ModuleList Priority Runner=EpochBasedRunner Sequential allreduce_grads allreduce_params auto_fp16 "
+    "build_optimizer build_optimizer_constructor build_runner build_runner_constructor force_fp32 "
+    "get_dist_info get_host_info get_priority get_time_str init_dist load_checkpoint load_state_dict "
+    "master_only save_checkpoint set_random_seed weights_to_cpu wrap_fp16_model"
+)
+
+_MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "mmcv": {
+            "halfpeak.runner.utilities": "mkdir_or_exist symlink",
+            "halfpeak.shim.mmcv": "__version__=VERSION",
+        },
+        "mmcv.parallel": {
+            ".": "",
+            "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
+            "halfpeak.runner.parallel": "is_module_wrapper",
+        },
+        "mmcv.runner": {"halfpeak.optim": "OPTIMIZERS", "halfpeak.runner": f"{_RUNNER} {_HOOKS}"},
+        "mmcv.runner.base_module": {"halfpeak.runner": "BaseModule ModuleDict ModuleList Sequential"},
+        "mmcv.runner.base_runner": {"halfpeak.runner": "BaseRunner"},
+        "mmcv.runner.builder": {
+            "halfpeak.runner": "RUNNERS RUNNER_BUILDERS build_runner build_runner_constructor",
+        },
+        "mmcv.runner.checkpoint": {
+            "halfpeak.runner": "load_checkpoint load_state_dict save_checkpoint weights_to_cpu",
+            "halfpeak.runner.checkpoint": "get_state_dict",
+        },
+        "mmcv.runner.default_constructor": {
+            "halfpeak.runner": "RUNNERS RUNNER_BUILDERS DefaultRunnerConstructor",
+        },
+        "mmcv.runner.dist_utils": {
+            "halfpeak.runner": "allreduce_grads allreduce_params get_dist_info init_dist master_only",
+        },
+        "mmcv.runner.epoch_based_runner": {
+            "halfpeak.runner": "RUNNERS BaseRunner EpochBasedRunner Runner=EpochBasedRunner save_checkpoint",
+        },
+        "mmcv.runner.fp16_utils": {
+            "halfpeak.runner": "LossScaler allreduce_grads auto_fp16 force_fp32 wrap_fp16_model",
+            "halfpeak.runner.casting": "cast_tensor_type",
+            "halfpeak.runner.fp16_model": "patch_norm_fp32",
+        },
+        "mmcv.runner.hooks": {"halfpeak.runner": _HOOKS},
+        "mmcv.runner.hooks.checkpoint": {"halfpeak.runner": "HOOKS CheckpointHook Hook"},
+        "mmcv.runner.hooks.closure": {"halfpeak.runner": "HOOKS ClosureHook Hook"},
+        "mmcv.runner.hooks.ema": {"halfpeak.runner": "HOOKS EMAHook Hook"},
+        "mmcv.runner.hooks.evaluation": {"halfpeak.runner": "HOOKS DistEvalHook EvalHook Hook"},
+        "mmcv.runner.hooks.hook": {"halfpeak.runner": "HOOKS Hook"},
+        "mmcv.runner.hooks.iter_timer": {"halfpeak.runner": "HOOKS Hook IterTimerHook"},
+        "mmcv.runner.hooks.logger": {"halfpeak.runner": "LoggerHook TensorboardLoggerHook TextLoggerHook"},
+        "mmcv.runner.hooks.logger.base": {"halfpeak.runner": "HOOKS LoggerHook"},
+        "mmcv.runner.hooks.logger.tensorboard": {"halfpeak.runner": "HOOKS TensorboardLoggerHook"},
+        "mmcv.runner.hooks.logger.text": {"halfpeak.runner": "HOOKS TextLoggerHook"},
+        "mmcv.runner.hooks.lr_updater": {"halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}"},
+        "mmcv.runner.hooks.memory": {"halfpeak.runner": "HOOKS EmptyCacheHook Hook"},
+        "mmcv.runner.hooks.momentum_updater": {"halfpeak.runner": f"HOOKS Hook {_MOMENTUM_HOOKS}"},
+        "mmcv.runner.hooks.optimizer": {
+            "halfpeak.runner": f"HOOKS Hook LossScaler allreduce_grads wrap_fp16_model {_OPTIMIZER_HOOKS}",
+        },
+        "mmcv.runner.hooks.profiler": {"halfpeak.runner": "HOOKS Hook ProfilerHook"},
+        "mmcv.runner.hooks.sampler_seed": {"halfpeak.runner": "HOOKS DistSamplerSeedHook Hook"},
+        "mmcv.runner.hooks.sync_buffer": {"halfpeak.runner": "HOOKS Hook SyncBuffersHook"},
+        "mmcv.runner.iter_based_runner": {
+            "halfpeak.runner": "RUNNERS BaseRunner IterBasedRunner IterLoader save_checkpoint",
+        },
+        "mmcv.runner.log_buffer": {"halfpeak.runner": "LogBuffer"},
+        "mmcv.runner.optimizer": {
+            "halfpeak.optim": "OPTIMIZERS",
+            "halfpeak.runner": (
+                "OPTIMIZER_BUILDERS DefaultOptimizerConstructor build_optimizer build_optimizer_constructor"
+            ),
+        },
+        "mmcv.runner.optimizer.builder": {
+            "halfpeak.optim": "OPTIMIZERS",
+            "halfpeak.optim.members": "TORCH_OPTIMIZERS",
+            "halfpeak.runner": "OPTIMIZER_BUILDERS build_optimizer build_optimizer_constructor",
+        },
+        "mmcv.runner.optimizer.default_constructor": {
+            "halfpeak.optim": "OPTIMIZERS",
+            "halfpeak.runner": "OPTIMIZER_BUILDERS DefaultOptimizerConstructor",
+        },
+        "mmcv.runner.priority": {"halfpeak.runner": "Priority get_priority"},
+        "mmcv.runner.utils": {"halfpeak.runner": "get_host_info get_time_str set_random_seed"},
+        "mmcv.utils": {
+            ".": "",
+            "halfpeak.optim": "Registry",
+            "halfpeak.runner.utilities": "build_from_cfg get_logger mkdir_or_exist symlink",
+        },
+    }
+)
+
+_CONFIG: Final = "use mmengine.Config, its successor"
+_VERSION_2: Final = "install mmcv-lite, whose version 2 has it; mmcv.runner is added to that"
+
+_ABSENT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mmcv.Config": _CONFIG,
+        "mmcv.cnn": _VERSION_2,
+        "mmcv.fileio": "use mmengine.fileio",
+        "mmcv.image": _VERSION_2,
+        "mmcv.ops": "install mmcv of version 2; mmcv.runner is added to that",
+        "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
+        "mmcv.runner": "docs/compat/mmcv.md lists what is there",
+        "mmcv.runner.hooks": (
+            "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
+        ),
+        "mmcv.utils.Config": _CONFIG,
+    }
+)
+
+MMCV: Final = Shim(
+    modules=_MODULES,
+    table=__file__,
+    distribution="mmcv",
+    version=f"{VERSION}+halfpeak",
+    absent=_ABSENT,
+    setup=set_up,
+    page="docs/compat/mmcv.md",
+)

@@ -1,5 +1,0 @@
-"""``mmcv.runner.base_runner`` as of 1.7.2."""
-
-from halfpeak.runner import BaseRunner
-
-__all__ = ["BaseRunner"]

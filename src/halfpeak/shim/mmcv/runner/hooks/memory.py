@@ -1,5 +1,0 @@
-"""``mmcv.runner.hooks.memory`` as of 1.7.2."""
-
-from halfpeak.runner import HOOKS, EmptyCacheHook, Hook
-
-__all__ = ["HOOKS", "EmptyCacheHook", "Hook"]

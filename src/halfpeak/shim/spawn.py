@@ -1,0 +1,63 @@
+"""The context of ``halfpeak run``: shims and the emulated CUDA device, in this process and in those that it spawns."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import spawn
+from typing import Any
+
+from halfpeak.shim.cuda_on_cpu import on_cpu
+from halfpeak.shim.installing import install, installed, uninstall
+
+
+@contextmanager
+def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
+    """Install some shims and, if ``cpu``, let the CPU stand for a CUDA device; undo both however the block ends.
+
+    A process that is spawned, rather than forked, imports the main script anew; it enters the same context before that.
+    """
+    before = installed()
+    with ExitStack() as undo:
+        if cpu:
+            undo.enter_context(on_cpu())
+        # Undone before the device: casts that a script left on are torch function modes above the device's.
+        undo.callback(_uninstall_but, before)
+        for name in shims:
+            install(name)
+        prepare = spawn.get_preparation_data
+        undo.callback(setattr, spawn, "get_preparation_data", prepare)
+        setattr(spawn, "get_preparation_data", _with_scope(prepare, _Scope(shims, cpu)))  # noqa: B010
+        yield
+
+
+def enter_for_life(shims: Sequence[str], cpu: bool) -> None:
+    """Enter the context in a child process, until the process ends."""
+    scope = emulating(shims, cpu=cpu)
+    scope.__enter__()
+    atexit.register(scope.__exit__, None, None, None)
+
+
+class _Scope:
+    """Enters the parent's context when a child unpickles it, which is before the child imports the script."""
+
+    def __init__(self, shims: Sequence[str], cpu: bool) -> None:
+        self._arguments = tuple(shims), cpu
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Sequence[str], bool]]:
+        return enter_for_life, self._arguments
+
+
+def _with_scope(prepare: Callable[[str], dict[str, Any]], scope: _Scope) -> Callable[[str], dict[str, Any]]:
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        # multiprocessing ignores keys that it does not know.
+        return {**prepare(name), "halfpeak": scope}
+
+    return get_preparation_data
+
+
+def _uninstall_but(names: Sequence[str]) -> None:
+    for name in installed():
+        if name not in names:
+            uninstall(name)

@@ -1,0 +1,226 @@
+"""The running statistics of batch and instance norms, put back when a step is skipped.
+
+An overflow in the forward pass reaches the running statistics before it is known that the step will be skipped, and
+evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.ops.versions import TensorVersions
+
+
+class BatchNormStats:
+    """Keeps a copy of every running statistic of some models; the end of a step keeps the new ones or puts back the copy.
+
+    A skipped step goes back to the statistics before its first forward pass, also where somebody else wrote them after the
+    last step: a loaded checkpoint, ``update_bn``. A step concerns the models whose parameters its optimizers have: a
+    discriminator's skip does not take from the generator what it has just seen. Statistics of other models that a skipped
+    step left infinite are put back as well.
+
+    A few launches per (model, device, dtype) and no wait for the device, whatever the number of layers.
+
+    Args:
+        modules: the models whose batch norms, and instance norms that track statistics, are looked after.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._models: list[ModelStats] = []
+        for module in modules:
+            self.add_model(module)
+
+    def add_model(self, module: nn.Module) -> None:
+        """Look after the norms of one more model, from its statistics as they are now."""
+        known = {id(norm) for model in self._models for norm in model.norms}
+        self._models.append(ModelStats(module, [norm for norm in norms_of(module) if id(norm) not in known]))
+
+    def save(self) -> None:
+        """Remember the statistics as they are now."""
+        for model in self._models:
+            model.save()
+
+    def begin_forward(self) -> None:
+        """Before a forward pass with gradients, the first since a step: what was written since that step is kept."""
+        if torch.is_grad_enabled():
+            for model in self._models:
+                model.begin_forward()
+
+    def mark_forward_begun(self) -> None:
+        """A forward pass has begun where :meth:`begin_forward` was not called, from the statistics that were saved."""
+        for model in self._models:
+            model.has_begun = True
+
+    def after_load(self) -> None:
+        """After a checkpoint was loaded: a skipped step must not put back what was there before it."""
+        for model in self._models:
+            model.after_load()
+
+    def models_of(self, parameters: Iterable[Tensor]) -> frozenset[int]:
+        """The numbers of the models that have one of the parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return frozenset(number for number, model in enumerate(self._models) if model.has_any(wanted))
+
+    def end_step(self, found_inf: Tensor | bool, models: frozenset[int] | None = None) -> None:
+        """Keep the new statistics if the step was clean, else put back the saved ones.
+
+        Args:
+            found_inf: a scalar on the device, which is not waited for, or a bool where the host knows already.
+            models: which models the step was of (:meth:`models_of`); None means all.
+        """
+        if isinstance(found_inf, Tensor) and is_on_host(found_inf):
+            found_inf = bool(read_host(found_inf))
+        for number, model in enumerate(self._models):
+            if models is None or number in models:
+                model.end_step(found_inf)
+            else:
+                model.end_step_of_others(found_inf)
+
+    def live(self) -> list[Tensor]:
+        """The statistics themselves."""
+        return [buffer for model in self._models for buffer in model.live()]
+
+    def saved(self) -> list[Tensor]:
+        """What :meth:`save` remembered: one flat tensor per (model, device, dtype), in the order of the layers."""
+        return [flat for model in self._models for flat in model.saved()]
+
+    def use_saved(self, saved: Sequence[Tensor]) -> None:
+        """Remember the statistics in these very tensors, of the form that :meth:`saved` gives."""
+        rest = iter(saved)
+        for model in self._models:
+            model.use_saved(rest)
+
+    def restore_saved(self, saved: Sequence[Tensor]) -> None:
+        """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now.
+
+        It holds until the next step, whether the model is loaded before or afterwards.
+        """
+        rest = list(saved)
+        for model in self._models:
+            count = model.restore_saved(rest)
+            del rest[:count]
+
+
+class ModelStats:
+    """The statistics of one model.
+
+    Attributes:
+        norms: the layers that hold them.
+        has_begun: whether a forward pass has begun since the last step.
+    """
+
+    def __init__(self, module: nn.Module, norms: list[nn.Module]) -> None:
+        self.norms = norms
+        self.has_begun = False
+        self._module = module
+        self._saved: dict[_Key, Tensor] = {}
+        self._versions = TensorVersions()
+        self._from_checkpoint = False
+        self.save()
+
+    def has_any(self, parameters: set[int]) -> bool:
+        """Whether the model has one of the parameters, by ``id``."""
+        return any(id(parameter) in parameters for parameter in self._module.parameters())
+
+    def save(self) -> None:
+        """Remember the statistics as they are now."""
+        by_key = self._by_key()
+        self._saved = {key: _flat(live) for key, live in by_key.items()}
+        self._versions.record(list(chain.from_iterable(by_key.values())))
+
+    def begin_forward(self) -> None:
+        """Follow what was written since the last step."""
+        if not self.has_begun:
+            self.has_begun = True
+            if not self._versions.unchanged(self.live()):
+                self.save()
+
+    def after_load(self) -> None:
+        """Remember what was loaded, unless the saved statistics came from a checkpoint themselves."""
+        if not self._from_checkpoint:
+            self.save()
+
+    def end_step(self, found_inf: Tensor | bool) -> None:
+        """Keep the new statistics, or put back the saved ones."""
+        if found_inf is not False:
+            for live, saved in self._pairs():
+                _put_back(live, saved, found_inf)
+        self.save()
+        self.has_begun = self._from_checkpoint = False
+
+    def end_step_of_others(self, found_inf: Tensor | bool) -> None:
+        """After a step of other models: put back what it left infinite, if it was skipped."""
+        if found_inf is not False:
+            for live, saved in self._pairs():
+                lost = ~torch.isfinite(_flat(live)).all()
+                skipped = lost if found_inf is True else lost & (found_inf.to(lost.device) != 0)
+                _put_back(live, saved, skipped)
+
+    def live(self) -> list[Tensor]:
+        """The statistics themselves."""
+        return list(chain.from_iterable(self._by_key().values()))
+
+    def saved(self) -> list[Tensor]:
+        """What :meth:`save` remembered, one flat tensor per (device, dtype)."""
+        return [self._saved[key] for key in self._by_key() if key in self._saved]
+
+    def use_saved(self, saved: Iterator[Tensor]) -> None:
+        """Remember the statistics in the next of these very tensors."""
+        self._saved.update({key: next(saved) for key in self._by_key() if key in self._saved})
+
+    def restore_saved(self, saved: Sequence[Tensor]) -> int:
+        """Take as many of ``saved`` as this model has; returns how many these are."""
+        self.save()
+        self.has_begun = self._from_checkpoint = True
+        for key, flat in zip(list(self._saved), saved, strict=False):
+            if flat.shape == self._saved[key].shape:
+                self._saved[key] = flat.to(key[0], key[1], copy=True)
+        return len(self._saved)
+
+    def _pairs(self) -> list[tuple[list[Tensor], Tensor]]:
+        """What is live and what it was, where the one still fits the other."""
+        pairs = [(live, self._saved.get(key)) for key, live in self._by_key().items()]
+        return [
+            (live, saved)
+            for live, saved in pairs
+            if saved is not None and saved.numel() == sum(buffer.numel() for buffer in live)
+        ]
+
+    def _by_key(self) -> dict[_Key, list[Tensor]]:
+        live: dict[_Key, list[Tensor]] = {}
+        for norm in self.norms:
+            for buffer in norm.buffers(recurse=False):
+                if not is_lazy(buffer):
+                    live.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return live
+
+
+_Key = tuple[torch.device, torch.dtype]
+
+
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of ``module`` that may hold running statistics."""
+    return [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+
+
+def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> None:
+    if isinstance(found_inf, Tensor):
+        saved = torch.where(found_inf.to(saved.device) != 0, saved, _flat(live))
+    parts = saved.split([buffer.numel() for buffer in live])
+    # Through .data, which counts no version, as the kernels do that write them: a forward pass may still await its
+    # backward pass, such as the generator's when the discriminator's step is skipped.
+    torch._foreach_copy_(
+        [buffer.data for buffer in live],
+        [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)],
+    )
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

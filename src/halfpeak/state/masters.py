@@ -1,0 +1,314 @@
+"""Masters: the float32 copies of low parameters that an optimizer steps. The only code that swaps its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import ParameterError
+from halfpeak.ops import foreach
+from halfpeak.ops.versions import TensorVersions
+from halfpeak.state.grad_buffers import GradBufferPool
+from halfpeak.state.no_copy import allow_copy, forbid_copy
+from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
+
+
+class Masters:
+    """Pairs of a low parameter and its float32 master, by identity, each once however many groups name it.
+
+    A master takes the place of its parameter in the optimizer's groups and inherits its state. :meth:`publish` rounds
+    the masters back into the parameters; :meth:`refresh` follows whoever wrote to the parameters in the meantime.
+
+    Args:
+        wanted: False never makes a master, for policies that step low parameters themselves.
+        grad_buffers: where the gradients of masters lie; None for new memory in every step.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
+        >>> masters = Masters()
+        >>> masters.adopt(optimizer)
+        >>> master = optimizer.param_groups[0]["params"][0]
+        >>> master.grad = torch.ones(2)
+        >>> optimizer.step(); masters.publish()
+        >>> master[0].item(), weight[0].item()
+        (0.9990234375, 1.0)
+    """
+
+    def __init__(self, *, wanted: bool = True, grad_buffers: GradBufferPool | None = None) -> None:
+        self._wanted = wanted
+        self.grad_buffers = grad_buffers
+        self._low: list[nn.Parameter] = []
+        self._high: list[Tensor] = []
+        # Of the low parameters, when their masters last agreed with them.
+        self._versions = TensorVersions()
+        self._index: dict[int, int] = {}
+        self._low_of: dict[int, nn.Parameter] = {}
+        self._retained: dict[int, set[int]] = {}
+        self._stepped: set[int] = set()
+        self._stores: list[RemainderStore] = []
+        self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
+
+    def __len__(self) -> int:
+        return len(self._low)
+
+    def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Pairs of (low parameter, master)."""
+        return iter(zip(self._low, self._high, strict=True))
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """What holds the unscaled gradient of a low parameter: its master, or what stands in for one; or None."""
+        high, store = self._master_of(parameter), self.store_of(parameter)
+        return high if store is None else store.stand_in(parameter)
+
+    def store_of(self, parameter: Tensor) -> RemainderStore | None:
+        """The store of the remainder of a low parameter that has no master, or None."""
+        if not self._stores or id(parameter) in self._index:
+            return None
+        return next((store for store in self._stores if store.keeps(parameter)), None)
+
+    @property
+    def accumulates_fp32(self) -> bool:
+        """Whether gradients of low parameters are summed in float32 elsewhere: on masters, or what stands in for them."""
+        return bool(self._low or self._stores)
+
+    def _master_of(self, parameter: Tensor) -> Tensor | None:
+        index = self._index.get(id(parameter))
+        return None if index is None else self._high[index]
+
+    def low_of(self, master: Tensor) -> nn.Parameter | None:
+        """The low parameter that a master belongs to, or None."""
+        return self._low_of.get(id(master))
+
+    def model_param_of(self, main_param: Tensor) -> Tensor:
+        """What autograd computes the gradient of: the low parameter of a master, anything else itself."""
+        low = self._low_of.get(id(main_param))
+        return main_param if low is None else low
+
+    def adopt(self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
+        """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
+
+        State that the optimizer holds for the parameter moves to the master, in float32. An optimizer that keeps
+        remainders of its low parameters is given the values instead.
+
+        Args:
+            optimizer: changed in place; its group dicts and lists stay the same objects.
+            values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
+                low parameter widened.
+        """
+        store = remainder_store_of(optimizer)
+        if store is not None and not any(known is store for known in self._stores):
+            self._stores.append(store)
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for position, parameter in enumerate(parameters):
+                if store is not None and store.keeps(parameter):
+                    if id(parameter) in (values or {}):
+                        store.take(parameter, (values or {})[id(parameter)])
+                elif self._wanted and is_low(parameter) and parameter.requires_grad:
+                    parameters[position] = self._master_for(parameter, values or {})
+                    _move_state(optimizer, parameter, parameters[position])
+                    forbid_copy(optimizer)
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Undo :meth:`adopt`: put the low parameters back into the optimizer's groups, with their state."""
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for position, master in enumerate(parameters):
+                low = self.low_of(master)
+                if low is not None:
+                    parameters[position] = low
+                    if master in optimizer.state:
+                        optimizer.state[low] = optimizer.state.pop(master)
+        allow_copy(optimizer)
+        store = remainder_store_of(optimizer)
+        self._stores = [known for known in self._stores if known is not store]
+
+    def retain_grads(self, who: object, masters: Iterable[Tensor]) -> None:
+        """Say that ``who`` still has to step the gradients of some masters, which others may step, too."""
+        for master in masters:
+            if id(master) in self._low_of:
+                self._retained.setdefault(id(master), set()).add(id(who))
+
+    def release_grads(self, who: object) -> None:
+        """Say that ``who`` needs no gradient any more."""
+        for holders in self._retained.values():
+            holders.discard(id(who))
+
+    def is_grad_retained(self, master: Tensor) -> bool:
+        """Whether an optimizer still has to step the gradient of a master."""
+        return bool(self._retained.get(id(master)))
+
+    def mark_stepped(self, optimizer: Optimizer) -> None:
+        """Say that an optimizer is about to move its masters: :meth:`refresh` must not undo it."""
+        self._stepped.update(self._indices(optimizer))
+
+    def publish(self, optimizer: Optimizer | None = None) -> None:
+        """Round the masters of one optimizer, or all of them, into their low parameters.
+
+        The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
+        discriminator, and its backward pass after it.
+        """
+        self._publish(list(range(len(self._low))) if optimizer is None else self._indices(optimizer))
+
+    def record_published(self, optimizer: Optimizer) -> None:
+        """An optimizer has written its low parameters itself."""
+        self._mark(self._indices(optimizer))
+
+    def publish_stepped(self) -> None:
+        """Publish what optimizers have moved, if something kept it from being published."""
+        self._publish(sorted(self._stepped))
+
+    def _publish(self, indices: list[int]) -> None:
+        if not indices:
+            return
+        low, high = self._low, self._high
+        if len(indices) < len(low):
+            low, high = [low[i] for i in indices], [high[i] for i in indices]
+        with torch.no_grad():
+            foreach.copy_cast_(low, high)
+        self._mark(indices)
+
+    def _mark(self, indices: Sequence[int]) -> None:
+        if len(indices) == len(self._low):
+            self._versions.record(self._low)
+        else:
+            for index in indices:
+                self._agree(index)
+        self._stepped.difference_update(indices)
+
+    def _indices(self, optimizer: Optimizer) -> list[int]:
+        """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
+        targets = params_of(optimizer)
+        known, indices = self._looked_up
+        if len(known) != len(targets) or not all(map(is_, known, targets)):
+            lows = [low for target in targets if (low := self.low_of(target)) is not None]
+            indices = [self._index[id(low)] for low in lows]
+            self._looked_up = (targets, indices)
+        return indices
+
+    def refresh(self) -> None:
+        """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
+
+        Element by element, a master stays where it rounds to its parameter (nobody wrote there) and takes the widened
+        parameter elsewhere. Nothing waits for the device. Writes into ``parameter.data`` are seen only before the first
+        refresh, because they leave no trace; a new tensor assigned to ``parameter.data`` is always seen.
+
+        Raises:
+            ParameterError: a parameter changed its shape or device; prepare again after moving a model.
+        """
+        self.publish_stepped()
+        if not self._versions.unchanged(self._low):
+            for index in range(len(self._low)):
+                if not self._agrees(index):
+                    self._follow(index)
+
+    def value_of(self, parameter: Tensor) -> Tensor | None:
+        """What a low parameter is worth in float32, as :meth:`refresh` sees it now; None if it has no master.
+
+        This is its master, except for a parameter that was moved or resized.
+        """
+        index = self._index.get(id(parameter))
+        if index is None:
+            store = self.store_of(parameter)
+            return None if store is None else store.value_of(parameter)
+        low, high = self._low[index], self._high[index]
+        if low.shape != high.shape:
+            return low.detach().to(high.dtype)
+        if low.device != high.device:
+            return _merge(low.detach(), high.detach().to(low.device))
+        if index in self._stepped or self._agrees(index):
+            return high
+        if self._versions.is_recorded(index):
+            # Looking must not change anything: who swaps weights in and out again keeps what they were worth.
+            return _merge(low.detach(), high.detach())
+        self._follow(index)
+        return high
+
+    def _agree(self, index: int) -> None:
+        self._versions.record_one(index, self._low[index])
+
+    def _agrees(self, index: int) -> bool:
+        return self._versions.is_unchanged(index, self._low[index])
+
+    def _follow(self, index: int) -> None:
+        low, high = self._low[index], self._high[index]
+        if low.shape != high.shape or low.device != high.device:
+            raise ParameterError(
+                f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
+                f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
+            )
+        with torch.no_grad():
+            high.copy_(_merge(low, high))
+        self._agree(index)
+
+    def take(self, parameter: Tensor, value: Tensor) -> None:
+        """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
+
+        Where the parameter ends up with something else, :meth:`refresh` follows it.
+        """
+        high, store = self._master_of(parameter), self.store_of(parameter)
+        if high is not None and high.shape == value.shape and value.is_floating_point():
+            with torch.no_grad():
+                high.copy_(value)
+        elif store is not None and parameter.shape == value.shape and value.is_floating_point():
+            store.take(parameter, value)
+
+    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`take` for who writes the parameter next: what he is to write, once."""
+        store = self.store_of(parameter)
+        if store is not None and parameter.shape == value.shape and value.is_floating_point():
+            return store.expect(parameter, value)
+        self.take(parameter, value)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
+        """Copies of both sides, paired as these are; an optimizer copied with the same ``memo`` steps the new masters."""
+        copied = Masters(wanted=self._wanted, grad_buffers=self.grad_buffers and GradBufferPool())
+        for low, high in self:
+            low_copy = copy.deepcopy(low, memo)
+            memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
+        copied._stepped = set(self._stepped)
+        return copied
+
+    def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
+        known = self._master_of(parameter)
+        if known is not None:
+            return known
+        value = values.get(id(parameter))
+        high = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
+        high.requires_grad_(True)
+        self._index[id(parameter)] = len(self._low)
+        self._low_of[id(high)] = parameter
+        self._low.append(parameter)
+        self._high.append(high)
+        # The first refresh compares values, so that writes through .data before it are seen.
+        self._versions.add(parameter)
+        return high
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Whatever stands in an optimizer's groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _merge(low: Tensor, high: Tensor) -> Tensor:
+    """``high`` where it rounds to ``low``, and ``low`` widened elsewhere."""
+    return torch.where(high.to(low.dtype) == low, high, low.to(high.dtype))
+
+
+def _move_state(optimizer: Optimizer, parameter: Tensor, master: Tensor) -> None:
+    """Hand the optimizer's state of a parameter to its master; what was low becomes float32."""
+    if parameter in optimizer.state and master not in optimizer.state:
+        state = optimizer.state.pop(parameter)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_low(value):
+                state[key] = value.float()
+        optimizer.state[master] = state

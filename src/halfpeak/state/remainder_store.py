@@ -1,0 +1,43 @@
+"""RemainderStore: an optimizer that keeps what low parameters have rounded away, in place of float32 masters."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@runtime_checkable
+class RemainderStore(Protocol):
+    """What such an optimizer has as its attribute ``keeper``.
+
+    Its groups hold the low parameters themselves. A parameter and its remainder together are its float32 value, which can
+    be asked for and set, and is stored nowhere.
+    """
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether a parameter has a remainder, or will have one."""
+        ...
+
+    def value_of(self, parameter: Tensor) -> Tensor:
+        """The float32 value of a parameter: a new tensor.  # f32 of its shape"""
+        ...
+
+    def take(self, parameter: Tensor, value: Tensor) -> None:
+        """Set the float32 value of a parameter, and write it."""
+        ...
+
+    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`take` for a caller who writes the parameter himself, once and next: what to write."""
+        ...
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        """A float32 placeholder of its shape without memory, whose ``grad`` the optimizer steps if there is one."""
+        ...
+
+
+def remainder_store_of(optimizer: Optimizer) -> RemainderStore | None:
+    """The remainders of an optimizer that keeps some."""
+    store = getattr(optimizer, "keeper", None)
+    return store if isinstance(store, RemainderStore) else None

@@ -1,0 +1,96 @@
+"""What a low model's ``state_dict`` says and what loading one does: float32 values, exact through the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import OrderError
+from halfpeak.state.masters import Masters
+
+
+def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]:
+    """Make ``state_dict`` and ``load_state_dict`` of ``model``, and of each of its parts, speak float32.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 2, bias=False).to(torch.bfloat16)
+    >>> handles = hook_state_dict(model, Masters())
+    >>> model.state_dict()["weight"].dtype
+    torch.float32
+    """
+    out, into = ValuesOut(masters), ValuesIn(masters)
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if next(_own_tensors(module), None) is not None:
+            handles.append(module.register_state_dict_post_hook(out))
+        # On every module, so that a refusal comes before anything below it was loaded.
+        handles.append(module.register_load_state_dict_pre_hook(into))
+    return handles
+
+
+def has_fp32_state_dict(module: nn.Module) -> bool:
+    """Whether :func:`hook_state_dict` has been here."""
+    return any(isinstance(hook, ValuesOut) for hook in module._state_dict_hooks.values())
+
+
+class _Hook:
+    """A module hook that knows the masters. A deep copy or a pickle of the model lets go of them."""
+
+    def __init__(self, masters: Masters | None) -> None:
+        self._masters = Masters() if masters is None else masters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
+        return type(self), (None,)
+
+
+class ValuesOut(_Hook):
+    """Going out, a low parameter gives its master's value; without a master, itself widened.
+
+    With ``keep_vars=True`` the live parameter stays. Each hook looks at its own module's tensors only.
+    """
+
+    # What Module.register_state_dict_post_hook sets; also needed on copies and after unpickling.
+    _from_public_api = True
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replace the low values in ``state``."""
+        for name, tensor in _own_tensors(module):
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and is_low(value) and not isinstance(value, nn.Parameter):
+                exact = self._masters.value_of(tensor)
+                state[prefix + name] = value.float() if exact is None else exact.detach()
+
+
+class ValuesIn(_Hook):
+    """Coming in, a master takes the float32 value before rounding reaches its parameter."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Give the values in ``state`` to the masters.
+
+        Raises:
+            OrderError: ``assign=True``, which would replace the parameters that the masters belong to.
+        """
+        if (metadata or {}).get("assign_to_params_buffers", False) and any(
+            self._masters.of(parameter) is not None for parameter in module.parameters()
+        ):
+            raise OrderError(
+                "load_state_dict(assign=True) would replace parameters that an optimizer's masters belong to; write "
+                "load_state_dict(state), or load before preparing"
+            )
+        for name, tensor in _own_tensors(module):
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor):
+                state[prefix + name] = self._masters.expect(tensor, value)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    own = chain(module._parameters.items(), module._buffers.items())
+    return ((name, tensor) for name, tensor in own if tensor is not None)

@@ -1,0 +1,55 @@
+"""Optimizers that keep float32 masters themselves take the value that is written to a low parameter from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.amp.optimizers import FusedAdam, FusedMixedPrecisionLamb
+
+LOW = torch.float16
+
+
+def adam(params: Any) -> FusedAdam:
+    return FusedAdam(params, lr=0.25, capturable=True, master_weights=True)
+
+
+def lamb(params: Any) -> FusedMixedPrecisionLamb:
+    return FusedMixedPrecisionLamb(params, lr=0.25, reduced_precision_dtype=LOW)
+
+
+def assign_data(weight: nn.Parameter, value: Tensor) -> None:
+    weight.data = value.clone()
+
+
+def assign_data_twice(weight: nn.Parameter, value: Tensor) -> None:
+    # The second assignment may get the memory, and so the address, that the first one has freed.
+    weight.data = value + 1
+    weight.data = value.clone()
+
+
+def copy_in_place(weight: nn.Parameter, value: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(value)
+
+
+@pytest.mark.parametrize("write", [assign_data, assign_data_twice, copy_in_place])
+@pytest.mark.parametrize("make", [adam, lamb])
+def test_a_written_parameter_is_what_the_next_step_starts_from(
+    make: Callable[[Any], Any], write: Callable[[nn.Parameter, Tensor], None]
+) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=LOW))
+    optimizer = make([weight])
+    weight.grad = torch.full((4,), 0.5, dtype=LOW)
+    optimizer.step()
+    value = torch.tensor([100.0, -100.0, 200.0, -200.0], dtype=LOW)
+    write(weight, value)
+    optimizer.step()
+    assert weight.isfinite().all()
+    # One step moves by the learning rate, or by a part of the weight's norm.
+    assert torch.equal(weight.detach().sign(), value.sign())
+    assert bool((weight - value).abs().max() < 80)

@@ -1,0 +1,146 @@
+"""Traced by torch.compile inside the scope: one graph, the same values, and no trace used in the wrong place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfpeak.casting.casts import OpCasts, disable_casts
+from halfpeak.casting.registry import Registrations
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Expressions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h += x
+        h = h * 2 - x @ x.t() @ x + h.shape[0]
+        loss = h.pow(2).sum() + F.mse_loss(self.layer(x), x)
+        return torch.cat([self.layer(x), x]) * loss
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1)),
+        lambda: (torch.randn(4, 8),),
+    ),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ),
+        lambda: (torch.randn(2, 1, 8, 8),),
+    ),
+    "cell": (lambda: nn.LSTMCell(8, 8), lambda: (torch.randn(4, 8),)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda: (torch.randn(4, 1, 8),) * 3),
+    "expressions": (Expressions, lambda: (torch.randn(4, 8),)),
+}
+
+
+def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "low"), [("mlp", torch.float16), *((name, torch.bfloat16) for name in MODELS)], ids=str
+)
+def test_one_graph_and_the_same_values(name: str, low: torch.dtype) -> None:
+    make, inputs = MODELS[name]
+    model, args = make(), inputs()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with OpCasts(low):
+        expected, found = first(model(*args)), first(compiled(*args))
+        found.float().sum().backward()
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert all(
+        weight.grad is not None and weight.grad.dtype is torch.float32 for weight in model.parameters()
+    )
+
+
+def test_a_trace_is_used_where_it_belongs_only() -> None:
+    traces: list[None] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        traces.append(None)
+        return graph.forward
+
+    x = torch.rand(3, 3)
+    product = torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)
+    casts = OpCasts(torch.float16)
+    for _ in range(3):
+        with casts:
+            assert product(x).dtype is torch.float16
+    assert len(traces) == 1
+    assert product(x).dtype is torch.float32
+    with OpCasts(torch.bfloat16):
+        assert product(x).dtype is torch.bfloat16
+    with casts, disable_casts():
+        assert product(x).dtype is torch.float32
+    with OpCasts(torch.float16, registrations=Registrations(float32=((torch.Tensor, "matmul"),))):
+        assert product(x).dtype is torch.float32
+    count = len(traces)
+    with OpCasts(torch.float16):
+        assert product(x).dtype is torch.float16
+    with casts:
+        assert product(x).dtype is torch.float16
+    assert len(traces) == count
+
+
+def test_weights_are_read_anew_at_every_call() -> None:
+    layer, x = nn.Linear(3, 3), torch.rand(2, 3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with OpCasts(torch.float16):
+        before = compiled(x)
+        layer.weight.data.mul_(3)
+        assert not torch.equal(compiled(x), before)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def train(layer: nn.Linear, steps: int) -> list[Tensor]:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    losses: list[Tensor] = []
+    for _ in range(steps):
+        with OpCasts(torch.bfloat16):
+            loss = layer(torch.ones(2, 3)).float().square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_training_goes_on_bitwise_after_an_exception_in_a_traced_region() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x @ x
+        torch._dynamo.graph_break()
+        raise ArithmeticError(y.shape)
+
+    layer, twin = nn.Linear(3, 3), nn.Linear(3, 3)
+    twin.load_state_dict(layer.state_dict())
+    expected = train(twin, 5)
+    compiled, x = torch.compile(broken, backend="aot_eager"), torch.rand(3, 3)
+    with OpCasts(torch.float16):
+        with pytest.raises(ArithmeticError):
+            compiled(x)
+        assert (x @ x).dtype is torch.float16
+    assert (x @ x).dtype is torch.float32
+    assert all(torch.equal(left, right) for left, right in zip(train(layer, 5), expected, strict=True))

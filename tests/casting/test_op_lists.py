@@ -1,0 +1,178 @@
+"""Every listed function, called with real arguments in every dtype: what comes out, and what its gradients are."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from casting.opcalls import arguments, named
+from halfpeak.casting import oplists
+from halfpeak.casting.casts import OpCasts
+from halfpeak.casting.tree import tensors
+from halfpeak.core.errors import BannedOpError
+
+LOWS = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne", "greater", "less", "equal")
+
+low_dtypes = pytest.mark.parametrize("low", LOWS, ids=str)
+
+
+def call(path: str, function: Any, low: torch.dtype, *dtypes: torch.dtype) -> Any:
+    args, kwargs = arguments(path, *dtypes)
+    with OpCasts(low), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of single functions
+        return function(*args, **kwargs)
+
+
+def first(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else next(tensors(result, {}))
+
+
+def is_comparison(path: str) -> bool:
+    return path.rsplit(".", 1)[1].strip("_").removeprefix("not_").split("_")[0] in COMPARISONS
+
+
+@pytest.mark.parametrize(("path", "function"), named(oplists.LOW))
+def test_low(path: str, function: Any) -> None:
+    for low, given in product(LOWS, DTYPES):
+        assert first(call(path, function, low, given)).dtype is low, given
+
+
+@pytest.mark.parametrize(("path", "function"), named(oplists.FLOAT32))
+def test_float32(path: str, function: Any) -> None:
+    for low, given in product(LOWS, DTYPES):
+        assert first(call(path, function, low, given)).dtype is torch.float32, given
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named(oplists.UPCAST))
+def test_upcast(path: str, function: Any, low: torch.dtype) -> None:
+    results = [call(path, function, low, given).dtype for given in DTYPES]
+    assert results == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named(oplists.PROMOTE))
+def test_promote(path: str, function: Any, low: torch.dtype) -> None:
+    wide = torch.float32
+    for left, right, widest in ((low, low, low), (low, wide, wide), (wide, low, wide), (wide, wide, wide)):
+        result = call(path, function, low, left, right)
+        if is_comparison(path):
+            args, kwargs = arguments(path, left, right)
+            expected = function(*[arg.float() for arg in args], **kwargs)
+            assert result is expected if isinstance(result, bool) else torch.equal(result, expected)
+        else:
+            assert result.dtype is widest
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named(oplists.CAST_TO_SELF))
+def test_in_place_casts_to_self(path: str, function: Any, low: torch.dtype) -> None:
+    for own in (low, torch.float32):
+        for other in DTYPES[:3]:
+            args, kwargs = arguments(path, own, other)
+            where = args[0].data_ptr()
+            with OpCasts(low):
+                result = function(*args, **kwargs)
+            assert result is args[0]
+            assert result.dtype is own
+            assert result.data_ptr() == where
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named(oplists.BANNED_IN_PLACE))
+def test_banned_in_place(path: str, function: Any, low: torch.dtype) -> None:
+    for given in LOWS:
+        with pytest.raises(BannedOpError, match="without the underscore"):
+            call(path, function, low, given)
+    assert call(path, function, low, torch.float32, low).dtype is torch.float32
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named(oplists.BANNED))
+def test_banned(path: str, function: Any, low: torch.dtype) -> None:
+    for pair in ((low, torch.float32), (torch.float32, low), (low, low)):
+        with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
+            call(path, function, low, *pair)
+    assert call(path, function, low, torch.float32).dtype is torch.float32
+
+
+COMPOSITES = [pair for pair in named(oplists.COMPOSITE[:1]) if "multi_head" not in pair[0]]
+
+
+@low_dtypes
+@pytest.mark.parametrize("given", DTYPES[:3], ids=str)
+@pytest.mark.parametrize(("path", "function"), COMPOSITES)
+def test_composites_end_in_a_float32_operation(
+    path: str, function: Any, given: torch.dtype, low: torch.dtype
+) -> None:
+    assert call(path, function, low, given).dtype is torch.float32
+
+
+@low_dtypes
+@pytest.mark.parametrize(
+    ("path", "function"),
+    [*named(oplists.LOW), *named(oplists.FLOAT32), *named(oplists.PROMOTE), *COMPOSITES],
+)
+def test_gradients_have_the_dtype_of_what_they_belong_to(path: str, function: Any, low: torch.dtype) -> None:
+    if is_comparison(path):
+        return
+    for given in (low, torch.float32):
+        args, kwargs = tree_map_only(Tensor, as_leaf, arguments(path, given, torch.float32))
+        with OpCasts(low), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first(function(*args, **kwargs)).float().sum().backward()
+        leaves = [leaf for leaf in tensors(args, kwargs) if leaf.grad is not None]
+        assert leaves
+        assert all(leaf.grad is not None and leaf.grad.dtype is leaf.dtype for leaf in leaves)
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+APEX = {
+    "half": (
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear prelu addmm addmv addr "
+        "matmul mm mv addbmm baddbmm bmm",
+        oplists.LOW,
+    ),
+    "float": (
+        "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm "
+        "normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div "
+        "l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss "
+        "nll_loss binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss acos "
+        "asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum "
+        "var renorm __pow__ __rpow__",
+        oplists.FLOAT32,
+    ),
+    "promote": (
+        "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__ __div__ __eq__ __ge__ "
+        "__gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__",
+        oplists.PROMOTE,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APEX)
+def test_the_lists_hold_all_of_apex(kind: str) -> None:
+    names, rows = APEX[kind]
+    assert set(names.split()) <= {name for _, row in rows for name in row.split()}
+
+
+def test_no_function_is_in_two_lists() -> None:
+    every = (
+        oplists.LOW, oplists.FLOAT32, oplists.UPCAST, oplists.PROMOTE, oplists.CAST_TO_SELF, oplists.BANNED_IN_PLACE,
+        oplists.BANNED, oplists.COMPOSITE, oplists.EXPOSES_MEMORY, oplists.UNCOUNTED_WRITES, oplists.LEFT_ALONE,
+    )  # fmt: skip
+    seen: dict[Any, int] = {}
+    for number, rows in enumerate(every):
+        for path, function in named(rows):
+            assert seen.setdefault(function, number) == number, path

@@ -1,0 +1,148 @@
+"""Pauses that end with the function they were made for, however it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.casting.casts import OpCasts, disable_casts
+from halfpeak.casting.suspend import resume, suspend_until_return
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+def product() -> torch.dtype:
+    x = torch.ones(2, 2)
+    return (x @ x).dtype
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[OpCasts]:
+    casts = OpCasts(HALF)
+    casts.install()
+    yield casts
+    casts.uninstall()
+
+
+class Probe(torch.optim.Optimizer):
+    """Notes the dtype of a product in its step, and raises if told to."""
+
+    def __init__(self, inner: Probe | None = None) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))], {})
+        self.inner = inner
+        self.fail: BaseException | None = None
+        self.seen: list[torch.dtype] = []
+        self.register_step_pre_hook(lambda *_: suspend_until_return(sys._getframe(1)))
+        self.register_step_post_hook(lambda *_: resume())
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(product())
+        if self.inner is not None:
+            with contextlib.suppress(KeyError):
+                self.inner.step()
+            self.seen.append(product())
+        if self.fail is not None:
+            raise self.fail
+
+
+def test_a_step_runs_without_casts() -> None:
+    probe = Probe()
+    probe.step()
+    assert (probe.seen, product()) == ([FLOAT], HALF)
+
+
+def test_a_step_that_raises_does_not_leave_casts_off() -> None:
+    probe, big = Probe(), torch.ones(3)
+    probe.fail = KeyError("kept")
+    alive = weakref.ref(probe)
+    with pytest.raises(KeyError) as kept:
+        probe.step()
+    assert product() is HALF  # the frame still exists in the traceback, but is not running
+    assert kept.value.__traceback__ is not None
+    probe.fail = None
+    probe.step()
+    assert (probe.seen, product()) == ([FLOAT] * 2, HALF)
+    del kept, probe, big
+    gc.collect()
+    assert alive() is None
+
+
+def test_steps_within_steps() -> None:
+    inner = Probe()
+    outer = Probe(inner)
+    outer.step()
+    assert (outer.seen, inner.seen, product()) == ([FLOAT] * 2, [FLOAT], HALF)
+    inner.fail = KeyError()
+    outer.step()
+    assert (outer.seen, product()) == ([FLOAT] * 4, HALF)
+    outer.fail = ValueError()
+    with pytest.raises(ValueError):
+        outer.step()
+    assert product() is HALF
+
+
+def test_a_step_in_an_inner_scope() -> None:
+    probe = Probe()
+    with OpCasts(torch.bfloat16):
+        probe.step()
+        assert product() is torch.bfloat16
+        probe.fail = KeyError()
+        with pytest.raises(KeyError):
+            probe.step()
+        assert product() is torch.bfloat16
+    assert probe.seen == [FLOAT] * 2
+    assert product() is HALF
+
+
+def test_a_failed_step_and_then_other_contexts() -> None:
+    probe = Probe()
+    probe.fail = KeyError()
+    with pytest.raises(KeyError):
+        probe.step()
+    with disable_casts():
+        assert product() is FLOAT
+    with OpCasts(torch.bfloat16):
+        assert product() is torch.bfloat16
+    assert product() is HALF
+
+
+def test_the_weights_a_step_moved_are_cast_anew() -> None:
+    layer, x = nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)
+    graph = layer(x)
+
+    class Careless(Probe):
+        def step(self, closure: Any = None) -> None:
+            layer.weight.data.mul_(3)
+
+    Careless().step()
+    expected = nn.functional.linear(x.half(), layer.weight.detach().half(), layer.bias.detach().half())
+    assert torch.equal(layer(x), expected)
+    assert not torch.equal(layer(x), graph)
+
+
+def test_without_a_scope_nothing_happens(installed: OpCasts) -> None:
+    installed.uninstall()
+    probe = Probe()
+    probe.step()
+    resume()
+    assert (probe.seen, product()) == ([FLOAT], FLOAT)
+
+
+def test_backward_started_in_a_step_stays_uncast() -> None:
+    class Closure(Probe):
+        def step(self, closure: Any = None) -> None:
+            closure()
+
+    found: list[Tensor] = []
+    x = torch.rand(3, 3, requires_grad=True)
+    Closure().step(lambda: found.append((x @ x).sum()) or found[0].backward())
+    assert found[0].dtype is FLOAT
+    assert product() is HALF

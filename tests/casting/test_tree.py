@@ -1,0 +1,338 @@
+"""Casting through containers: every type is kept, and what holds nothing to cast stays the same object."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import types
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from halfpeak.casting.tree import cast_tree
+
+LOW = torch.bfloat16
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape or (2,))
+
+
+Pair = namedtuple("Pair", "left right")  # the untyped kind too
+
+
+class Typed(NamedTuple):
+    values: Tensor
+    name: str = "n"
+
+
+class Narrow(namedtuple("Narrow", "value twice")):
+    """A named tuple whose constructor takes other arguments than its fields."""
+
+    def __new__(cls, value: Any) -> Narrow:
+        return super().__new__(cls, value, (value, value))
+
+
+class Tagged(list[Any]):
+    """A list with a constructor and an attribute of its own."""
+
+    def __init__(self, tag: str, items: list[Any]) -> None:
+        super().__init__(items)
+        self.tag = tag
+
+
+class Output(OrderedDict[str, Any]):
+    """What model libraries return: a dict whose items are attributes too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__.update(items)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+
+@dataclass
+class Plain:
+    values: Tensor
+    extra: dict[str, Any] = field(default_factory=dict)
+    hidden: Any = field(default=None, init=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    values: Tensor
+    name: str = "n"
+
+
+@dataclass(slots=True)
+class Slotted:
+    values: Tensor
+    name: str = "n"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    values: Tensor
+    name: str = "n"
+
+    def __post_init__(self) -> None:
+        assert self.name, "an invariant of its own"
+
+
+class Batch:
+    """Casts itself."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        return Batch(self.values.to(dtype))
+
+
+class DeviceOnly:
+    """Has a ``to`` that knows devices only."""
+
+    def __init__(self) -> None:
+        self.values = x()
+
+    def to(self, *, device: str) -> DeviceOnly:
+        raise AssertionError(device)
+
+
+class BatchDict(UserDict[str, Any]):
+    """A mapping that casts itself, such as a tokenizer's."""
+
+    def to(self, dtype: torch.dtype) -> BatchDict:
+        return BatchDict({key: value.to(dtype) for key, value in self.items()})
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """Every tensor inside, wherever it is kept."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    if isinstance(value, Mapping):
+        found = [leaf for item in value.values() for leaf in leaves(item)]
+        return found + (
+            [leaf for item in vars(value).values() for leaf in leaves(item)]
+            if isinstance(value, Output)
+            else []
+        )
+    if isinstance(value, (list, tuple, set, frozenset, deque, UserList)):
+        return [leaf for item in value for leaf in leaves(item)]
+    names = [
+        *getattr(value, "__dataclass_fields__", ()),
+        *vars(type(value)).get("__slots__", ()),
+        *getattr(value, "__dict__", ()),
+    ]
+    return [leaf for name in dict.fromkeys(names) for leaf in leaves(getattr(value, name))]
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "tensor": x,
+    "parameter": lambda: nn.Parameter(x()),
+    "list": lambda: [x(), x()],
+    "tuple": lambda: (x(), 1),
+    "set": lambda: {x(), "a"},
+    "frozenset": lambda: frozenset([x()]),
+    "deque": lambda: deque([x(), x()], maxlen=5),
+    "list subclass": lambda: Tagged("tag", [x(), 2]),
+    "UserList": lambda: UserList([x()]),
+    "namedtuple": lambda: Pair(x(), 3),
+    "NamedTuple": lambda: Typed(x()),
+    "named tuple, own constructor": lambda: Narrow(x()),
+    "return type": lambda: torch.max(x(2, 3), dim=1),
+    "dict": lambda: {"a": x(), 3: 3, None: None},
+    "OrderedDict": lambda: OrderedDict(b=x(), a=x()),
+    "defaultdict": lambda: defaultdict(list, {"a": x(), "b": [x()]}),
+    "mappingproxy": lambda: types.MappingProxyType({"a": x()}),
+    "UserDict": lambda: UserDict(a=x()),
+    "ChainMap": lambda: ChainMap({"a": x()}, {"a": 1}),
+    "model output": lambda: Output(loss=x(), logits=(x(), x()), none=None),
+    "mapping with to": lambda: BatchDict(a=x()),
+    "dataclass": lambda: Plain(x(), {"more": [x()]}),
+    "frozen dataclass": lambda: Frozen(x()),
+    "slotted dataclass": lambda: Slotted(x()),
+    "frozen slotted dataclass": lambda: FrozenSlotted(x()),
+    "batch with to": lambda: Batch(x()),
+    "PackedSequence": lambda: pack_padded_sequence(x(3, 2, 4), [3, 1]),
+    "nested": lambda: {"a": [Pair(x(), (Frozen(x()),)), Output(y=[x()])], "b": deque([{"c": x()}])},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_every_tensor_is_cast_and_every_type_kept(name: str, dtype: torch.dtype) -> None:
+    value = HOLDERS[name]()
+    before = [(leaf, leaf.clone()) for leaf in leaves(value)]
+    cast = cast_tree(value, dtype)
+    assert type(cast) is (Tensor if name == "parameter" and dtype is not torch.float32 else type(value))
+    found = leaves(cast)
+    assert len(found) == len(before) > 0
+    key = Tensor.tolist
+    real = [leaf for leaf in found if leaf.is_floating_point()]
+    assert real
+    assert {leaf.dtype for leaf in real} == {dtype}
+    wanted = [was.to(dtype) for _, was in before if was.is_floating_point()]
+    assert sorted(map(key, real)) == sorted(map(key, wanted))
+    assert all(torch.equal(leaf, was) and leaf.dtype is was.dtype for leaf, was in before), (
+        "the argument is untouched"
+    )
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_is_cast_already_stays_the_same_object(name: str) -> None:
+    value = HOLDERS[name]()
+    cast = cast_tree(value, torch.float32)
+    if name not in ("batch with to", "mapping with to"):
+        assert cast is value
+    assert all(now is then for now, then in zip(leaves(cast), leaves(value), strict=True))
+
+
+def test_what_a_container_keeps_besides_is_kept() -> None:
+    tagged = cast_tree(Tagged("tag", [x(), "a"]), LOW)
+    assert (tagged.tag, tagged[1]) == ("tag", "a")
+    assert cast_tree(deque([x()], maxlen=5), LOW).maxlen == 5
+    factory = cast_tree(defaultdict(list, a=x()), LOW)
+    assert factory["new"] == []
+    assert list(cast_tree(OrderedDict(b=x(), a=x()), LOW)) == ["b", "a"]
+    output = cast_tree(Output(loss=x(), logits=(x(),)), LOW)
+    assert output.loss is output["loss"]
+    assert list(output) == ["loss", "logits"]
+    plain = Plain(x())
+    plain.hidden = [x()]
+    assert cast_tree(plain, LOW).hidden[0].dtype is LOW
+    chained = cast_tree(ChainMap({"a": x()}, {"b": 1}), LOW)
+    assert (chained["a"].dtype, chained["b"]) == (LOW, 1)
+    assert cast_tree(Narrow(x()), LOW).twice[1].dtype is LOW
+    with pytest.raises(TypeError):
+        cast_tree(types.MappingProxyType({"a": x()}), LOW)["a"] = 1
+
+
+def test_one_shared_container_of_caller_and_callee() -> None:
+    """A cache that the callee fills stays the caller's, as long as nothing in it needs a cast."""
+    cache: dict[str, Any] = {"step": 3, "keys": [], "seen": torch.tensor([1, 2])}
+    assert cast_tree(cache, LOW) is cache
+    assert cast_tree([cache], LOW)[0] is cache
+    assert cast_tree({"x": x(), "cache": cache}, LOW)["cache"] is cache
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def numbers() -> Iterator[Tensor]:
+    yield x()
+
+
+UNTOUCHED: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "bool": lambda: True,
+    "int": lambda: 10**40,
+    "float": lambda: 1.5,
+    "complex": lambda: 1j,
+    "str": lambda: "text",
+    "bytes": lambda: b"text",
+    "bytearray": lambda: bytearray(b"text"),
+    "range": lambda: range(5),
+    "slice": lambda: slice(1, 2),
+    "ellipsis": lambda: ...,
+    "generator": numbers,
+    "iterator": lambda: iter([x()]),
+    "map": lambda: map(abs, [x()]),
+    "dict view": lambda: {"a": x()}.values(),
+    "array": lambda: np.ones(3, dtype=np.float32),
+    "array scalar": lambda: np.float32(1.5),
+    "size": lambda: torch.Size([1, 2]),
+    "dtype": lambda: torch.float32,
+    "device": lambda: torch.device("cpu"),
+    "module": lambda: nn.Linear(2, 2),
+    "class": lambda: Batch,
+    "dataclass class": lambda: Plain,
+    "function": lambda: x,
+    "enum": lambda: Colour.RED,
+    "path": lambda: Path("a"),
+    "counter": lambda: Counter("aab"),
+    "int tensor": lambda: torch.arange(3),
+    "bool tensor": lambda: torch.tensor([True]),
+    "complex tensor": lambda: torch.randn(2, dtype=torch.complex64),
+    "empty list": list,
+    "empty dict": dict,
+    "to for devices only": DeviceOnly,
+    "nested": lambda: {"a": [1, (2, torch.arange(2))], "b": Frozen(torch.arange(2))},
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_everything_else_passes_through(name: str) -> None:
+    value = UNTOUCHED[name]()
+    assert cast_tree(value, LOW) is value
+
+
+def test_a_generator_is_not_started() -> None:
+    generator = numbers()
+    cast_tree([generator], LOW)
+    assert next(generator).dtype is torch.float32
+
+
+def test_a_module_among_the_arguments_is_not_cast() -> None:
+    module = nn.Linear(2, 2)
+    cast_tree({"model": module}, LOW)
+    assert module.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_real_dtypes_are_cast_too(dtype: torch.dtype) -> None:
+    assert cast_tree(x().to(dtype), torch.float32).dtype is torch.float32
+
+
+def test_casts_are_differentiable() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    cast = cast_tree({"a": Pair(leaf, FrozenSlotted(leaf))}, LOW)
+    (cast["a"].left.sum() * 2 + cast["a"].right.values.sum()).backward()
+    assert leaf.grad is not None
+    assert (leaf.grad.dtype, leaf.grad.tolist()) == (torch.float32, [3.0, 3.0])
+
+
+def test_strides_and_sparseness_are_kept() -> None:
+    image = x(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert cast_tree(image, LOW).is_contiguous(memory_format=torch.channels_last)
+    sparse = torch.eye(3).to_sparse()
+    assert cast_tree(sparse, LOW).is_sparse
+
+
+def test_a_custom_batch_may_give_itself() -> None:
+    class Lazy(Batch):
+        def to(self, dtype: torch.dtype) -> Lazy:
+            self.values = self.values.to(dtype)
+            return self
+
+    batch = Lazy(x())
+    assert cast_tree(batch, LOW) is batch
+    assert batch.values.dtype is LOW
+
+
+def test_errors_of_a_custom_batch_are_not_hidden() -> None:
+    class Broken(Batch):
+        def to(self, dtype: torch.dtype) -> Batch:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        cast_tree([Broken(x())], LOW)
+
+
+def test_a_deep_copy_of_the_argument_would_cast_the_same() -> None:
+    value = HOLDERS["nested"]()
+    left, right = cast_tree(value, LOW), cast_tree(copy.deepcopy(value), LOW)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(left), leaves(right), strict=True))

@@ -1,0 +1,310 @@
+"""The weight cache: never stale, shared while a graph lives, keeps nothing alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.casting.casts import OpCasts, disable_casts
+from halfpeak.casting.weight_casts import WeightCache
+
+
+class Twice(nn.Module):
+    """Uses one weight twice, once through a tied layer, so that the second use finds the copy of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def reference(model: Twice, x: Tensor, low: torch.dtype) -> Tensor:
+    """What the model must give with its present weights, cast by hand."""
+    first, bias, second = (
+        value.detach().to(low) for value in (model.first.weight, model.first.bias, model.second.weight)
+    )
+    return torch.nn.functional.linear(torch.nn.functional.linear(x.detach().to(low), first, bias), second)
+
+
+def by_no_grad(model: Twice) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(-3)
+
+
+def by_inference_mode(model: Twice) -> None:
+    with torch.inference_mode():
+        model.first.weight.mul_(-3)
+
+
+def by_load_state_dict(model: Twice) -> None:
+    model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()})
+
+
+def by_assigning_state_dict(model: Twice) -> None:
+    model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()}, assign=True)
+
+
+def by_optimizer(model: Twice) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.SGD(model.parameters(), lr=3.0).step()
+
+
+def by_fused_optimizer(model: Twice) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(model.parameters(), lr=3.0, fused=True).step()
+
+
+def by_data(model: Twice) -> None:
+    model.first.weight.data.copy_(-model.first.weight.data)
+
+
+def by_new_data(model: Twice) -> None:
+    model.first.weight.data = -model.first.weight.detach()
+
+
+def by_detached_alias(model: Twice) -> None:
+    model.first.weight.detach().neg_()
+
+
+def by_numpy(model: Twice) -> None:
+    model.first.weight.data.numpy()[:] *= -1
+
+
+def by_storage(model: Twice) -> None:
+    other = (-model.first.weight).detach().clone()
+    model.first.weight.untyped_storage().copy_(other.untyped_storage())
+
+
+def by_set(model: Twice) -> None:
+    with torch.no_grad():
+        model.first.weight.set_((-model.first.weight).detach().clone())
+
+
+def by_new_parameter(model: Twice) -> None:
+    model.first.weight = model.second.weight = nn.Parameter(-model.first.weight.detach())
+
+
+def by_swap(model: Twice) -> None:
+    torch.utils.swap_tensors(model.first.weight, nn.Parameter(-model.first.weight.detach()))
+    model.second.weight = model.first.weight
+
+
+def by_vector(model: Twice) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(-3 * vector, model.parameters())
+
+
+def by_foreach(model: Twice) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), -3.0)
+
+
+def by_initialisation(model: Twice) -> None:
+    nn.init.constant_(model.first.weight, 0.5)
+
+
+def by_apply(model: Twice) -> None:
+    model.double().float()
+    model._apply(lambda tensor: -3 * tensor)
+
+
+MUTATIONS: list[Callable[[Twice], None]] = [
+    by_no_grad, by_inference_mode, by_load_state_dict, by_assigning_state_dict, by_optimizer, by_fused_optimizer,
+    by_data, by_new_data, by_detached_alias, by_numpy, by_storage, by_set, by_new_parameter, by_swap, by_vector,
+    by_foreach, by_initialisation, by_apply,
+]  # fmt: skip
+
+mutations = pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+lows = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+
+
+@lows
+@mutations
+def test_no_cast_is_stale_inside_the_scope(mutate: Callable[[Twice], None], low: torch.dtype) -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    with OpCasts(low):
+        graph = model(x)  # keeps its copies alive
+        mutate(model)
+        after = model(x)
+    assert not torch.equal(after, graph)
+    assert torch.equal(after, reference(model, x, low))
+
+
+@lows
+@mutations
+@pytest.mark.parametrize("installed", [False, True], ids=["entered", "installed"])
+def test_no_cast_is_stale_after_a_change_outside(
+    mutate: Callable[[Twice], None], low: torch.dtype, installed: bool
+) -> None:
+    model, x, casts = Twice(), torch.rand(2, 4, requires_grad=True), OpCasts(low)
+    try:
+        if installed:
+            casts.install()
+        with casts:
+            graph = model(x)
+        with disable_casts():
+            mutate(model)
+        with casts:
+            after = model(x)
+    finally:
+        casts.uninstall()
+    assert not torch.equal(after, graph)
+    assert torch.equal(after, reference(model, x, low))
+
+
+@lows
+@mutations
+def test_no_cast_is_stale_between_eval_and_train(mutate: Callable[[Twice], None], low: torch.dtype) -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    with OpCasts(low):
+        graph = model(x)
+        mutate(model)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), reference(model, x, low))
+        mutate(model)
+        after = model.train()(x)
+        assert torch.equal(after, reference(model, x, low))
+        after.float().sum().backward()
+    assert model.first.weight.grad is not None
+    assert graph.requires_grad
+
+
+@mutations
+def test_an_alias_taken_in_the_scope_is_not_trusted_later(mutate: Callable[[Twice], None]) -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    with OpCasts(torch.float16):
+        alias = model.first.weight.data
+        mutate(model)
+        alias = model.first.weight.data
+        graph = model(x)
+        alias.neg_()
+        after = model(x)
+    assert not torch.equal(after, graph)
+    assert torch.equal(after, reference(model, x, torch.float16))
+
+
+def test_a_weight_used_twice_is_cast_once_and_its_gradient_is_right() -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    told: list[int] = []
+    with OpCasts(torch.bfloat16):
+        out = model(x)
+        nodes = [out.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is not None:
+                if node.name().startswith("ToCopy") and node.next_functions[0][0].name().endswith(
+                    "AccumulateGrad"
+                ):
+                    told.append(id(node))
+                nodes.extend(parent for parent, _ in node.next_functions)
+        out.float().sum().backward()
+    assert len(set(told)) == 3  # input, bias, and one for both uses of the weight
+    weight, bias = (
+        value.detach().clone().requires_grad_() for value in (model.first.weight, model.first.bias)
+    )
+    low = weight.bfloat16()
+    hidden = torch.nn.functional.linear(x.bfloat16(), low, bias.bfloat16())
+    torch.nn.functional.linear(hidden, low).float().sum().backward()
+    assert torch.equal(model.first.weight.grad, weight.grad)
+
+
+def test_a_copy_made_without_gradients_is_not_trained() -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    with OpCasts(torch.float16):
+        with torch.no_grad():
+            kept = model(x)
+        model(x).float().sum().backward()
+        model.first.weight.grad = None
+        model.first.weight.requires_grad_(False)
+        frozen = model(x)
+        model.first.weight.requires_grad_(True)
+        model(x).float().sum().backward()
+    assert not kept.requires_grad
+    assert frozen.requires_grad
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_train_eval_train(installed: bool) -> None:
+    """apex's test of its cache: the weight changes in place between a step, an evaluation and a step."""
+    model, x, casts = Twice(), torch.rand(2, 4), OpCasts(torch.float16)
+    try:
+        if installed:
+            casts.install()
+        for phase in ("train", "eval", "train"):
+            model.zero_grad()
+            with casts, torch.set_grad_enabled(phase == "train"):
+                out = model(x)
+                assert torch.equal(out, reference(model, x, torch.float16))
+                if phase == "train":
+                    out.float().sum().backward()
+                    assert model.first.weight.grad is not None
+            with torch.no_grad():
+                model.first.weight.sub_(1)
+    finally:
+        casts.uninstall()
+
+
+def test_nothing_dead_is_kept_alive() -> None:
+    casts = OpCasts(torch.float16)
+    with casts:
+        model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+        out = model(x)
+        weight = weakref.ref(model.first.weight)
+        node = weakref.ref(model)
+        del model, out
+        gc.collect()
+        assert weight() is None
+        assert node() is None
+
+
+def test_backward_empties_the_cache() -> None:
+    cache, weight = WeightCache(torch.float16), nn.Parameter(torch.rand(3, 3))
+    out = cache.cast(weight) @ torch.rand(3, 3, requires_grad=True).half()
+    first = weakref.ref(cache.cast(weight))
+    assert first() is cache.cast(weight)
+    out.sum().backward()
+    del out
+    assert first() is None
+
+
+def test_clear_and_switching_off() -> None:
+    weight, x = nn.Parameter(torch.rand(3, 3)), torch.rand(3, 3, requires_grad=True)
+    cache = WeightCache(torch.float16)
+    kept = cache.cast(weight)
+    assert cache.cast(weight) is kept
+    assert len(cache) == 1
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.cast(weight) is not kept
+    with OpCasts(torch.float16, cache=False):
+        out = (weight @ x).sum() + (weight @ x).sum()
+        out.backward()
+    assert weight.grad is not None
+
+
+def test_deepcopy_and_pickle_inside_the_scope() -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    with OpCasts(torch.float16):
+        out = model(x)
+        clone = copy.deepcopy(model)
+        other = pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            clone.first.weight.zero_()
+            clone.first.bias.zero_()
+        assert torch.equal(model(x), out)
+        assert torch.equal(other(x), out)
+        assert not clone(x).any()

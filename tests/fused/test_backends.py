@@ -1,0 +1,228 @@
+"""Every backend gives what the rule gives, tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused.reference import CASES, Reference, agree, give, gradients_for, parameters_of
+from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
+from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.backends.eager import EagerBackend
+from halfpeak.fused.backends.eager_device import EagerDeviceBackend
+from halfpeak.fused.backends.inductor import InductorBackend
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
+from halfpeak.fused.flat.buffers import MAX_BUCKET
+from support.triton import INTERPRETED
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+"""From the import of torch's own compiler."""
+
+ROUNDINGS = 4
+"""By how many roundings of the largest number a backend may differ: torch's kernels use fused multiply-adds."""
+
+CLIPPED = 16
+"""The same behind a global norm, which is summed in another order and enters a second moment squared."""
+
+COMPILED = {
+    "SGD momentum": 0,
+    "Adam amsgrad": ROUNDINGS,
+    "AdamW": ROUNDINGS,
+    "Adagrad": ROUNDINGS,
+    "LAMB": CLIPPED,
+    "NovoGrad": ROUNDINGS,
+}
+"""Roundings by which compiled kernels may differ: none where there is no root and no sum."""
+
+
+def run(
+    name: str, backend: BackendName, dtype: torch.dtype, ulps: float, *, large: bool = False
+) -> FusedOptimizer:
+    kind, options = CASES[name]
+    parameters = parameters_of(dtype, large=large)
+    strides = [parameter.stride() for parameter in parameters]
+    optimizer = kind(parameters, backend=backend, **options)
+    reference = Reference(optimizer)
+    for _ in range(3):
+        give(parameters, gradients_for(parameters))
+        wanted = reference.step()
+        optimizer.step()
+        agree(optimizer, wanted, ulps=ulps)
+    dense = [i for i in range(len(parameters)) if i != 8]
+    assert [parameters[i].stride() for i in dense] == [strides[i] for i in dense]
+    assert optimizer.backend == backend
+    return optimizer
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_eager_backend_agrees_with_the_rule(name: str, dtype: torch.dtype) -> None:
+    run(name, "eager", dtype, CLIPPED if name.startswith("LAMB") else ROUNDINGS)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("LAMB")])
+def test_the_eager_backend_steps_float64_in_float64(name: str) -> None:
+    run(name, "eager", torch.float64, ROUNDINGS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_backend_of_devices_agrees_with_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on a CPU as well, and takes there what a device would have: a step that is a tensor, a skip by data."""
+    monkeypatch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
+    monkeypatch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
+    run(name, "eager", torch.float32, CLIPPED if name.startswith("LAMB") else ROUNDINGS)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "LAMB"])
+def test_the_eager_backend_agrees_on_parameters_longer_than_its_chunks(name: str) -> None:
+    run(name, "eager", torch.float32, CLIPPED, large=True)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_compiled_backend_agrees_with_the_rule(name: str) -> None:
+    run(name, "compiled", torch.float32, COMPILED[name])
+
+
+def test_the_compiled_backend_steps_low_parameters_with_float32_state() -> None:
+    optimizer = run("AdamW", "compiled", torch.bfloat16, ROUNDINGS)
+    assert {value.dtype for row in optimizer.state.values() for value in row.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_a_master_is_stepped_and_its_low_weight_follows(backend: BackendName) -> None:
+    masters = parameters_of()
+    lows = [master.detach().to(torch.bfloat16) for master in masters]
+    optimizer = FusedAdamW(masters, lr=0.01, backend=backend)
+    reference = Reference(optimizer)
+    for _ in range(2):
+        gradients = [gradient.to(torch.bfloat16) for gradient in gradients_for(masters)]
+        give(masters, [gradient.float() for gradient in gradients])
+        wanted = reference.step(0.5)
+        give(masters, [None] * len(masters))
+        optimizer.set_step_inputs(StepInputs(gradients, lows, torch.tensor(0.5)))
+        optimizer.step()
+        agree(optimizer, wanted, ulps=ROUNDINGS)
+        assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
+
+
+VALUES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_measure_finds_whatever_is_not_finite_wherever_it_is(
+    backend: BackendName, dtype: torch.dtype
+) -> None:
+    parameters = parameters_of()
+    optimizer = FusedSGD(parameters, lr=0.1, backend=backend)
+    gradients = [gradient.to(dtype) for gradient in gradients_for(parameters)]
+    lows = [parameter.detach().to(dtype) for parameter in parameters]
+    factor = torch.tensor(0.25)
+    clean = optimizer.measure(StepInputs(gradients, lows, factor))
+    expected = sum(float(gradient.double().mul(0.25).square().sum()) for gradient in gradients)
+    assert float(clean.found_inf) == 0.0
+    torch.testing.assert_close(float(clean.sum_squares), expected, rtol=1e-5, atol=0.0)
+    for which, gradient in enumerate(gradients):
+        for place in {0, gradient.numel() // 2, gradient.numel() - 1} if gradient.numel() else ():
+            for value in VALUES.values():
+                bad = list(gradients)
+                bad[which] = gradient.clone()
+                bad[which].view(-1)[place] = value
+                optimizer.set_step_inputs(None)
+                assert float(optimizer.measure(StepInputs(bad, lows, factor)).found_inf) == 1.0
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_measure_scales_before_it_squares(backend: BackendName) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = FusedSGD([weight], lr=0.1, backend=backend)
+    stats = optimizer.measure(StepInputs([torch.full((4,), 1e30)], [weight], torch.tensor(1e-30)))
+    assert (float(stats.sum_squares), float(stats.found_inf)) == (4.0, 0.0)
+    stats = optimizer.measure(StepInputs([torch.full((4,), 1e30)], [weight], torch.tensor(1.0)))
+    assert (float(stats.sum_squares), float(stats.found_inf)) == (float("inf"), 0.0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_measure_of_nothing(backend: BackendName) -> None:
+    weight = torch.nn.Parameter(torch.zeros(0, 3))
+    optimizer = FusedSGD([weight], lr=0.1, backend=backend)
+    stats = optimizer.measure(StepInputs([torch.zeros(0, 3)], [weight], torch.ones(())))
+    assert [float(stats.sum_squares), float(stats.found_inf)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "LAMB", "NovoGrad"])
+def test_a_parameter_with_as_many_elements_as_its_rule_has_numbers(name: str) -> None:
+    kind, options = CASES[name]
+    like = kind([torch.nn.Parameter(torch.ones(2))], **options)
+    size = 1 + len(like.rule(like.param_groups[0]).constants(like.param_groups[0], 1.0))
+    parameter = torch.nn.Parameter(torch.randn(size))
+    optimizer = kind([parameter], backend="compiled", **options)
+    reference = Reference(optimizer)
+    give([parameter], gradients_for([parameter]))
+    wanted = reference.step()
+    optimizer.step()
+    agree(optimizer, wanted, ulps=CLIPPED)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_what_was_prepared_for_other_gradients_is_dropped(backend: BackendName) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64)) for _ in range(6)]
+    optimizer = FusedAdamW(parameters, lr=0.1, backend=backend)
+    sizes: list[int] = []
+    for step in range(8):
+        give(parameters[:3], [torch.ones(64)] * 3)
+        give(parameters[3:], [torch.ones(64)] * 3 if step % 2 else [None] * 3)
+        optimizer.step()
+        way = optimizer._backend
+        assert isinstance(way, EagerBackend | InductorBackend)
+        sizes.append(
+            len(way._packer._destinations) + (len(way._calls) if isinstance(way, InductorBackend) else 0)
+        )
+    assert max(sizes[4:]) == max(sizes[:4])
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", pytest.param("triton", marks=INTERPRETED)])
+def test_where_new_tensors_go_by_default_does_not_matter(backend: BackendName) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
+    with_default, without = (FusedAdamW([one], lr=0.1, backend=backend) for one in (ours, theirs))
+    for _ in range(2):
+        give([ours, theirs], [torch.ones(100), torch.ones(100)])
+        without.step()
+        with torch.device("meta"):
+            with_default.step()
+    assert torch.equal(ours, theirs)
+
+
+def test_more_parameters_than_an_arena_holds() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(MAX_BUCKET // 10)) for _ in range(12)]
+    optimizer = FusedAdamW(parameters, lr=0.01, backend="eager")
+    reference = Reference(optimizer)
+    give(parameters, gradients_for(parameters))
+    wanted = reference.step()
+    optimizer.step()
+    agree(optimizer, wanted, ulps=ROUNDINGS)
+    places = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    assert len(places) == 2
+
+
+def test_a_layer_wise_rule_sees_no_neighbour_in_the_arena() -> None:
+    alone, beside = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    neighbour = torch.nn.Parameter(torch.full((5,), 1e3))
+    first = FusedLAMB([alone], lr=0.1, max_grad_norm=0, backend="eager")
+    second = FusedLAMB([neighbour, beside], lr=0.1, max_grad_norm=0, backend="eager")
+    give([alone, beside, neighbour], [torch.arange(5.0), torch.arange(5.0), torch.full((5,), 1e4)])
+    first.step()
+    second.step()
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("size", [8, 300])
+def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(backend: BackendName, size: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(size, size))
+    grad = torch.linspace(-1, 1, size * size).view(size, size)
+    weight.grad = torch._neg_view(-grad)
+    assert torch.equal(weight.grad, grad)
+    FusedSGD([weight], lr=1.0, backend=backend).step()
+    assert torch.equal(weight.detach(), -grad)

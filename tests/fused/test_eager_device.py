@@ -1,0 +1,73 @@
+"""The eager backend of devices: skips by data, and a chunk at a time what goes element by element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fused.reference import CASES, give
+from halfpeak.fused import FusedAdamW
+from halfpeak.fused.backends.eager_device import EagerDeviceBackend
+from halfpeak.fused.base import FusedOptimizer
+from support.triton import everything, gradients_on, parameters_on
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "remainders": {"master": "remainder"},
+    "remainders, bfloat16 moments": {"master": "remainder", "moments": torch.bfloat16},
+    "8 bits": {"master": "remainder8", "moments": "int8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_this_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everywhere, and stats ``found_inf`` nowhere."""
+    monkeypatch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
+    monkeypatch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
+
+
+def train(optimizer: FusedOptimizer, parameters: list[torch.nn.Parameter], steps: int) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        device, dtype = str(parameters[0].device), parameters[0].dtype
+        give(parameters, gradients_on(device, parameters, dtype))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, math.nan])
+@pytest.mark.parametrize("name", ["LAMB", "NovoGrad", "AdamW", "SGD momentum", "Adagrad"])
+def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, device: str) -> None:
+    kind, options = CASES[name]
+    parameters = parameters_on(device)
+    # What a host would read, it reads; "triton" is the wish that leaves it to the backend.
+    optimizer = kind(parameters, backend="triton", **options)
+    train(optimizer, parameters, 2)
+    before = everything(optimizer)
+    give(parameters, [torch.full_like(parameter, math.inf) for parameter in parameters])
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(optimizer), strict=True))
+    optimizer.found_inf = torch.zeros((), device=device)
+    train(optimizer, parameters, 1)
+    assert not torch.equal(before[3], everything(optimizer)[3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chunk_at_a_time_is_the_same(form: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[torch.Tensor]] = []
+    for chunk in (2**22, 512):
+        monkeypatch.setattr("halfpeak.fused.backends.eager_device.CHUNK", chunk)
+        torch.manual_seed(0)
+        parameters = parameters_on(device, torch.bfloat16)
+        optimizer = FusedAdamW(parameters, lr=0.01, **FORMS[form])
+        train(optimizer, parameters, 2)
+        optimizer.found_inf = torch.tensor(2.0, device=device)
+        train(optimizer, parameters, 1)
+        runs.append(everything(optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

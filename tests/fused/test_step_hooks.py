@@ -1,0 +1,45 @@
+"""Hooks of a fused optimizer's step, and its entry for a profiler, are those of every torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from halfpeak.fused import FusedSGD
+
+
+def optimizer() -> FusedSGD:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return FusedSGD([weight], lr=0.5, backend="eager")
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_hooks_run_in_order_and_may_change_the_arguments(profiled: bool) -> None:
+    sgd, seen = optimizer(), list[Any]()
+
+    def before(_: Any, args: Any, kwargs: Any) -> Any:
+        seen.append("before")
+        return args, {"closure": lambda: 7.0}
+
+    def after(_: Any, args: Any, kwargs: Any) -> None:
+        seen.append((sgd.param_groups[0]["params"][0][0].item(), "closure" in kwargs))
+
+    sgd.register_step_pre_hook(before)
+    sgd.register_step_post_hook(after)
+    if profiled:
+        with torch.autograd.profiler.profile() as profile:
+            assert sgd.step() == 7.0
+        assert [event.key for event in profile.key_averages()].count("Optimizer.step#FusedSGD.step") == 1
+    else:
+        assert sgd.step() == 7.0
+    assert seen == ["before", (0.5, True)]
+
+
+def test_a_hook_that_returns_nonsense_is_refused() -> None:
+    sgd = optimizer()
+    sgd.register_step_pre_hook(lambda *_: 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="must return None or a tuple"):
+        sgd.step()

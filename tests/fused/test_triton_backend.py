@@ -1,0 +1,346 @@
+"""The Triton kernels against the rules, the schedule of the loss scale, and themselves run again."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from halfpeak.engine.served import coefficient
+
+from fused.reference import CASES, Reference, agree, give
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.schedule import ScaleConfig, advance
+from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.fused.backends.triton_tables import hyper_row
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepDecision, StepInputs
+from halfpeak.ops.triton import is_installed, kernels
+from halfpeak.state.clip import parse_clip
+from support.triton import (
+    DEVICES,
+    ExactRoots,
+    decision_inputs,
+    gradients_on,
+    parameters_on,
+    round_as_devices_do,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+"""The interpreter computes in numpy, which warns of what these tests are about."""
+
+LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
+ELEMENTWISE = [name for name in CASES if name not in LAYERWISE]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AGAIN = 100
+"""Runs of which each gives the same bits."""
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_devices_do(monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_update_is_the_rule_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
+    kind, options = CASES[name]
+    parameters = parameters_on(device, dtype)
+    optimizer = kind(parameters, backend="triton", **options)
+    reference = Reference(optimizer)
+    for _ in range(2):
+        give(parameters, gradients_on(device, parameters, dtype))
+        with ExactRoots():
+            wanted = reference.step()
+        optimizer.step()
+        agree(optimizer, wanted, ulps=0)
+    assert optimizer.backend == "triton"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_a_master_is_stepped_and_its_low_weight_follows(low: torch.dtype, device: str) -> None:
+    masters = parameters_on(device)
+    lows = [master.detach().to(low) for master in masters]
+    # One parameter is stored in float32 as well, so there are two kinds of launches and one count of steps.
+    lows[3] = masters[3]
+    optimizer = FusedAdamW(masters, lr=0.01, backend="triton")
+    reference = Reference(optimizer)
+    for step in range(2):
+        gradients = gradients_on(device, masters, low)
+        gradients[3] = gradients[3].float()
+        give(masters, [gradient.float() for gradient in gradients])
+        with ExactRoots():
+            wanted = reference.step(0.5)
+        give(masters, [None] * len(masters))
+        optimizer.set_step_inputs(StepInputs(gradients, lows, torch.tensor(0.5, device=device)))
+        optimizer.step()
+        agree(optimizer, wanted, ulps=0)
+        assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
+        assert float(optimizer.state[masters[0]]["step"]) == step + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(300, device=device))
+    grad = torch.linspace(-1, 1, 300, device=device)
+    weight.grad = torch._neg_view(-grad)
+    FusedSGD([weight], lr=1.0, backend="triton").step()
+    assert torch.equal(weight.detach(), -grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, math.inf, math.nan, -1.0])
+def test_anything_but_zero_keeps_all_as_it_is(found_inf: float, device: str) -> None:
+    parameters = parameters_on(device)
+    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton")
+    give(parameters, gradients_on(device, parameters, torch.float32))
+    optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    state = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
+    give(parameters, [torch.full_like(p, math.inf) for p in parameters])
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(parameters, before, strict=True))
+    for parameter, row in zip(parameters, state, strict=True):
+        assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in row.items())
+    optimizer.found_inf = torch.zeros((), device=device)
+    give(parameters, gradients_on(device, parameters, torch.float32))
+    optimizer.step()
+    assert float(optimizer.state[parameters[0]]["step"]) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_measure_sums_and_finds_whatever_is_not_finite_wherever_it_is(
+    dtype: torch.dtype, device: str
+) -> None:
+    parameters = parameters_on(device)
+    optimizer = FusedSGD(parameters, lr=0.1, backend="triton")
+    gradients = gradients_on(device, parameters, dtype)
+    lows = [parameter.detach().to(dtype) for parameter in parameters]
+    factor = torch.tensor(0.25, device=device)
+    clean = optimizer.measure(StepInputs(gradients, lows, factor))
+    expected = sum(float(gradient.double().mul(0.25).square().sum()) for gradient in gradients)
+    assert float(clean.found_inf) == 0.0
+    torch.testing.assert_close(float(clean.sum_squares), expected, rtol=1e-5, atol=0.0)
+    values = (math.inf, -math.inf, math.nan)
+    places = [
+        (w, i) for w, g in enumerate(gradients) for i in {0, g.numel() // 2, g.numel() - 1} if g.numel()
+    ]
+    for turn, (which, place) in enumerate(places):
+        bad = list(gradients)
+        bad[which] = gradients[which].clone()
+        bad[which].view(-1)[place] = values[turn % 3]
+        optimizer.set_step_inputs(None)
+        assert float(optimizer.measure(StepInputs(bad, lows, factor)).found_inf) == 1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_measure_scales_before_it_squares(device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, device=device))
+    optimizer = FusedSGD([weight], lr=0.1, backend="triton")
+    large = torch.full((4,), 1e30, device=device)
+    stats = optimizer.measure(StepInputs([large], [weight], torch.tensor(1e-30, device=device)))
+    assert (float(stats.sum_squares), float(stats.found_inf)) == (4.0, 0.0)
+    stats = optimizer.measure(StepInputs([large.clone()], [weight], torch.tensor(1.0, device=device)))
+    assert (float(stats.sum_squares), float(stats.found_inf)) == (math.inf, 0.0)
+
+
+def ready(device: str) -> tuple[FusedOptimizer, list[torch.nn.Parameter]]:
+    """An optimizer that has taken a step, so that it is on its backend."""
+    parameters = [
+        torch.nn.Parameter(torch.ones(5, device=device)),
+        torch.nn.Parameter(torch.ones(3, device=device)),
+    ]
+    optimizer = FusedSGD(parameters, lr=0.0, backend="triton")
+    give(parameters, [torch.zeros_like(parameter) for parameter in parameters])
+    optimizer.step()
+    return optimizer, parameters
+
+
+CONFIGS = {
+    "default": ScaleConfig(init=2.0**8, interval=3),
+    "static": ScaleConfig.static(128.0),
+    "hysteresis": ScaleConfig(init=2.0**8, interval=2, hysteresis=3),
+    "refilled by growth": ScaleConfig(init=2.0**8, interval=3, hysteresis=2, refill="growth"),
+    "bounds": ScaleConfig(init=2.0**4, interval=1, floor=4.0, ceiling=32.0),
+    "beyond float32": ScaleConfig(init=2.0**126, interval=1, growth=2.0**10, ceiling=2.0**127),
+    "crooked": ScaleConfig(init=1000.0, interval=2, growth=1.7, backoff=0.3),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_control_moves_the_loss_scale_as_the_schedule_does(name: str, device: str) -> None:
+    config = CONFIGS[name]
+    optimizer, parameters = ready(device)
+    state = expected = config.start(device)
+    history = random.Random(name)
+    counts = {"num_steps": torch.zeros((), dtype=torch.int32, device=device)}
+    counts["num_skipped"] = counts["num_steps"]
+    for _ in range(25):
+        bad = history.random() < 0.4
+        gradients = [torch.full_like(parameter, math.inf if bad else 1.0) for parameter in parameters]
+        optimizer.set_step_inputs(None)
+        one = torch.ones((), device=device)
+        decision = optimizer.decide(
+            StepInputs(gradients, parameters, one), decision_inputs(device, config, state, **counts)
+        )
+        assert isinstance(decision, StepDecision)
+        expected = advance(config, expected, decision.found_inf)
+        state = decision.scale_state
+        counts = {"num_steps": decision.num_steps, "num_skipped": decision.num_skipped}
+        assert bool(decision.found_inf) is bad
+        assert [part.dtype for part in state] == [part.dtype for part in expected]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(state, expected, strict=True))
+        assert float(decision.stuck) == int(state.stuck)
+    assert int(counts["num_steps"]) + int(counts["num_skipped"]) == 25
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [0.01, 1.0, 1e6, math.inf, None])
+@pytest.mark.parametrize("value", [0.0, 3.0, 1e-3, 1e19, math.nan])
+def test_control_clips_as_the_engine_does(value: float, limit: float | None, device: str) -> None:
+    optimizer, parameters = ready(device)
+    gradients = [torch.full_like(parameter, value) for parameter in parameters]
+    factor = torch.tensor(0.125, device=device)
+    inputs = StepInputs(gradients, parameters, factor)
+    config = ScaleConfig()
+    decision = optimizer.decide(inputs, decision_inputs(device, config, config.start(device), max_norm=limit))
+    assert decision is not None
+    optimizer.set_step_inputs(None)
+    squares, found_inf = optimizer.measure(inputs)
+    norm, multiplier = coefficient(parse_clip(limit), squares)
+    if norm is None or multiplier is None:
+        assert bool(decision.found_inf) is bool(found_inf)
+        assert torch.equal(decision.multiplier, factor)
+        return
+    assert torch.equal(decision.grad_norm, norm) or value != value
+    assert bool(decision.found_inf) is (not math.isfinite(float(norm)))
+    if not bool(decision.found_inf):
+        assert torch.equal(decision.multiplier, factor * multiplier)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_incoming_verdict_skips_clean_gradients(device: str) -> None:
+    optimizer, parameters = ready(device)
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    config = ScaleConfig()
+    known = decision_inputs(device, config, config.start(device), found_inf=torch.tensor(2.0, device=device))
+    decision = optimizer.decide(StepInputs(gradients, parameters, torch.ones((), device=device)), known)
+    assert decision is not None
+    assert (float(decision.found_inf), int(decision.num_steps), int(decision.num_skipped)) == (1.0, 0, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_hook_changes_after_the_account_is_honoured(device: str) -> None:
+    steps: list[torch.Tensor] = []
+    for change in (False, True):
+        parameters = [torch.nn.Parameter(torch.ones(5, device=device))]
+        optimizer = FusedSGD(parameters, lr=1.0 if change else 0.25, backend="triton")
+        give(parameters, [torch.zeros(5, device=device)])
+        optimizer.step()
+        config = ScaleConfig()
+        inputs = StepInputs([torch.ones(5, device=device)], parameters, torch.ones((), device=device))
+        decision = optimizer.decide(inputs, decision_inputs(device, config, config.start(device)))
+        assert decision is not None
+        if change:
+            optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.set_step_inputs(inputs._replace(multiplier=decision.multiplier))
+        optimizer.found_inf = decision.found_inf
+        optimizer.step()
+        steps.append(parameters[0].detach())
+    assert torch.equal(*steps)
+    assert float(steps[0][0]) == 0.75
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("step", [0, 1, 9, 999, 123_456, 2**24])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD momentum", *LAYERWISE])
+def test_constants_are_those_of_the_host(name: str, step: int, device: str) -> None:
+    kind, options = CASES[name]
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = kind([weight], backend="triton", **options)
+    rule, group = optimizer.rule(optimizer.param_groups[0]), optimizer.param_groups[0]
+    module = kernels()
+    count = torch.full((), float(step), device=device)
+    rows = torch.tensor([[0, count.data_ptr(), 0]], dtype=torch.int64, device=device)
+    settings = rule.kernel_config()
+    assert settings is not None
+    numbers = torch.zeros((1, module.NUMBERS), device=device)
+    module.control(
+        None,
+        torch.tensor(0.5, device=device),
+        torch.zeros((), device=device),
+        rows,
+        torch.tensor([hyper_row(rule, group, 9)], dtype=torch.float64, device=device),
+        numbers,
+        torch.zeros(6, device=device),
+        torch.zeros(5, dtype=torch.int32, device=device),
+        rule=settings.rule,
+    )
+    sign = -1.0 if group["maximize"] else 1.0
+    expected = torch.tensor([0.5 * sign, *map(float, rule.constants(group, float(step + 1)))])
+    # One rounding of float64, which reaches the float32 once in half a billion.
+    assert torch.equal(numbers[0, : len(expected)].cpu(), expected)
+    assert float(numbers[0, -1]) == float(torch.tensor(step + 1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bits_a_hundred_times(device: str) -> None:
+    shapes = ((5,), (1030,), (2048,))
+    masters = parameters_on(device, shapes=shapes)
+    gradients = gradients_on(device, masters, torch.bfloat16)
+    start = [master.detach().clone() for master in masters]
+    found: set[tuple[bytes, ...]] = set()
+    config = ScaleConfig()
+    one = torch.ones((), device=device)
+    for _ in range(AGAIN):
+        with torch.no_grad():
+            for master, value in zip(masters, start, strict=True):
+                master.copy_(value)
+        lows = [master.detach().to(torch.bfloat16) for master in masters]
+        optimizer = FusedAdamW(masters, lr=0.01, backend="triton")
+        inputs = StepInputs(gradients, lows, one)
+        squares = optimizer.measure(inputs).sum_squares
+        decision = optimizer.decide(
+            inputs, decision_inputs(device, config, config.start(device), max_norm=1.0)
+        )
+        assert decision is not None
+        optimizer.set_step_inputs(inputs._replace(multiplier=decision.multiplier))
+        optimizer.found_inf = decision.found_inf
+        optimizer.step()
+        tensors = [squares, decision.grad_norm, decision.multiplier, *masters, *lows]
+        tensors += [optimizer.state[master]["exp_avg_sq"] for master in masters]
+        found.add(tuple(t.detach().float().cpu().contiguous().numpy().tobytes() for t in tensors))
+    assert len(found) == 1
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs triton")
+def test_where_it_does_not_lead_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    give(parameters, [torch.ones(2)])
+    monkeypatch.setattr(kernels(), "is_interpreted", lambda: True)
+    wide = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    give(wide, [torch.ones(2, dtype=torch.float64)])
+    with pytest.raises(ConfigError, match=r"no kernel for SGDRule on torch\.float64"):
+        FusedSGD(wide, backend="triton").step()
+    monkeypatch.setattr(kernels(), "is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match=r"kernels run on CUDA devices.*backend='auto'"):
+        FusedSGD(parameters, backend="triton").step()
+    assert torch.equal(parameters[0], torch.ones(2))
+
+
+def test_auto_takes_it_on_no_cpu() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    give(parameters, [torch.ones(2)])
+    optimizer = FusedSGD(parameters)
+    optimizer.step()
+    assert optimizer.backend == "eager"

@@ -1,0 +1,197 @@
+"""Compact forms in the Triton update: the bits of the codecs, whatever the rule, wherever the blocks of 8 bits begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fused.reference import give
+from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
+from halfpeak.fused.backends.eager_device import EagerDeviceBackend
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.state_dtypes.codecs import BLOCK_SIZE
+from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
+from support.triton import (
+    DEVICES,
+    ExactRoots,
+    bits_of,
+    everything,
+    gradients_on,
+    parameters_on,
+    round_as_devices_do,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+
+FORMS: dict[str, StateFormat] = {
+    "remainders": StateFormat("remainder"),
+    "short remainders": StateFormat("remainder8"),
+    "bfloat16 moments": StateFormat("remainder", torch.bfloat16),
+    "8-bit moments": StateFormat("remainder", "int8"),
+    "8 bits": StateFormat("remainder8", "int8"),
+}
+AGAIN = 100
+"""Runs of which each gives the same bits."""
+
+SIZES = {"cpu": [130], "cuda": [130, 1030, 40_000]}
+"""Of their parameters. In the interpreter programs take turns, and it takes its time."""
+
+
+class CompactSGD(FusedSGD):
+    """With forms that no door offers yet: the kernels know them for every rule that goes element by element."""
+
+    form = StateFormat()
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return self.form.of(super().rule(group), squares=(False,))
+
+
+class CompactAdagrad(FusedAdagrad):
+    form = StateFormat()
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return self.form.of(super().rule(group), squares=(True,))
+
+
+def adam(form: StateFormat, kind: type[FusedAdam], **options: Any) -> Any:
+    return lambda parameters: kind(
+        parameters, lr=0.01, backend="triton", master=form.master, moments=form.moments, **options
+    )
+
+
+def compact(form: StateFormat, kind: type[CompactSGD] | type[CompactAdagrad], **options: Any) -> Any:
+    def make(parameters: Any) -> FusedOptimizer:
+        optimizer = kind(parameters, lr=0.01, backend="triton", **options)
+        optimizer.form = form
+        return optimizer
+
+    return make
+
+
+RULES: dict[str, Any] = {
+    "AdamW": lambda form: adam(form, FusedAdamW),
+    "Adam amsgrad": lambda form: adam(form, FusedAdam, amsgrad=True, weight_decay=0.1, maximize=True),
+    "SGD nesterov": lambda form: compact(form, CompactSGD, momentum=0.9, nesterov=True),
+    "Adagrad": lambda form: compact(form, CompactAdagrad, weight_decay=0.1),
+}
+CASES = [("AdamW", form) for form in FORMS] + [(rule, "8 bits") for rule in RULES if rule != "AdamW"]
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_devices_do(monkeypatch)
+
+
+def on_the_eager_road(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
+    patch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
+
+
+def train(make: Any, device: str, dtype: torch.dtype, steps: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    parameters = parameters_on(device, dtype)
+    optimizer = make(parameters)
+    for _ in range(steps):
+        give(parameters, gradients_on(device, parameters, dtype))
+        with ExactRoots():
+            optimizer.step()
+    return everything(optimizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rule", "form"), CASES)
+def test_the_update_has_the_bits_of_the_codecs(
+    rule: str, form: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = RULES[rule](FORMS[form])
+    ours = train(make, device, dtype)
+    on_the_eager_road(monkeypatch)
+    assert bits_of(ours) == bits_of(train(make, device, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_remainders_give_the_updates_of_a_float32_master(device: str) -> None:
+    torch.manual_seed(0)
+    lows = parameters_on(device, torch.bfloat16)
+    wide = [torch.nn.Parameter(low.detach().float()) for low in lows]
+    compact = FusedAdamW(lows, lr=0.01, backend="triton", master="remainder")
+    plain = FusedAdamW(wide, lr=0.01, backend="triton")
+    for _ in range(3):
+        gradients = gradients_on(device, lows, torch.bfloat16)
+        give(lows, gradients)
+        give(wide, [gradient.float() for gradient in gradients])
+        compact.step()
+        plain.step()
+    keeper = compact.keeper
+    assert keeper is not None
+    assert all(torch.equal(keeper.value_of(low), value) for low, value in zip(lows, wide, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found_inf", [2.0, math.nan])
+def test_anything_but_zero_keeps_all_as_it_is(found_inf: float, device: str) -> None:
+    parameters = parameters_on(device, torch.bfloat16)
+    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", master="remainder8", moments="int8")
+    give(parameters, gradients_on(device, parameters, torch.bfloat16))
+    optimizer.step()
+    before = bits_of(everything(optimizer))
+    give(parameters, [torch.full_like(parameter, math.inf) for parameter in parameters])
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.step()
+    assert optimizer.backend == "triton"
+    assert bits_of(everything(optimizer)) == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_is_no_number_spoils_its_own_block_and_no_other(device: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (5 * BLOCK_SIZE + 1, 3)]
+    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", moments="int8")
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    gradients[0][2 * BLOCK_SIZE + 7] = math.nan
+    give(parameters, gradients)
+    optimizer.step()
+    row = optimizer.state[parameters[0]]
+    expected = [False, False, True, False, False, False]
+    assert row["exp_avg_scale"].isnan().tolist() == row["exp_avg_sq_scale"].isnan().tolist() == expected
+    assert not optimizer.state[parameters[1]]["exp_avg_scale"].isnan().any()
+    assert int(parameters[0].isnan().sum()) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_launch_for_all_of_one_form(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = parameters_on(device, torch.bfloat16)
+    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", master="remainder", moments="int8")
+    give(parameters, gradients_on(device, parameters, torch.bfloat16))
+    optimizer.step()
+    launched: list[Any] = []
+    backend = optimizer._backend
+    update = backend._kernels.update
+    monkeypatch.setattr(backend._kernels, "update", lambda *args, **kw: launched.append(update(*args, **kw)))
+    give(parameters, gradients_on(device, parameters, torch.bfloat16))
+    optimizer.step()
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["bfloat16 moments", "8 bits"])
+def test_the_same_bits_again_and_again(form: str, device: str) -> None:
+    start = [torch.randn(size).to(device, torch.bfloat16) for size in SIZES[device]]
+    gradients = [torch.randn_like(value) for value in start]
+    found: set[tuple[bytes, ...]] = set()
+    for _ in range(AGAIN):
+        parameters = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = RULES["AdamW"](FORMS[form])(parameters)
+        give(parameters, gradients)
+        optimizer.step()
+        found.add(bits_of(everything(optimizer)))
+    assert len(found) == 1

@@ -1,0 +1,627 @@
+"""Every way to train with halfpeak behind one small interface, for the laws in ``test_drivers.py`` that hold for all of them.
+
+A driver says how a run is built, how it takes one pass (forward, backward, and the step where a window ends), how it is saved
+and loaded, how a closure is stepped and how a caller drops what an exception has left. To add a driver, write a :class:`Run`
+and a row of :data:`DRIVERS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import halfpeak
+from halfpeak import amp, fused
+from halfpeak.integrations.timm import LossScaler
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from halfpeak.runner import (
+    Fp16OptimizerHook,
+    GradientCumulativeFp16OptimizerHook,
+    GradientCumulativeOptimizerHook,
+    OptimizerHook,
+)
+from runner.oracle.cases import Loop
+from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.snapshot import values
+
+TOTAL = 9
+"""Passes of a run: three windows of three."""
+SCALE = 1024.0
+"""The first loss scale: a power of two at which nothing overflows by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of a driver."""
+
+    driver: str
+    level: str
+    optimizer: str = "adamw"
+    every: int = 1
+    clip: float | None = None
+    has_norm: bool = True
+
+    def __str__(self) -> str:
+        extras = [f"x{self.every}"] if self.every > 1 else []
+        extras += ["clipped"] if self.clip is not None else []
+        return " ".join([self.driver, self.level, self.optimizer, *extras])
+
+    def run(self, seed: int = 0) -> Run:
+        """A new run; the seed makes its first weights."""
+        return DRIVERS[self.driver].make(self, seed)
+
+
+FACTORIES: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **OPTIMIZERS,
+    "FusedAdamW": partial(fused.FusedAdamW, lr=1e-3, eps=1e-4),
+}
+
+
+class Run:
+    """A model in training, with one optimizer and a loss scale that moves."""
+
+    restores_statistics: ClassVar[bool] = True
+    """Whether batch-norm statistics are put back where a step is skipped."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case, self.every, self.clip = case, case.every, case.clip
+        self.net = make_net(seed) if self.restores_statistics and case.has_norm else make_normless(seed)
+        self.optimizer: Any = FACTORIES[case.optimizer](self.net.parameters())
+        self.done = 0
+        self.build()
+
+    def build(self) -> None:
+        """Prepare :attr:`net` and :attr:`optimizer`."""
+        raise NotImplementedError
+
+    def convert(self) -> None:
+        """Make the model what the level asks for, where the first pass would do that."""
+
+    def train(self, number: int, *, batch: Callable[[int], tuple[Tensor, Tensor]] = make_batch) -> None:
+        """One pass over a batch, and the step where its window ends."""
+        self.take(lambda: self.loss(batch(number)))
+        self.done += 1
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        """One pass; ``loss_of`` computes the loss."""
+        raise NotImplementedError
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return mse_loss(self.net(batch[0]).float(), batch[1])
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the coming pass ends its window."""
+        return (self.done + 1) % self.every == 0
+
+    def moved(self) -> bool:
+        """Whether the last pass moved the weights."""
+        raise NotImplementedError
+
+    def scale(self) -> float:
+        raise NotImplementedError
+
+    def save(self) -> Any:
+        """Plain data."""
+        return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), **self.save_rest()}
+
+    def load(self, state: Any) -> None:
+        self.net.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_rest(state)
+
+    def save_rest(self) -> dict[str, Any]:
+        """What belongs to the run beside model and optimizer."""
+        raise NotImplementedError
+
+    def load_rest(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """What a caller does after an exception."""
+        self.optimizer.zero_grad()
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        """A step with a closure around a forward and a backward pass."""
+        raise NotImplementedError
+
+    def values(self) -> list[Any]:
+        """Everything that training has changed, to the bit."""
+        return values(self.net, self.optimizer)
+
+
+class NativeRun(Run):
+    """``halfpeak.prepare``."""
+
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def build(self) -> None:
+        self.engine = halfpeak.prepare(
+            self.net,
+            self.optimizer,
+            self.case.level,
+            accumulate=self.every,
+            clip=self.clip,
+            **{
+                "loss_scale": "dynamic",
+                "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE),
+                **self.options,
+            },
+        )
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        with self.engine.forward():
+            loss = loss_of()
+        self.engine.backward(loss)
+        self.result = self.engine.step()
+
+    def moved(self) -> bool:
+        return self.result.stepped()
+
+    def scale(self) -> float:
+        return self.engine.read_scale()
+
+    def save(self) -> Any:
+        return self.engine.state_dict()
+
+    def load(self, state: Any) -> None:
+        self.engine.load_state_dict(state)
+
+    def drop(self) -> None:
+        self.engine.abort()
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> Tensor:
+            with self.engine.forward():
+                loss = loss_of()
+            self.engine.backward(loss)
+            return loss
+
+        self.result = self.engine.step(closure)
+
+
+class AutocastRun(NativeRun):
+    """The engine that casts by torch's lists: what drivers over ``torch.autocast`` are compared with."""
+
+    options: ClassVar[Mapping[str, Any]] = {"op_lists": "torch"}
+
+
+class AutocastNormlessRun(AutocastRun):
+    restores_statistics = False
+
+
+class StaticRun(NativeRun):
+    """The engine without a loss scale."""
+
+    options: ClassVar[Mapping[str, Any]] = {"loss_scale": None, "scale": None}
+
+
+class AmpRun(Run):
+    """``amp.initialize`` and ``amp.scale_loss``; the caller counts windows and clips."""
+
+    def build(self) -> None:
+        amp.initialize(
+            self.net,
+            self.optimizer,
+            opt_level=self.case.level,
+            loss_scale="dynamic",
+            max_loss_scale=SCALE,
+            verbosity=0,
+        )
+        self.scaler = amp._amp_state.loss_scalers[0]
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        if self.done % self.every == 0:
+            self.optimizer.zero_grad()
+        with amp.scale_loss(loss_of() / self.every, self.optimizer) as scaled:
+            scaled.backward()
+        self.stepped = self.is_boundary
+        if self.is_boundary:
+            if self.clip is not None:
+                halfpeak.ClipNorm(max_norm=self.clip)(
+                    [p.grad for p in amp.master_params(self.optimizer) if p.grad is not None]
+                )
+            self.optimizer.step()
+            self.stepped = amp.last_step(self.optimizer).stepped()
+
+    def moved(self) -> bool:
+        return self.stepped
+
+    def scale(self) -> float:
+        return self.scaler.loss_scale()
+
+    def save_rest(self) -> dict[str, Any]:
+        return {"amp": {"loss_scaler0": self.scaler.state_dict()}}
+
+    def load_rest(self, state: Any) -> None:
+        amp.load_state_dict(state["amp"])
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of()
+            with amp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        self.optimizer.step(closure)
+        self.stepped = True
+
+
+class WrapperRun(Run):
+    """The wrappers of ``halfpeak.optim``; they count windows and clip."""
+
+    def build(self) -> None:
+        clip = None if self.clip is None else {"max_norm": self.clip}
+        self.wrapper = self.wrap(accumulative_counts=self.every, clip_grad=clip)
+
+    def wrap(self, **options: Any) -> OptimWrapper:
+        return OptimWrapper(self.optimizer, **options)
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        with self.wrapper.optim_context(self.net):
+            loss = loss_of()
+        self.wrapper.update_params(loss)
+
+    def moved(self) -> bool:
+        return self.wrapper.stepped()
+
+    def scale(self) -> float:
+        return 1.0
+
+    def save(self) -> Any:
+        return {"model": self.net.state_dict(), "optimizer": self.wrapper.state_dict()}
+
+    def load(self, state: Any) -> None:
+        self.net.load_state_dict(state["model"])
+        self.wrapper.load_state_dict(state["optimizer"])
+        self.wrapper.initialize_count_status(self.net, self.done, -1)
+
+    def drop(self) -> None:
+        self.wrapper.zero_grad()
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> Tensor:
+            self.wrapper.zero_grad()
+            with self.wrapper.optim_context(self.net):
+                loss = loss_of()
+            self.wrapper.backward(loss)
+            return loss
+
+        self.wrapper.step(closure)
+
+
+class AmpWrapperRun(WrapperRun):
+    def wrap(self, **options: Any) -> OptimWrapper:
+        return AmpOptimWrapper(
+            {"init_scale": SCALE}, AUTOCAST[self.case.level], optimizer=self.optimizer, **options
+        )
+
+    def scale(self) -> float:
+        assert isinstance(self.wrapper, AmpOptimWrapper)
+        return self.wrapper.loss_scaler.get_scale()
+
+
+class ApexWrapperRun(WrapperRun):
+    def wrap(self, **options: Any) -> OptimWrapper:
+        return ApexOptimWrapper(
+            self.case.level, "dynamic", max_loss_scale=SCALE, optimizer=self.optimizer, **options
+        )
+
+    def convert(self) -> None:
+        with self.wrapper.optim_context(self.net):
+            pass
+
+    def scale(self) -> float:
+        return self.wrapper.state_dict()["apex_amp"]["loss_scaler0"]["loss_scale"]
+
+
+AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
+
+
+class HookRun(Run):
+    """The optimizer hooks of ``halfpeak.runner``, called as a runner calls them."""
+
+    def build(self) -> None:
+        clip = None if self.clip is None else {"max_norm": self.clip}
+        self.loop = Loop(self.net, max_iters=TOTAL)
+        self.loop.optimizer = self.optimizer
+        self.hook: Any = self.make_hook(grad_clip=clip)
+        self.loop.hook = self.hook
+        self.begun = False
+
+    def make_hook(self, **options: Any) -> Any:
+        if self.every > 1:
+            return GradientCumulativeOptimizerHook(self.every, **options)
+        return OptimizerHook(**options)
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.loop.iter = self.done
+            self.hook.before_run(self.loop)
+            self.begun = True
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        self.begin()
+        self.loop.iter = self.done
+        with self.hook.around_train_step(self.loop) or torch.enable_grad():
+            loss = loss_of()
+        self.loop.outputs = {"loss": loss, "num_samples": 16}
+        self.hook.after_train_iter(self.loop)
+
+    def moved(self) -> bool:
+        return self.loop.step_result.stepped()
+
+    def scale(self) -> float:
+        return float(self.loop.step_result.scale)
+
+    def save_rest(self) -> dict[str, Any]:
+        meta = {key: dict(value) for key, value in self.loop.meta.get("fp16", {}).items()}
+        return {"hook": self.hook.state_dict(), "meta": {"fp16": meta} if meta else {}}
+
+    def load_rest(self, state: Any) -> None:
+        self.loop.meta = state["meta"]
+        self.begin()
+        self.hook.load_state_dict(state["hook"])
+
+
+class Fp16HookRun(HookRun):
+    mode: ClassVar[str] = "master"
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"O2": torch.float16, "O5": torch.bfloat16}
+
+    def make_hook(self, **options: Any) -> Any:
+        options |= {"mode": self.mode, "dtype": self.dtypes[self.case.level]}
+        options["loss_scale"] = {"init_scale": SCALE}
+        if self.every > 1:
+            return GradientCumulativeFp16OptimizerHook(self.every, **options)
+        return Fp16OptimizerHook(**options)
+
+
+class AutocastHookRun(Fp16HookRun):
+    mode = "autocast"
+    dtypes = AUTOCAST
+
+
+class GradScalerRun(Run):
+    """``halfpeak.GradScaler`` under ``torch.autocast``: the caller does what is left."""
+
+    restores_statistics = False
+
+    def build(self) -> None:
+        self.scaler = halfpeak.GradScaler("cpu", init_scale=SCALE)
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        with torch.autocast("cpu", AUTOCAST[self.case.level]):
+            loss = loss_of()
+        self.scaler.scale(loss / self.every).backward()
+        self.stepped = False
+        if self.is_boundary:
+            if self.clip is not None:
+                self.scaler.unscale_(self.optimizer)
+                halfpeak.ClipNorm(max_norm=self.clip)(
+                    [p.grad for p in self.net.parameters() if p.grad is not None]
+                )
+            self.scaler.step(self.optimizer)
+            assert self.scaler.last is not None
+            self.stepped = self.scaler.last.stepped()
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    def moved(self) -> bool:
+        return self.stepped
+
+    def scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def save_rest(self) -> dict[str, Any]:
+        return {"scaler": self.scaler.state_dict()}
+
+    def load_rest(self, state: Any) -> None:
+        self.scaler.load_state_dict(state["scaler"])
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            with torch.autocast("cpu", AUTOCAST[self.case.level]):
+                loss = loss_of()
+            self.scaler.scale(loss).backward()
+            return loss
+
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+
+
+class TimmRun(NativeRun):
+    """timm's call over an engine; timm divides, counts and clips."""
+
+    def build(self) -> None:
+        options = {
+            "loss_scale": "dynamic",
+            "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE),
+        }
+        self.engine = halfpeak.prepare(self.net, self.optimizer, self.case.level, **options)
+        self.loss_scaler = LossScaler(self.engine)
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        with self.engine.forward():
+            loss = loss_of()
+        self.loss_scaler(
+            loss / self.every,
+            self.optimizer,
+            clip_grad=self.clip,
+            parameters=self.net.parameters(),
+            need_update=self.is_boundary,
+        )
+        self.stepped = self.is_boundary
+        if self.is_boundary:
+            assert self.loss_scaler.last is not None
+            self.stepped = self.loss_scaler.last.stepped()
+            self.optimizer.zero_grad()
+
+    def moved(self) -> bool:
+        return self.stepped
+
+    def save(self) -> Any:
+        return {
+            "state_dict": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.loss_scaler.state_dict(),
+        }
+
+    def load(self, state: Any) -> None:
+        self.net.load_state_dict(state["state_dict"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_scaler.load_state_dict(state["scaler"])
+
+
+class AccelerateRun(Run):
+    """accelerate's own loop; its ``accumulate`` counts the windows."""
+
+    def build(self) -> None:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        from halfpeak.integrations.accelerate import Accelerator
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        options = {"loss_scale": "dynamic", "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE)}
+        self.accelerator = Accelerator(
+            cpu=True, level=self.case.level, gradient_accumulation_steps=self.every, options=options
+        )
+        self.model, self.prepared = self.accelerator.prepare(self.net, self.optimizer)
+
+    def take(self, loss_of: Callable[[], Tensor]) -> None:
+        with self.accelerator.accumulate(self.model):
+            with self.accelerator.autocast():
+                loss = loss_of()
+            self.accelerator.backward(loss)
+            if self.clip is not None and self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.prepared.step()
+            self.prepared.zero_grad()
+        self.stepped = self.is_boundary and not self.accelerator.optimizer_step_was_skipped
+
+    def moved(self) -> bool:
+        return self.stepped
+
+    def scale(self) -> float:
+        engine = self.accelerator.adapter.engine
+        return 1.0 if engine is None else engine.read_scale()
+
+    def save_rest(self) -> dict[str, Any]:
+        return {"scaler": self.accelerator.scaler.state_dict()}
+
+    def load_rest(self, state: Any) -> None:
+        self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def drop(self) -> None:
+        self.prepared.zero_grad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """A row of the table.
+
+    Attributes:
+        make: the run.
+        reference: the engine's run that it must equal bit for bit.
+        levels: those it has.
+        saves_windows: whether a state that is saved inside a window holds its gradients.
+        closures: whether it steps with a closure.
+    """
+
+    make: Callable[[Case, int], Run]
+    reference: Callable[[Case, int], Run] = NativeRun
+    levels: tuple[str, ...] = LEVELS
+    saves_windows: bool = True
+    closures: bool = True
+
+
+DRIVERS: dict[str, Driver] = {
+    "native": Driver(make=NativeRun),
+    "amp": Driver(make=AmpRun, saves_windows=False),
+    "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",)),
+    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4")),
+    "ApexOptimWrapper": Driver(make=ApexWrapperRun),
+    "OptimizerHook": Driver(make=HookRun, reference=StaticRun, levels=("O0",), closures=False),
+    "Fp16OptimizerHook master": Driver(make=Fp16HookRun, levels=("O2", "O5"), closures=False),
+    "Fp16OptimizerHook autocast": Driver(
+        make=AutocastHookRun, reference=AutocastRun, levels=("O1", "O4"), closures=False
+    ),
+    "GradScaler": Driver(
+        make=GradScalerRun, reference=AutocastNormlessRun, levels=("O1", "O4"), saves_windows=False
+    ),
+    "timm": Driver(make=TimmRun, closures=False),
+}
+if importlib.util.find_spec("accelerate") is not None:
+    DRIVERS["accelerate"] = Driver(make=AccelerateRun, saves_windows=False, closures=False)
+
+
+def cases(
+    *,
+    windows: Iterable[int] | Mapping[int, float | None] = (1, 3),
+    optimizers: tuple[str, ...] = ("adamw", "FusedAdamW"),
+    has_norm: bool = True,
+    where: Callable[[Driver], bool] = lambda driver: True,
+) -> list[Case]:
+    """The rows of the table for which a law holds, at each of their levels.
+
+    Args:
+        windows: passes per step; with what each is clipped by.
+        optimizers: by name.
+        has_norm: whether the net has a batch norm.
+        where: which drivers.
+    """
+    clips = windows if isinstance(windows, Mapping) else dict.fromkeys(windows)
+    return [
+        Case(driver=name, level=level, optimizer=optimizer, every=every, clip=clip, has_norm=has_norm)
+        for name, driver in DRIVERS.items()
+        if where(driver)
+        for level in driver.levels
+        for optimizer in optimizers
+        for every, clip in clips.items()
+        # A fused optimizer clips inside its step and rounds once less; accelerate takes norms of float16 gradients in float16.
+        if clip is None or (optimizer != "FusedAdamW" and (name, level) != ("accelerate", "O3"))
+    ]
+
+
+def make_normless(seed: int) -> nn.Sequential:
+    """Nothing here has running statistics, which a caller of ``GradScaler`` must look after."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@contextmanager
+def overflowing(run: Run, *, really: bool = True) -> Iterator[None]:
+    """One element of one gradient is infinite in the body."""
+    if not really:
+        yield
+        return
+
+    def spoil(grad: Tensor) -> Tensor:
+        spoilt = grad.clone()
+        spoilt.view(-1)[-1] = float("inf")
+        return spoilt
+
+    handle = run.net[0].weight.register_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def through_a_file(state: Any) -> Any:
+    """A state as a file gives it back; it must be plain data."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

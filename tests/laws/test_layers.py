@@ -1,0 +1,109 @@
+"""Imports go down the layers, never up, sideways between front ends, or in circles; also those for types only."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+
+from laws.source import PACKAGE, Module, functions, imports, modules
+
+LAYER = {
+    "core": 0,
+    "ops": 1,
+    "state": 2,
+    "casting": 2,
+    "fused": 2,
+    "checkpoint": 2,
+    "engine": 3,
+    "amp": 4,
+    "optim": 4,
+    "runner": 4,
+    "insight": 5,
+    "integrations": 5,
+    "migrate": 5,
+    "recipes": 5,
+    "cli": 6,
+    "shim": 6,
+}
+
+TOP = LAYER["engine"]
+"""``import halfpeak`` itself reaches up to the engine."""
+
+SIDEWAYS = {
+    ("runner", "optim"): "a Runner drives an OptimWrapper",
+    ("recipes", "insight"): "a ready job shows its own history",
+    ("cli", "shim"): "halfpeak run installs a shim around a script",
+}
+"""Packages of one layer that may see each other."""
+
+
+def package_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LAYER else ""
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert packages <= LAYER.keys()
+    assert not [package for package in packages if not (PACKAGE / package / "__init__.py").exists()]
+
+
+def test_imports_go_down() -> None:
+    wrong: list[str] = []
+    for module in modules():
+        if not module.package:
+            continue
+        for node, name in imports(module):
+            if name.split(".")[0] != "halfpeak":
+                continue
+            package = package_of(name)
+            below = (LAYER[package] if package else TOP) < LAYER[module.package]
+            if not (below or package == module.package or (module.package, package) in SIDEWAYS):
+                wrong.append(
+                    f"{module.at(node)}: {module.package} (layer {LAYER[module.package]}) imports {name}"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_imports_the_command_line_or_the_shim() -> None:
+    outsiders = [
+        f"{module.at(node)}: {name}"
+        for module in modules()
+        for node, name in imports(module)
+        if package_of(name) in ("cli", "shim")
+        and module.package != package_of(name)
+        and (module.package, package_of(name)) not in SIDEWAYS
+        and module.where != "__main__.py"
+    ]
+    assert not outsiders, "\n".join(outsiders)
+
+
+def test_no_cycles() -> None:
+    names = {module.name for module in modules()}
+    graph = {module.name: targets(module) & names for module in modules()}
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
+    assert len(order) == len(names)
+
+
+def test_no_own_imports_inside_functions() -> None:
+    hidden = [
+        f"{module.at(node)}: {name}"
+        for module in modules()
+        for function in functions(module.tree)
+        for node, name in imports_of(module, function)
+        if name.split(".")[0] == "halfpeak"
+    ]
+    assert not hidden, "\n".join(hidden)
+
+
+def targets(module: Module) -> set[str]:
+    """What a module imports, for types only too: two files that need each other to be read are one."""
+    return {name for _, name in imports(module)}
+
+
+def imports_of(module: Module, function: ast.AST) -> list[tuple[ast.stmt, str]]:
+    inside = set(ast.walk(function))
+    return [(node, name) for node, name in imports(module) if node in inside]

@@ -1,0 +1,267 @@
+"""What a package may do: hold state, print, reach for other libraries, write to objects that are not its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator
+
+import pytest
+
+from laws.source import Module, for_types_only, imports, modules
+
+QUIET = ("core", "ops", "state", "casting", "checkpoint", "engine", "fused")
+"""Packages that return results and never report them."""
+
+SPEAKING = ("amp", "cli", "insight")
+"""Packages that may print."""
+
+STATE = {
+    "amp/session.py": "the API that it serves is a set of functions",
+    "casting/registry.py": "a name replaced in a module is replaced for the process, so its users are counted there",
+    "casting/rule_table.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
+    "engine/graphs/compile.py": "operators take tensors and numbers, so a number names a step and finds it while it lives",
+    "casting/casts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
+}
+"""Files with state of the process, each with its reason."""
+
+STATEFUL = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+"""Calls that make an empty container to be filled later."""
+
+HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local"}
+"""Calls that make state, whatever the name says."""
+
+DISTRIBUTED = {
+    "state/found_inf.py": "one all-reduce of found_inf per step",
+    "shim/cuda_on_cpu.py": "a script's nccl becomes gloo while the CPU plays its device",
+    "shim/apex_impl/collectives.py": "apex.parallel.Reducer and flat_dist_call are collectives",
+    "shim/apex_impl/ddp.py": "apex's arguments say how DistributedDataParallel reduces",
+    "shim/apex_impl/syncbn.py": "SyncBatchNorm normalises by the statistics of all ranks",
+    "runner/distributed.py": "init_dist, allreduce_grads and their like are helpers that scripts of mmcv call",
+    "runner/parallel.py": "a runner steps a model through DistributedDataParallel",
+}
+"""Files that may talk to other ranks, each with its reason."""
+
+LONGEST = 500
+"""Lines of a file that need no explanation. A longer one says why in its docstring: "Longer than 500 lines because ..."."""
+
+
+def test_state_of_the_process_lives_where_it_must() -> None:
+    found = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module in modules()
+        if module.where not in STATE
+        for node in mutable_state(module.tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Names of a module or class body that hold something to fill later, and functions that rebind them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for statement in (statement for body in bodies for statement in body):
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if names == ["__all__"]:
+            continue
+        constant = is_final(statement) and all(name.isupper() for name in names)
+        if called(statement.value) in HIDDEN_STATE or (is_mutable(statement.value) and not constant):
+            yield statement
+
+
+def is_final(statement: ast.Assign | ast.AnnAssign) -> bool:
+    return isinstance(statement, ast.AnnAssign) and "Final" in ast.unparse(statement.annotation)
+
+
+def is_mutable(value: ast.expr) -> bool:
+    literal = isinstance(value, (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp))
+    return literal or called(value) in STATEFUL
+
+
+def called(value: ast.expr) -> str:
+    if not isinstance(value, ast.Call):
+        return ""
+    function = value.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def test_quiet_packages_do_not_write_on_objects_of_others() -> None:
+    unknown: list[str] = []
+    used: set[tuple[str, str]] = set()
+    own = own_attributes(module.tree for module in modules())
+    for module in modules():
+        if module.package not in QUIET:
+            continue
+        for node, attribute in foreign_writes(module.tree, own):
+            used.add((module.where, attribute))
+            if (module.where, attribute) not in FOREIGN_WRITES:
+                unknown.append(f"{module.at(node)}: {ast.unparse(node)[:90]}")
+    assert not unknown, "\n".join(unknown)
+    assert FOREIGN_WRITES.keys() <= used, f"no longer needed: {FOREIGN_WRITES.keys() - used}"
+
+
+_CONVERT = "converting a model in place is its job, and writing .data keeps the parameters' identity"
+_GRAD = "gradients live on parameters: torch's optimizers read them there and nowhere else"
+
+FOREIGN_WRITES: dict[tuple[str, str], str] = {
+    ("casting/modules.py", "data"): _CONVERT,
+    ("casting/tree.py", "setattr"): "fills the copy of a dataclass that it has just made",
+    (
+        "casting/torch_functions.py",
+        "__kwdefaults__",
+    ): "completes the copy of a function that it has just made",
+    ("casting/registry.py", "setattr"): "a function that the user registered is found by its name only",
+    ("casting/rule_table.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
+    ("core/torch_compat.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
+    ("fused/flat/layout.py", "data"): "small parameters move into flat buffers and stay the same objects",
+    ("fused/state_dtypes/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
+    ("engine/gradients/accumulate.py", "grad"): _GRAD,
+    ("engine/gradients/backward.py", "grad"): _GRAD,
+    ("engine/gradients/fused_grads.py", "grad"): _GRAD,
+    ("engine/gradients/window.py", "grad"): _GRAD,
+    ("engine/optimizer.py", "grad"): _GRAD,
+    ("engine/state_dict.py", "grad"): _GRAD,
+    ("engine/graphs/compile.py", "grad"): _GRAD,
+    (
+        "engine/amp_protocol.py",
+        "__dict__",
+    ): "found_inf on the optimizer is the protocol of torch's fused optimizers",
+}
+"""File and attribute, with the reason why this package must write it on an object that it does not own."""
+
+WRITERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+
+NEVER_OWN = {"forward", "step", "zero_grad", "state_dict", "load_state_dict", "grad", "data", "__class__"}
+"""Names that user models, optimizers and tensors have, whatever classes of ours have them too."""
+
+
+def own_attributes(trees: Iterable[ast.Module]) -> set[str]:
+    """The attributes that classes of the package declare or set on ``self``."""
+    own: set[str] = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                own.update(
+                    statement.target.id
+                    for statement in node.body
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+                )
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                own.add(node.attr)
+    return own - NEVER_OWN
+
+
+def foreign_writes(tree: ast.Module, own: Collection[str] = ()) -> Iterator[tuple[ast.AST, str]]:
+    """Every attribute set or deleted on anything but ``self``, unless it is one that only our own objects have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not is_self(node.value):
+            if node.attr == "__dict__" or (not isinstance(node.ctx, ast.Load) and node.attr not in own):
+                yield node, node.attr
+        elif isinstance(node, ast.Call) and called(node) in WRITERS:
+            name = node.args[1] if len(node.args) > 1 else None
+            if not (node.args and is_self(node.args[0])):
+                yield node, str(name.value) if isinstance(name, ast.Constant) else "setattr"
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_only_listed_files_talk_to_other_ranks() -> None:
+    others = [
+        module.at(node) for module in modules() if module.where not in DISTRIBUTED for node in talks(module)
+    ]
+    assert not others
+
+
+def talks(module: Module) -> Iterator[ast.AST]:
+    """Where a module reaches torch.distributed, but for naming its types."""
+    idle = for_types_only(module)
+    for node, name in imports(module):
+        if name.startswith("torch.distributed") and node not in idle:
+            yield node
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" and node not in idle:
+            yield node
+
+
+def test_triton_is_imported_only_in_ops_triton() -> None:
+    outside = [
+        module.at(node)
+        for module in modules()
+        if not module.where.startswith("ops/triton/")
+        for node, name in imports(module)
+        if name.split(".")[0] == "triton"
+    ]
+    assert not outside
+
+
+def test_quiet_packages_neither_print_nor_log() -> None:
+    loud = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if speaks(module, node)
+    ]
+    assert not loud, "\n".join(loud)
+
+
+def speaks(module: Module, node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+        return module.package not in SPEAKING
+    if isinstance(node, (ast.Import, ast.ImportFrom)) and module.package in QUIET:
+        names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        return any(name.split(".")[0] == "logging" for name in names)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cache = {}", 1),
+        ("cache: dict[int, int] = dict()", 1),
+        ("_cache: Final[dict[int, int]] = {}", 1),
+        ("class Registry:\n    known = []", 1),
+        ("here: Final = ContextVar('here')", 1),
+        ("def move():\n    global here", 1),
+        ("NAMES: Final = {'half': 16}\n__all__ = ['NAMES']\npair = (1, 2)", 0),
+    ],
+)
+def test_the_law_on_state_sees(text: str, found: int) -> None:
+    assert len(list(mutable_state(ast.parse(text)))) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("optimizer.step = skip", 1),
+        ("setattr(model, name, skip)", 1),
+        ("del model.forward", 1),
+        ("group.params += [p]", 1),
+        ("optimizer.__dict__['step'] = skip", 1),
+        ("window.scale = 1\nclass Window:\n    scale: int", 0),
+        ("model.forward = 1\nclass Ours:\n    forward: int", 1),
+        ("self.scale = 1.0\ncls.known = ()\nobject.__setattr__(self, 'scale', 1.0)", 0),
+    ],
+)
+def test_the_law_on_foreign_writes_sees(text: str, found: int) -> None:
+    tree = ast.parse(text)
+    assert len(list(foreign_writes(tree, own_attributes([tree])))) == found
+
+
+def test_a_long_file_says_why() -> None:
+    long = {
+        module.where: lines
+        for module in modules()
+        if (lines := module.text.count("\n")) > LONGEST
+        and f"Longer than {LONGEST} lines because" not in (ast.get_docstring(module.tree) or "")
+    }
+    assert not long
+
+
+def test_every_file_says_what_it_owns() -> None:
+    assert not [module.where for module in modules() if not ast.get_docstring(module.tree)]

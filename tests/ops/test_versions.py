@@ -1,0 +1,57 @@
+"""TensorVersions: every write but one through ``.data`` in place is noticed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfpeak.ops.versions import TensorVersion, TensorVersions
+
+
+def recorded(*tensors: Tensor) -> TensorVersions:
+    versions = TensorVersions()
+    versions.record(tensors)
+    return versions
+
+
+def test_other_memory_at_the_same_address_is_noticed_once() -> None:
+    memory = bytearray(16)
+    tensors = [torch.ones(4), torch.ones(3)]
+    tensors[0].data = torch.frombuffer(memory, dtype=torch.float32)
+    versions, one = recorded(*tensors), TensorVersion.of(tensors[0])
+    before = tensors[0]._version, tensors[0].data_ptr()
+    tensors[0].data = torch.frombuffer(memory, dtype=torch.float32)
+    assert (tensors[0]._version, tensors[0].data_ptr()) == before
+    assert not versions.unchanged(tensors)
+    assert not one.matches(tensors[0])
+    assert [versions.is_unchanged(i, tensor) for i, tensor in enumerate(tensors)] == [False, True]
+    versions.record(tensors)
+    assert versions.unchanged(tensors)
+
+
+def test_a_write_in_place_and_another_address_are_noticed() -> None:
+    tensors = [torch.ones(4), torch.ones(4)]
+    versions = recorded(*tensors)
+    tensors[0].add_(1)
+    tensors[1].data = torch.zeros(4)
+    assert not any(versions.is_unchanged(i, tensor) for i, tensor in enumerate(tensors))
+    for index, tensor in enumerate(tensors):
+        versions.record_one(index, tensor)
+    assert versions.unchanged(tensors)
+
+
+def test_a_tensor_that_was_only_added_counts_as_changed() -> None:
+    versions, tensor = TensorVersions(), torch.ones(2)
+    versions.add(tensor)
+    assert not versions.is_recorded(0)
+    assert not versions.unchanged([tensor])
+
+
+def test_another_number_of_tensors_is_a_change_and_can_be_recorded() -> None:
+    first, second = torch.ones(2), torch.ones(2)
+    versions = recorded(first)
+    assert not versions.unchanged([first, second])
+    versions.record([first, second])
+    assert versions.unchanged([first, second])
+    second.data = torch.zeros(2)
+    assert not versions.unchanged([first, second])

@@ -1,0 +1,88 @@
+"""The scripts of ``examples/openmmlab`` at a small size: they learn, and a resumed run is the one that was never stopped."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halfpeak.checkpoint import load
+from laws.source import ROOT
+from support.states import differences
+
+FOLDER = ROOT / "examples" / "openmmlab"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a script of the folder with these options, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "digits", raising=False)
+
+    def run(name: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+WRAPPERS = {
+    "plain": ["--wrapper", "OptimWrapper"],
+    "amp": ["--wrapper", "AmpOptimWrapper", "--dtype", "bfloat16", "--accumulate", "2"],
+    "O2": ["--wrapper", "ApexOptimWrapper", "--opt-level", "O2", "--accumulate", "2"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_learns_and_resumes_bitwise(name: str, run: Run) -> None:
+    options = [
+        *WRAPPERS[name],
+        "--batch",
+        "350",
+    ]  # an even number of batches: no window is open between epochs
+    whole = run("optim_wrapper.py", *options, "--epochs", "2").splitlines()
+    parts = run("optim_wrapper.py", *options, "--epochs", "1", "--output", "parts").splitlines()
+    parts += run("optim_wrapper.py", *options, "--epochs", "2", "--output", "parts", "--resume").splitlines()
+    assert parts == whole
+    assert [float(line.split()[-1]) for line in whole][-1] > 0.6
+    one, other = (load(f"{folder}/checkpoint.pth") for folder in ("output", "parts"))
+    assert differences(one, other) == []
+
+
+def test_a_gan_has_a_wrapper_of_another_kind_for_each_network(run: Run) -> None:
+    printed = run("optim_wrapper_dict.py", "--steps", "40", "--batch", "32")
+    assert len(re.findall(r"step \d+: discriminator [01]\.\d+, generator [01]\.\d+", printed)) == 2
+    assert "{'generator.lr': [0.001], 'discriminator.lr': [0.001]}" in printed
+    assert "loss scale of the discriminator 65536" in printed
+
+
+RUNNERS = {
+    "float32": ["--mode", "float32"],
+    "master": ["--mode", "master", "--dtype", "bfloat16"],
+    "autocast, by iteration": ["--by-iter", "--mode", "autocast", "--dtype", "bfloat16", "--accumulate", "2"],
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_runner_learns_and_resumes_bitwise(name: str, run: Run) -> None:
+    options = [*RUNNERS[name], "--batch", "256", "--epochs", "2"]
+    first, last = ("iter_5.pth", "iter_10.pth") if "--by-iter" in options else ("epoch_1.pth", "epoch_2.pth")
+    printed = run("runner.py", *options)
+    steps = 5 if "--accumulate" in options else 10
+    assert printed.startswith(f"{steps} steps, validation 0.")
+    assert float(printed.split()[-1]) > 0.4
+    assert run("runner.py", *options, "--resume-from", f"output/{first}", "--output", "parts") == printed
+    one, other = (load(f"{folder}/{last}") for folder in ("output", "parts"))
+    differing = [
+        path for path in differences(one, other) if not path.startswith(("/meta/", "/loop/log_buffer/"))
+    ]
+    assert differing == []

@@ -1,0 +1,55 @@
+"""Whether ranks found an inf, where there is one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.state.found_inf import FoundInfReducer, is_first_rank, is_multi_rank
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["world", "other", 3, object()])
+def test_a_group_needs_torch_distributed(group: Any) -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        FoundInfReducer(group)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unknown_group() -> None:
+    with pytest.raises(ConfigError, match="'world' or None"):
+        FoundInfReducer("other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_alone_a_verdict_stands(found_inf: float) -> None:
+    verdict, flag = FoundInfReducer(), torch.tensor(found_inf)
+    assert verdict.is_local
+    verdict.all_reduce_(flag)
+    assert flag == found_inf
+    assert is_first_rank()
+    assert not is_multi_rank()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["world", "group"])
+def test_one_rank_agrees_with_itself(name: str) -> None:
+    verdict = FoundInfReducer("world" if name == "world" else dist.group.WORLD)
+    assert not verdict.is_local
+    flags = torch.tensor([0.0, 1.0])
+    verdict.all_reduce_(flags)
+    assert flags.tolist() == [0.0, 1.0]
+    assert is_first_rank()
+    assert not is_multi_rank()

@@ -1,0 +1,210 @@
+"""Running statistics go forward with a clean step and back with a skipped one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfpeak.state.batch_norm import BatchNormStats
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(3),
+    "BatchNorm3d": lambda: nn.BatchNorm3d(3),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(3),
+    "not affine": lambda: nn.BatchNorm1d(3, affine=False),
+    "cumulative": lambda: nn.BatchNorm1d(3, momentum=None),
+    "InstanceNorm1d": lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+}
+
+VERDICTS: dict[str, Callable[[bool], Tensor | bool]] = {
+    "device": lambda skipped: torch.tensor(float(skipped)),
+    "host": bool,
+}
+
+
+def spoil(module: nn.Module, value: float) -> None:
+    """What a forward pass does to the statistics."""
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.fill_(7 if buffer.dtype is torch.int64 else value)
+
+
+def stats(module: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in module.buffers()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_skipped_step_puts_every_statistic_back(norm: str, verdict: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), NORMS[norm](), nn.Sequential(NORMS[norm]()))
+    buffers = BatchNormStats([model])
+    for value in (1.0, torch.inf, torch.nan):
+        before = stats(model)
+        assert before
+        spoil(model, value)
+        assert not equal(stats(model), before)
+        buffers.end_step(VERDICTS[verdict](True))
+        assert equal(stats(model), before)
+    spoil(model, 2.0)
+    after = stats(model)
+    buffers.end_step(VERDICTS[verdict](False))
+    assert equal(stats(model), after)
+    spoil(model, torch.nan)
+    buffers.end_step(VERDICTS[verdict](True))
+    assert equal(stats(model), after), "a clean step is what a later skip goes back to"
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_forward_pass_that_overflows(verdict: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, dtype=torch.float64))
+    buffers = BatchNormStats([model])
+    model[0](torch.randn(4, 3))
+    buffers.end_step(VERDICTS[verdict](False))
+    before = stats(model)
+    model[0](torch.full((4, 3), torch.inf))
+    assert not model[0].running_mean.isfinite().any()
+    buffers.end_step(VERDICTS[verdict](True))
+    assert equal(stats(model), before)
+    assert model[0].num_batches_tracked == 1
+
+
+def test_evaluation_moves_nothing() -> None:
+    model = nn.BatchNorm1d(3).eval()
+    buffers, before = BatchNormStats([model]), stats(model)
+    model(torch.randn(4, 3))
+    for verdict in (True, False, torch.ones(()), torch.zeros(())):
+        buffers.end_step(verdict)
+        assert equal(stats(model), before)
+
+
+def test_buffers_stay_the_same_objects() -> None:
+    model = nn.BatchNorm1d(3)
+    held = [(buffer, buffer.data_ptr()) for buffer in model.buffers()]
+    buffers = BatchNormStats([model])
+    spoil(model, 3.0)
+    buffers.end_step(torch.ones(()))
+    assert all(
+        now is then and now.data_ptr() == address
+        for now, (then, address) in zip(model.buffers(), held, strict=True)
+    )
+
+
+def test_what_is_not_a_running_statistic_is_left_alone() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(3))
+    model.register_module("norm", nn.LayerNorm(3))
+    model.register_module("stateless", nn.BatchNorm1d(3, track_running_stats=False))
+    buffers = BatchNormStats([model])
+    spoil(model, 5.0)
+    buffers.end_step(True)
+    assert model.get_buffer("table").tolist() == [5.0] * 3
+    assert buffers.saved() == []
+
+
+def test_several_models_that_share_a_layer() -> None:
+    shared = nn.BatchNorm1d(3)
+    first, second = nn.Sequential(shared), nn.Sequential(shared, nn.BatchNorm1d(2))
+    buffers = BatchNormStats([first, second])
+    before = stats(second)
+    assert sum(flat.numel() for flat in buffers.saved()) == sum(buffer.numel() for buffer in before)
+    spoil(second, torch.nan)
+    buffers.end_step(torch.ones(()))
+    assert equal(stats(second), before)
+
+
+def test_a_model_to_watch_later() -> None:
+    model, late = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    buffers = BatchNormStats([model])
+    spoil(late, 2.0)
+    before = stats(late)
+    buffers.add_model(late)
+    spoil(late, torch.nan)
+    buffers.end_step(True)
+    assert equal(stats(late), before)
+
+
+def test_statistics_replaced_by_others_of_another_dtype_are_kept() -> None:
+    model = nn.BatchNorm1d(3)
+    buffers = BatchNormStats([model])
+    model.double()
+    spoil(model, 5.0)
+    buffers.end_step(True)
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [5.0] * 3
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, dtype=torch.float64), nn.BatchNorm1d(4))
+
+
+def test_what_was_saved_can_be_put_elsewhere() -> None:
+    """A resume in the middle of a step: the statistics have moved, and the step may yet be skipped."""
+    model, resumed = mixed(), mixed()
+    buffers, others = BatchNormStats([model]), BatchNormStats([resumed])
+    spoil(model, 4.0)
+    buffers.end_step(False)
+    before = stats(model)
+    spoil(model, torch.nan)
+    saved = buffers.saved()
+    resumed.load_state_dict(model.state_dict())
+    others.restore_saved([flat.clone() for flat in saved])
+    for flat in saved:
+        flat.zero_()
+    others.end_step(torch.ones(()))
+    assert equal(stats(resumed), before)
+
+
+@pytest.mark.parametrize("saved", [[], [torch.ones(2)]], ids=["nothing", "another shape"])
+def test_what_does_not_fit_is_replaced_by_the_present(saved: list[Tensor]) -> None:
+    model = mixed()
+    buffers = BatchNormStats([model])
+    spoil(model, 3.0)
+    before = stats(model)
+    buffers.restore_saved(saved)
+    spoil(model, torch.nan)
+    buffers.end_step(True)
+    assert equal(stats(model), before)
+
+
+def test_a_lazy_layer_is_looked_after_once_it_has_a_shape() -> None:
+    model = nn.LazyBatchNorm1d()
+    buffers = BatchNormStats([model])
+    model(torch.randn(4, 3))
+    buffers.end_step(False)
+    before = stats(model)
+    spoil(model, torch.nan)
+    buffers.end_step(torch.ones(()))
+    assert equal(stats(model), before)
+
+
+def test_nothing_to_look_after() -> None:
+    for models in ([], [nn.Linear(2, 2)]):
+        buffers = BatchNormStats(models)
+        buffers.end_step(torch.ones(()))
+        buffers.end_step(True)
+        buffers.restore_saved([])
+        assert buffers.saved() == []
+
+
+def test_other_memory_at_the_same_address_is_what_a_skip_goes_back_to() -> None:
+    norm, memory = nn.BatchNorm1d(2), bytearray(8)
+    assert norm.running_mean is not None
+    norm.running_mean.data = torch.frombuffer(memory, dtype=torch.float32)
+    buffers = BatchNormStats([norm])
+    norm.running_mean.data = torch.frombuffer(memory, dtype=torch.float32)
+    norm.running_mean.data.fill_(5.0)
+    buffers.begin_forward()
+    spoil(norm, torch.inf)
+    buffers.end_step(True)
+    assert norm.running_mean.tolist() == [5.0, 5.0]

@@ -1,0 +1,139 @@
+"""Memory is given again when nobody holds it, and never while somebody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+from halfpeak.state.grad_buffers import ALONE, GradBufferPool
+
+
+def masters() -> list[Tensor]:
+    """Small ones, which share memory, and large ones; one in another order."""
+    return [
+        torch.ones(3),
+        torch.ones(5, 7).T,
+        torch.ones(()),
+        torch.ones(0),
+        torch.ones(2, 8, 4, 4).to(memory_format=torch.channels_last),
+        torch.ones(ALONE),
+        torch.ones(2, ALONE),
+    ]
+
+
+def places(tensors: list[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_tensors_are_like_the_masters_and_share_no_element() -> None:
+    ours = masters()
+    tensors = GradBufferPool().take(ours)
+    for number, (tensor, master) in enumerate(zip(tensors, ours, strict=True)):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (master.shape, master.stride(), master.dtype)
+        tensor.fill_(number)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+
+
+def test_each_lies_on_the_device_of_its_master() -> None:
+    ours = [torch.ones(3), torch.ones(3, device="meta"), torch.ones(4), torch.ones(ALONE, device="meta")]
+    assert [tensor.device for tensor in GradBufferPool().take(ours)] == [master.device for master in ours]
+
+
+def test_the_same_memory_is_given_again() -> None:
+    memory, ours = GradBufferPool(), masters()
+    first = places(memory.take(ours))
+    assert all(places(memory.take(ours)) == first for _ in range(3))
+
+
+def test_each_has_a_version_of_its_own() -> None:
+    one, two = GradBufferPool().take([torch.ones(3), torch.ones(3)])
+    before = two._version
+    one.zero_()
+    assert two._version == before
+
+
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "the tensor": lambda tensor: tensor,
+    "a list": lambda tensor: [tensor],
+    "a view": lambda tensor: tensor[:1],
+    "detached": Tensor.detach,
+    "an alias": lambda tensor: tensor.data,
+    "the storage": Tensor.untyped_storage,
+    "an array": Tensor.numpy,
+    "a capsule": to_dlpack,
+    "a graph": lambda tensor: torch.ones(tensor.shape, requires_grad=True) * tensor,
+}
+
+
+@pytest.mark.parametrize("index", [0, 5, 6])
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_what_somebody_holds_is_not_given_again(hold: Callable[[Tensor], Any], index: int) -> None:
+    memory, ours = GradBufferPool(), masters()
+    held = hold(memory.take(ours)[index])
+    before = places(memory.take(ours)[index : index + 1])
+    del held
+    again = memory.take(ours)
+    again[index].fill_(3.0)
+    held = hold(again[index])
+    del again
+    place = places(memory.take(ours)[index : index + 1])
+    assert place != before
+    memory.take(ours)[index].fill_(4.0)
+    # The one held lies elsewhere and is what it was.
+    if isinstance(held, Tensor) and not held.requires_grad:
+        assert bool((held == 3.0).all())
+
+
+def test_large_ones_that_nobody_holds_keep_theirs() -> None:
+    memory, ours = GradBufferPool(), masters()
+    first = places(memory.take(ours))
+    held = memory.take(ours)[5]
+    second = places(memory.take(ours))
+    assert held.data_ptr() == first[5]
+    assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 5 + [False, True]
+
+
+@pytest.mark.parametrize("index", [0, 5])
+def test_what_was_sent_to_another_process_is_not_given_again(index: int) -> None:
+    memory, ours = GradBufferPool(), masters()
+    # What a queue of torch.multiprocessing does to a tensor: nothing here refers to it afterwards.
+    sent = places([memory.take(ours)[index].share_memory_()])
+    again = memory.take(ours)
+    assert not again[index].is_shared()
+    assert places([again[index]]) != sent
+
+
+def test_some_of_the_masters() -> None:
+    memory, ours = GradBufferPool(), masters()
+    some = places(memory.take(ours[::2]))
+    everything = places(memory.take(ours))
+    assert everything[::2] == some
+    assert places(memory.take(ours[:3])) == everything[:3]
+
+
+def swapped(tensor: Tensor) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+def with_graph(tensor: Tensor) -> None:
+    tensor.add_(torch.ones_like(tensor, requires_grad=True))
+
+
+@pytest.mark.parametrize("index", [0, 6])
+@pytest.mark.parametrize("spoil", [swapped, with_graph, Tensor.requires_grad_])
+def test_a_tensor_that_somebody_has_made_something_else_of(
+    spoil: Callable[[Tensor], Any], index: int
+) -> None:
+    memory, ours = GradBufferPool(), masters()
+    spoil(memory.take(ours)[index])
+    fresh = memory.take(ours)
+    assert not any(tensor.requires_grad for tensor in fresh)
+    assert len(set(places([tensor for tensor in fresh if tensor.numel()]))) == len(ours) - 1
+    first = places(fresh)
+    del fresh
+    assert places(memory.take(ours)) == first

@@ -1,0 +1,333 @@
+"""State dicts of low models: float32, exact, and harmless on copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.optim import SGD
+
+from halfpeak.casting.modules import convert_network
+from halfpeak.core.errors import OrderError
+from halfpeak.state.masters import Masters
+from halfpeak.state.state_dict_hooks import hook_state_dict
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+class Extra(nn.Module):
+    """A weight, low and integer buffers, one that is not saved, and extra state of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("mean", torch.randn(2))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+        self.extra: Any = {"seen": 5, "note": "as it is"}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Transposed(nn.Module):
+    """Stores its weight the other way round than its checkpoints do."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, size))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = {prefix + "weight": state_dict[prefix + "weight"].t()}
+        super()._load_from_state_dict(own, prefix, *args)
+
+
+def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Masters, dict[str, Tensor]]:
+    """Make a model low, with masters that start from its float32 values; return those values too."""
+    values = {id(p): p.detach().clone() for p in model.parameters()}
+    state = {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    convert_network(model, dtype, "none")
+    masters = Masters()
+    # As prepare does: the hooks come before there is any master.
+    hook_state_dict(model, masters)
+    masters.adopt(SGD(model.parameters(), lr=0.1), values)
+    return masters, state
+
+
+def nested() -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(
+            body=nn.Sequential(
+                nn.Linear(3, 4), nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.BatchNorm1d(2)})
+            ),
+            head=nn.ParameterList([nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(()))]),
+            extra=Extra(),
+        )
+    )
+
+
+def equal(actual: dict[str, Any], expected: dict[str, Tensor]) -> bool:
+    tensors = {name: value for name, value in actual.items() if isinstance(value, Tensor)}
+    return list(tensors) == list(expected) and all(
+        value.dtype == expected[name].dtype and torch.equal(value, expected[name])
+        for name, value in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_parameters_say_what_their_masters_say(dtype: torch.dtype) -> None:
+    model = nested()
+    masters, exact = exact_low(model, dtype)
+    buffers = {name for name, buffer in model.named_buffers() if buffer.dtype is dtype}
+    expected = {name: value.to(dtype).float() if name in buffers else value for name, value in exact.items()}
+    state = model.state_dict()
+    assert buffers
+    assert equal(state, expected)
+    assert state["extra._extra_state"] == {"seen": 5, "note": "as it is"}
+    assert "extra.scratch" not in state
+    assert len(masters) == len(list(model.parameters()))
+
+
+def test_every_part_speaks_float32_under_any_prefix() -> None:
+    model = nested()
+    _, exact = exact_low(model)
+    body = model.get_submodule("body").state_dict()
+    assert torch.equal(body["0.weight"], exact["body.0.weight"])
+    leaf = model.get_submodule("body.1.a").state_dict(prefix="x.")
+    assert torch.equal(leaf["x.weight"], exact["body.1.a.weight"])
+    into: dict[str, Any] = OrderedDict(before=torch.ones(1, dtype=torch.float16))
+    model.get_submodule("body.0").state_dict(destination=into, prefix="y.")
+    assert into["before"].dtype is torch.float16, "not ours"
+    assert torch.equal(into["y.weight"], exact["body.0.weight"])
+
+
+def test_without_masters_low_values_are_widened() -> None:
+    model = nested()
+    convert_network(model, torch.float16, "none")
+    hook_state_dict(model, Masters())
+    widened = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
+        if name != "extra.scratch"
+    }
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    assert state.keys() == widened.keys()
+    assert all(torch.equal(state[name], widened[name]) for name in state)
+
+
+def test_live_parameters_stay_with_keep_vars() -> None:
+    model = nested()
+    exact_low(model)
+    state = model.state_dict(keep_vars=True)
+    for name, parameter in model.named_parameters():
+        assert state[name] is parameter
+
+
+def test_values_share_memory_with_the_masters_as_in_torch() -> None:
+    model = nn.Linear(2, 2)
+    masters, _ = exact_low(model)
+    state, master = model.state_dict(), masters.of(model.weight)
+    assert master is not None
+    assert state["weight"].data_ptr() == master.data_ptr()
+    assert not state["weight"].requires_grad
+
+
+def test_a_write_to_a_parameter_is_in_the_next_state_dict() -> None:
+    model = nn.Linear(2, 2)
+    masters, exact = exact_low(model)
+    masters.refresh()
+    with torch.no_grad():
+        model.weight[0].fill_(7.0)
+    state = model.state_dict()
+    assert state["weight"][0].tolist() == [7.0, 7.0]
+    assert torch.equal(state["weight"][1], exact["weight"][1])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("strict", [True, False])
+def test_loading_is_exact_and_round_trips(dtype: torch.dtype, strict: bool) -> None:
+    model, source = nested(), nested()
+    masters, _ = exact_low(model, dtype)
+    masters.refresh()
+    wanted = {name: value.clone() for name, value in source.state_dict().items() if isinstance(value, Tensor)}
+    state = dict(source.state_dict())
+    given = {name: id(value) for name, value in state.items()}
+    model.load_state_dict(state, strict=strict)
+    masters.refresh()
+    assert {name: id(value) for name, value in state.items()} == given
+    for name, parameter in model.named_parameters():
+        master = masters.of(parameter)
+        assert master is not None
+        assert torch.equal(master, wanted[name])
+        assert torch.equal(parameter, wanted[name].to(dtype))
+    again = nested()
+    exact_low(again, dtype)
+    again.load_state_dict(model.state_dict())
+    assert equal(again.state_dict(), {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)})
+
+
+def test_a_low_checkpoint_loads_too() -> None:
+    model = nn.Linear(2, 2)
+    masters, _ = exact_low(model, torch.float16)
+    low = {name: value.half() for name, value in nn.Linear(2, 2).state_dict().items()}
+    model.load_state_dict(low)
+    masters.refresh()
+    assert all(torch.equal(value, low[name].float()) for name, value in model.state_dict().items())
+
+
+def test_a_partial_load_leaves_the_rest_as_it_is() -> None:
+    model = nested()
+    masters, exact = exact_low(model)
+    masters.refresh()
+    with torch.no_grad():
+        model.get_parameter("body.0.bias").fill_(2.0)
+    model.load_state_dict({"body.0.weight": torch.full((4, 3), 1 / 3)}, strict=False)
+    masters.refresh()
+    state = model.state_dict()
+    assert torch.equal(state["body.0.weight"], torch.full((4, 3), 1 / 3))
+    assert torch.equal(state["body.0.bias"], torch.full((4,), 2.0)), "written before the load, and not in it"
+    assert torch.equal(state["body.1.a.weight"], exact["body.1.a.weight"])
+
+
+def test_a_load_that_torch_refuses_leaves_the_masters_of_what_did_not_fit() -> None:
+    model = nn.Linear(2, 2)
+    masters, exact = exact_low(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"weight": torch.zeros(3, 2), "bias": exact["bias"]})
+    masters.refresh()
+    assert equal(model.state_dict(), exact)
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["square", "oblong"])
+def test_a_module_that_loads_in_its_own_way(size: int) -> None:
+    model = Transposed(size)
+    masters, _ = exact_low(model)
+    masters.refresh()
+    saved = torch.randn(size, 2)
+    model.load_state_dict({"weight": saved})
+    masters.refresh()
+    master = masters.of(model.weight)
+    assert master is not None
+    assert torch.equal(model.weight, saved.t().bfloat16())
+    assert torch.equal(master.bfloat16(), model.weight), "what is stepped is what was loaded"
+    assert torch.equal(model.state_dict()["weight"].bfloat16(), model.weight)
+
+
+def test_a_pre_hook_that_renames_keys() -> None:
+    model = nn.Linear(2, 2)
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+    masters, exact = exact_low(model)
+    model.register_load_state_dict_pre_hook(rename)
+    saved = torch.randn(2, 2)
+    model.load_state_dict({"kernel": saved, "bias": exact["bias"]})
+    masters.refresh()
+    assert torch.equal(model.weight, saved.bfloat16())
+    assert torch.equal(model.state_dict()["weight"].bfloat16(), model.weight)
+
+
+def test_shared_modules_and_tied_parameters() -> None:
+    shared = nn.Linear(2, 2, bias=False)
+    tied = nn.Linear(2, 2, bias=False)
+    tied.weight = shared.weight
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": tied})
+    masters, exact = exact_low(model)
+    assert len(masters) == 1
+    assert equal(model.state_dict(), exact)
+    value = torch.full((2, 2), 1 / 3)
+    model.load_state_dict(dict.fromkeys(("a.weight", "b.weight", "c.weight"), value))
+    masters.refresh()
+    assert all(torch.equal(saved, value) for saved in model.state_dict().values())
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrizations(parametrize: Any) -> None:
+    model = parametrize(nn.Linear(3, 3))
+    masters, exact = exact_low(model)
+    assert any("parametrizations" in name for name in exact)
+    parameters = {name for name, _ in model.named_parameters()}
+    state = model.state_dict()
+    assert parameters
+    assert all(torch.equal(state[name], exact[name]) for name in parameters)
+    model.load_state_dict(state)
+    masters.refresh()
+    assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters)
+
+
+def copies(model: nn.Module) -> list[nn.Module]:
+    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+
+
+def test_copies_speak_float32_for_themselves() -> None:
+    model = nested()
+    masters, exact = exact_low(model)
+    for again in copies(model):
+        own = {**dict(again.named_parameters()), **dict(again.named_buffers())}
+        for name, value in again.state_dict().items():
+            if isinstance(value, Tensor):
+                assert torch.equal(value, own[name].float() if own[name].is_floating_point() else own[name])
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        again.load_state_dict({name: torch.ones_like(value) for name, value in exact.items()}, strict=False)
+        assert all((parameter == 1).all() for parameter in again.parameters())
+    masters.refresh()
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters), (
+        "the model is untouched"
+    )
+
+
+def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> None:
+    model = nested()
+    for parameter in model.get_submodule("body.0").parameters():
+        parameter.requires_grad_(False)
+    exact_low(model)
+    before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
+    fresh = nested().state_dict()
+    for part in ("", "body", "body.1", "body.1.a"):
+        prefix = part + "." if part else ""
+        state = {name[len(prefix) :]: value for name, value in fresh.items() if name.startswith(prefix)}
+        with pytest.raises(OrderError, match="assign=True"):
+            model.get_submodule(part).load_state_dict(state, assign=True)
+        for name, parameter in model.named_parameters():
+            assert (id(parameter), True) == (before[name][0], torch.equal(parameter, before[name][1]))
+    frozen = model.get_submodule("body.0")
+    frozen.load_state_dict({name: value.clone() for name, value in frozen.state_dict().items()}, assign=True)
+
+
+def test_removing_the_hooks_leaves_a_plain_model() -> None:
+    model = nested()
+    kinds = (
+        "_state_dict_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+        "_forward_pre_hooks",
+    )
+
+    def count() -> int:
+        return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+    before = count()
+    convert_network(model, torch.float16, "none")
+    handles = hook_state_dict(model, Masters())
+    assert count() > before
+    for handle in handles:
+        handle.remove()
+    assert count() == before
+    assert model.state_dict()["body.0.weight"].dtype is torch.float16
