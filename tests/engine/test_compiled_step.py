@@ -87,8 +87,8 @@ def test_the_same_bits_and_no_break_but_the_engines_own_calls(
     assert int(engine.num_skipped) == int(other.num_skipped)
     reasons = [reason for reason, count in counters["graph_break"].items() for _ in range(count)]
     assert len(reasons) == 2
-    assert "Engine._run_backward" in reasons[0]
-    assert "Engine._run_step" in reasons[1]
+    assert "Engine._backward" in reasons[0]
+    assert "Engine._step" in reasons[1]
     assert frames[1:] == frames[:1] * 5  # nothing is traced again, whatever scale and counters do
 
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from halfpeak.engine.served import coefficient
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.fused.decision import DecisionInputs, decide_on_host
-from halfpeak.state.clip import parse_clip
+from halfpeak.ops.reference import clip_coef
 
 CONFIG = ScaleConfig(init=2.0**10, interval=2)
 
@@ -33,9 +32,9 @@ def test_numbers_on_the_host_are_those_of_tensors(limit: float | None) -> None:
         squares = squares * 10.0**power
         decision = decide_on_host(inputs_with(limit, state), squares, torch.zeros(()), factor)
         assert decision is not None
-        norm, times = coefficient(parse_clip(limit), squares)
-        assert torch.equal(decision.grad_norm, squares.sqrt() if norm is None else norm)
-        assert torch.equal(decision.multiplier, factor if times is None else factor * times)
+        times = factor if limit is None else factor * clip_coef(squares.sqrt(), limit)
+        assert torch.equal(decision.grad_norm, squares.sqrt())
+        assert torch.equal(decision.multiplier, times)
         assert decision.found_inf == 0
         state = advance(CONFIG, state, torch.zeros(()))
         assert all(map(torch.equal, decision.scale_state, state))

@@ -11,7 +11,7 @@ MAX_BYTES: Final = 2**21
 MAX_NESTING: Final = 100
 """Brackets inside brackets, and blocks inside blocks. Python itself allows 200 and 100."""
 
-MAX_CHAIN: Final = 1000
+MAX_CHAIN: Final = 500
 """Tokens of one expression without a comma, such as ``a + b + c``, and the number of ``elif`` in a file."""
 
 
