@@ -272,11 +272,11 @@ def test_without_an_engine() -> None:
         low.grad, master.grad = gradient, gradient.float()
         kept.step()
         whole.step()
-    assert kept.keeper is not None
-    assert torch.equal(kept.keeper.value_of(low), master.detach())
+    assert kept.remainders is not None
+    assert torch.equal(kept.remainders.value_of(low), master.detach())
     copied = copy.deepcopy(kept)
-    assert copied.keeper is not None
-    assert torch.equal(copied.keeper.value_of(copied.param_groups[0]["params"][0]), master.detach())
+    assert copied.remainders is not None
+    assert torch.equal(copied.remainders.value_of(copied.param_groups[0]["params"][0]), master.detach())
 
 
 @pytest.mark.parametrize(

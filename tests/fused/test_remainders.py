@@ -21,7 +21,7 @@ def test_memory_that_returns_to_its_address_has_no_remainder(is_stepped: bool) -
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     weight.data = at_one_address(1.0)
-    remainders = optimizer.keeper
+    remainders = optimizer.remainders
     assert remainders is not None
     remainders.take(weight, torch.full((64,), 1.001))
     assert torch.equal(remainders.value_of(weight), torch.full((64,), 1.001))

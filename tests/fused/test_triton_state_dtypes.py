@@ -132,9 +132,9 @@ def test_remainders_give_the_updates_of_a_float32_master(device: str) -> None:
         give(wide, [gradient.float() for gradient in gradients])
         compact.step()
         plain.step()
-    keeper = compact.keeper
-    assert keeper is not None
-    assert all(torch.equal(keeper.value_of(low), value) for low, value in zip(lows, wide, strict=True))
+    remainders = compact.remainders
+    assert remainders is not None
+    assert all(torch.equal(remainders.value_of(low), value) for low, value in zip(lows, wide, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

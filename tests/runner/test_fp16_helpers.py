@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfpeak.checkpoint.foreign import from_mmcv
+from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.runner.casting import cast_tensor_type
 from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32

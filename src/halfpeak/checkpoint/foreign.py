@@ -1,33 +1,15 @@
-"""The former name of :mod:`halfpeak.checkpoint.scaler_states`, for programs that import it."""
+"""The former name of :mod:`halfpeak.checkpoint.scaler_states`, which rewritten training scripts still import."""
 
-from halfpeak.checkpoint.scaler_states import (
-    Format,
-    ScalerState,
-    from_apex,
-    from_grad_scaler,
-    from_mmcv,
-    from_mmengine,
-    read_config,
-    recognise,
-    to_apex,
-    to_grad_scaler,
-    to_mmcv,
-    to_mmengine,
-    translate,
-)
+from __future__ import annotations
 
-__all__ = [
-    "Format",
-    "ScalerState",
-    "from_apex",
-    "from_grad_scaler",
-    "from_mmcv",
-    "from_mmengine",
-    "read_config",
-    "recognise",
-    "to_apex",
-    "to_grad_scaler",
-    "to_mmcv",
-    "to_mmengine",
-    "translate",
-]
+import warnings
+from typing import Any
+
+from halfpeak.checkpoint import scaler_states
+
+
+def __getattr__(name: str) -> Any:
+    value = getattr(scaler_states, name)
+    message = "halfpeak.checkpoint.foreign is called halfpeak.checkpoint.scaler_states now"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return value

@@ -34,7 +34,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     Attributes:
         num_steps: steps in which something was updated, since this object was made.
-        keeper: the remainders of its weights, if it stores them so.
+        remainders: what its weights have rounded away, if it stores that.
 
     Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
 
@@ -61,7 +61,7 @@ class FusedOptimizer(Optimizer, ABC):
         self._requested: BackendName = check_backend(backend, road)
         super().__init__(params, defaults)
         self._state_format = state_format or StateFormat()
-        self.keeper = self._make_keeper()
+        self.remainders = self._make_remainders()
         self._reset()
 
     @abstractmethod
@@ -106,8 +106,8 @@ class FusedOptimizer(Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or zero them."""
         super().zero_grad(set_to_none)
-        if self.keeper is not None:
-            self.keeper.zero_grad(set_to_none=set_to_none)
+        if self.remainders is not None:
+            self.remainders.zero_grad(set_to_none=set_to_none)
 
     def measure(self, inputs: StepInputs) -> GradStats:
         """The sum of squares of the gradients that a step would read, and whether one is not finite."""
@@ -211,10 +211,10 @@ class FusedOptimizer(Optimizer, ABC):
         return {**given, "_requested": self._requested, "_state_format": self._state_format}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_loading = hasattr(self, "keeper")
+        is_loading = hasattr(self, "remainders")
         super().__setstate__(state)
         if not is_loading:
-            self.keeper = self._make_keeper()
+            self.remainders = self._make_remainders()
         self._reset()
 
     def _rules_of_targets(self) -> list[Rule]:
@@ -224,7 +224,7 @@ class FusedOptimizer(Optimizer, ABC):
             for target in group["params"]
         ]
 
-    def _make_keeper(self) -> Remainders | None:
+    def _make_remainders(self) -> Remainders | None:
         remainder = self._state_format.remainder
         return None if remainder is None else Remainders(self, remainder)
 
@@ -249,7 +249,7 @@ class FusedOptimizer(Optimizer, ABC):
         targets = params_of(self)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         one = torch.ones((), device=targets[0].device if targets else None)
-        grads = gradients_of(targets) if self.keeper is None else self.keeper.gradients_of(targets)
+        grads = gradients_of(targets) if self.remainders is None else self.remainders.gradients_of(targets)
         return StepInputs(grads, targets, one if grad_scale is None else grad_scale.reciprocal())
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
@@ -277,8 +277,8 @@ class FusedOptimizer(Optimizer, ABC):
         torch.autograd.graph.increment_version(layout.written)
         run()
         self._invalidate_grads()
-        if self.keeper is not None:
-            self.keeper.note()
+        if self.remainders is not None:
+            self.remainders.note()
 
     def _device_step(
         self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
@@ -292,8 +292,8 @@ class FusedOptimizer(Optimizer, ABC):
 
     def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
         """The slices of the parameters that have a gradient, laid out anew if something has moved."""
-        if self.keeper is not None:
-            self.keeper.refresh()
+        if self.remainders is not None:
+            self.remainders.refresh()
         rules = [self.rule(group) for group in self.param_groups]
         mask = [grad is not None for grad in inputs.grads]
         layout, model_params = self._layout, inputs.model_params
@@ -304,8 +304,8 @@ class FusedOptimizer(Optimizer, ABC):
         check_gradients(inputs.grads)
         layout = self._layout = FlatLayout(self, rules, model_params, mask, self._layout)
         slices = layout.slices(mask) or []
-        if self.keeper is not None:
-            self.keeper.note()
+        if self.remainders is not None:
+            self.remainders.note()
         if self._backend is not None:
             self._backend.invalidate_layout()
             if slices and not still_fits(self._backend, slices):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.checkpoint.foreign import from_grad_scaler, read_config
+from halfpeak.checkpoint.scaler_states import from_grad_scaler, read_config
 from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
 from halfpeak.core.schedule import ScaleConfig, require_scale

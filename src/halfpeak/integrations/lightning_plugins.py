@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint.foreign import from_grad_scaler
+from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint.foreign import ScalerState, from_grad_scaler, to_grad_scaler
+from halfpeak.checkpoint.scaler_states import ScalerState, from_grad_scaler, to_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale

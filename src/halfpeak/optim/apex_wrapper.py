@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from halfpeak.checkpoint.foreign import from_apex, to_apex
+from halfpeak.checkpoint.scaler_states import from_apex, to_apex
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties, resolve

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.foreign import from_mmcv
+from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.ops import foreach

@@ -189,8 +189,8 @@ class Masters:
         targets = params_of(optimizer)
         known, indices = self._looked_up
         if len(known) != len(targets) or not all(map(is_, known, targets)):
-            lows = [low for target in targets if (low := self.low_of(target)) is not None]
-            indices = [self._index[id(low)] for low in lows]
+            low_params = [low for target in targets if (low := self.low_of(target)) is not None]
+            indices = [self._index[id(low)] for low in low_params]
             self._looked_up = (targets, indices)
         return indices
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class RemainderStore(Protocol):
-    """What such an optimizer has as its attribute ``keeper``.
+    """What such an optimizer has as its attribute ``remainders``.
 
     Its groups hold the low parameters themselves. A parameter and its remainder together are its float32 value, which can
     be asked for and set, and is stored nowhere.
@@ -39,5 +39,5 @@ class RemainderStore(Protocol):
 
 def remainder_store_of(optimizer: Optimizer) -> RemainderStore | None:
     """The remainders of an optimizer that keeps some."""
-    store = getattr(optimizer, "keeper", None)
+    store = getattr(optimizer, "remainders", None)
     return store if isinstance(store, RemainderStore) else None

@@ -155,8 +155,8 @@ class CompiledStep:
         for optimizer in self.optimizers:
             has_remainders = remainder_store_of(optimizer) is not None
             context.masters.adopt(optimizer)
-            if has_remainders and isinstance(optimizer, FusedOptimizer) and optimizer.keeper is not None:
-                optimizer.keeper.refresh()
+            if has_remainders and isinstance(optimizer, FusedOptimizer) and optimizer.remainders is not None:
+                optimizer.remainders.refresh()
         self.weights = [list(one.table().pairs.model_params) for one in context.prepared]
         self.written = list({id(weight): weight for weights in self.weights for weight in weights}.values())
         self.buffers = context.stats.live()
@@ -171,8 +171,8 @@ class CompiledStep:
         context = self._engine.context
         for optimizer in context.optimizers:
             context.masters.record_published(optimizer)
-            if isinstance(optimizer, FusedOptimizer) and optimizer.keeper is not None:
-                optimizer.keeper.note()
+            if isinstance(optimizer, FusedOptimizer) and optimizer.remainders is not None:
+                optimizer.remainders.note()
 
     @torch.no_grad()
     def run_backward(

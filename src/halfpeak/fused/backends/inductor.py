@@ -329,7 +329,7 @@ class _Call(NamedTuple):
 def _runs_of(args: UpdateArgs, grad: Tensor) -> list[_Run]:
     buffer = args.slice_.buffer
     if not buffer.block_sizes or buffer.length <= CHUNK:
-        memory = (buffer.weight, *_lows(buffer), *buffer.states)
+        memory = (buffer.weight, *_low_vectors(buffer), *buffer.states)
         kernel = _kernel_for(args, buffer, grad)
         bound = kernel.bind(*memory, grad, args.numbers) if isinstance(kernel, Kernel) else None
         return [_Run(None, kernel, bound, memory)]
@@ -338,28 +338,28 @@ def _runs_of(args: UpdateArgs, grad: Tensor) -> list[_Run]:
         at = slice(start, min(start + CHUNK, buffer.length))
         weight, low, slots = buffer.chunk(at)
         part = replace(buffer, weight=weight, low=low, slots=tuple(slots))
-        runs.append(_Run(at, _kernel_for(args, part, grad[at]), None, (weight, *_lows(part), *slots)))
+        runs.append(_Run(at, _kernel_for(args, part, grad[at]), None, (weight, *_low_vectors(part), *slots)))
     return runs
 
 
-def _lows(buffer: FlatBuffer) -> tuple[Tensor, ...]:
+def _low_vectors(buffer: FlatBuffer) -> tuple[Tensor, ...]:
     return () if buffer.low is None else (buffer.low,)
 
 
 def _kernel_for(args: UpdateArgs, buffer: FlatBuffer, grad: Tensor) -> Callable[..., Sequence[Tensor]]:
-    lows = _lows(buffer)
+    low_vectors = _low_vectors(buffer)
     if buffer.length < 2:
-        return flat_update_of(args.rule, has_low=bool(lows))
+        return flat_update_of(args.rule, has_low=bool(low_vectors))
     full = len(buffer.states) - buffer.per_param_scalars
     slots = zip(buffer.states[:full], buffer.block_sizes or (1,) * full, strict=False)
     vectors = (
-        *map(Vector.long, (buffer.weight, *lows)),
+        *map(Vector.long, (buffer.weight, *low_vectors)),
         *(Vector.long(slot, block_size) for slot, block_size in slots),
         *map(Vector.fixed, buffer.states[full:]),
         Vector.long(grad),
         Vector.fixed(args.numbers),
     )
-    return _updating(args.rule, bool(lows), vectors)
+    return _updating(args.rule, bool(low_vectors), vectors)
 
 
 @cache

@@ -85,10 +85,10 @@ class TritonBackend(DeviceBackend):
             step = step._replace(found_inf=inputs.found_inf)
             floats, ints, numbers = self._control(step, measured, rows, hyper, inputs)
         found_inf, norm, multiplier, _, scale, stuck = floats.unbind()
-        clean, grace, patience, taken, skipped = ints.unbind()
+        clean, grace, patience, num_steps, num_skipped = ints.unbind()
         self._ready = _Ready(step._replace(multiplier=multiplier), found_inf, hyper, rows, numbers, measured)
         state = ScaleState(scale, clean, grace, patience)
-        return StepDecision(found_inf, norm, multiplier, state, stuck, taken, skipped)
+        return StepDecision(found_inf, norm, multiplier, state, stuck, num_steps, num_skipped)
 
     def run(self, step: DeviceStep) -> None:
         """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""

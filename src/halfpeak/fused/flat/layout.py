@@ -60,8 +60,8 @@ class FlatLayout:
     Args:
         optimizer: its state gets a row for every parameter laid out.
         rules: one per group.
-        lows: the model's weight for each parameter that is a master of one, else the parameter itself; in the order of
-            the groups.
+        model_params: the model's weight for each parameter that is a master of one, else the parameter itself; in the
+            order of the groups.
         has_gradient: which of them are to be laid out now, beside those that have a state.
         before: the layout that this one follows.
 
@@ -73,13 +73,13 @@ class FlatLayout:
         self,
         optimizer: Optimizer,
         rules: Sequence[Rule],
-        lows: Sequence[Tensor],
+        model_params: Sequence[Tensor],
         has_gradient: Sequence[bool],
         before: FlatLayout | None = None,
     ) -> None:
         self.rules = list(rules)
         self.targets = params_of(optimizer)
-        self.lows = list(lows)
+        self.model_params = list(model_params)
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
         for index in wanted:
@@ -92,8 +92,8 @@ class FlatLayout:
             () if before is None else before.counted_rows(),
         )
         self._blocks: list[tuple[int, FlatBuffer]] = []
-        self._bound = bound = shares_storage([*self.targets, *self.lows])
-        alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.lows[i]) in bound}
+        self._bound = bound = shares_storage([*self.targets, *self.model_params])
+        alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.model_params[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
             align = _alignment(self._rule(members[0]))
             for run in buckets_of(
@@ -111,21 +111,21 @@ class FlatLayout:
             if self._rule(i).step_scope == "group"
         }
         self._places = _places(self.targets)
-        self._low_places = _places(self.lows)
+        self._low_places = _places(self.model_params)
         self._mask: list[bool] = []
         self.written: list[Tensor] = []
         self._pieces: list[BufferSlice] = []
 
-    def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], lows: Sequence[Tensor]) -> bool:
+    def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
         targets = params_of(optimizer)
         return (
             len(targets) == len(self.targets)
             and all(map(is_, targets, self.targets))
-            and all(map(is_, lows, self.lows))
+            and all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
             and _places(targets) == self._places
-            and _places(lows) == self._low_places
+            and _places(model_params) == self._low_places
             and self._holds_state(optimizer)
         )
 
@@ -143,7 +143,7 @@ class FlatLayout:
         ]
         moved = [i for slice_ in self._pieces for i in slice_.buffer.members]
         self.written = [self.targets[i] for i in moved]
-        self.written += [self.lows[i] for i in moved if self.lows[i] is not self.targets[i]]
+        self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
         self._mask = list(mask)
         return self._pieces
 
@@ -200,7 +200,7 @@ class FlatLayout:
             self._in_rows = self._state_tensors(self._state)
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
-        target, low = self.targets[index], self.lows[index]
+        target, low = self.targets[index], self.model_params[index]
         return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
 
     def _rule(self, index: int) -> Rule:
@@ -208,7 +208,7 @@ class FlatLayout:
 
     def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> FlatBuffer:
         targets = [self.targets[i] for i in members]
-        lows = [self.lows[i] for i in members]
+        model_params = [self.model_params[i] for i in members]
         rule, settings = self._rule(members[0]), optimizer.param_groups[group]
         align = _alignment(rule)
         spans: list[tuple[int, int]] = []
@@ -218,7 +218,7 @@ class FlatLayout:
         strides = [_dense_stride(target) for target in targets]
         buffer = FlatBuffer(
             weight=_join(targets, spans, strides),
-            low=None if lows[0] is targets[0] else _join(lows, spans, strides),
+            low=None if model_params[0] is targets[0] else _join(model_params, spans, strides),
             states=(),
             members=tuple(members),
             spans=tuple(spans),

@@ -51,12 +51,12 @@ def step_counts_of(
         if where == "nowhere":
             # A parameter with state has taken at least one step, except if its state was created for a step that was skipped.
             empty = all(value is None for value in row.values())
-            taken = 0.0 if empty or (id(row) in past and not past[id(row)].step) else 1.0
+            num_steps = 0.0 if empty or (id(row) in past and not past[id(row)].step) else 1.0
         else:
-            taken = float((groups[group] if where == "group" else row).get("step", 0.0))
-        key = (group, target.device, taken)
+            num_steps = float((groups[group] if where == "group" else row).get("step", 0.0))
+        key = (group, target.device, num_steps)
         if key not in counters:
-            counters[key] = StepCount(torch.full((), taken, device=target.device))
+            counters[key] = StepCount(torch.full((), num_steps, device=target.device))
         found[index] = counters[key]
         if where == "group":
             groups[group]["step"] = counters[key].step

@@ -70,7 +70,9 @@ def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     _replace_master_params(tree, match, edits)
     for name in ("state_dict", "load_state_dict"):
         for use in match.uses.get(name, ()):
-            write = f"write scaler.{name} yourself; halfpeak.checkpoint.foreign translates states of apex"
+            write = (
+                f"write scaler.{name} yourself; halfpeak.checkpoint.scaler_states translates states of apex"
+            )
             raise NotSupported(
                 use.node, use.name, "checkpoints of apex have another form than GradScaler's", write
             )

@@ -173,17 +173,18 @@ def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -
         call = tree.call_of(use.node)
         if call is None or call.args:
             raise NotSupported(use.node, use.name, "it is not a plain call", "keep halfpeak.amp")
-        text = f"foreign.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
+        text = f"scaler_states.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
         edits.replace(call, lambda updated, text=text: cst.parse_expression(text))
     for use in match.uses.get("load_state_dict", ()):
         call, where = tree.call_of(use.node), tree.line_of(use.node)
         if call is None or len(call.args) != 1 or where is None or tree.parent(call) is not where.body[0]:
             raise NotSupported(use.node, use.name, "it is not a statement of its own", "keep halfpeak.amp")
         state, engine = tree.code(call.args[0].value), refs.at(call)
-        text = f"for scaler, state in zip({engine}.scalers, foreign.from_apex({state})):\n    scaler.load_state_dict(state)"
+        head = f"for scaler, state in zip({engine}.scalers, scaler_states.from_apex({state})):"
+        text = f"{head}\n    scaler.load_state_dict(state)"
         edits.statement(where, in_place_of(where, text))
     used = any(name in match.uses for name in ("state_dict", "load_state_dict"))
-    return [ImportedName("halfpeak.checkpoint", "foreign", "foreign")] if used else []
+    return [ImportedName("halfpeak.checkpoint", "scaler_states")] if used else []
 
 
 def _note(tree: Tree, match: LoopMatch) -> Finding:

@@ -23,8 +23,8 @@ from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
         "clean",
         "grace",
         "stuck",
-        "taken",
-        "skipped",
+        "num_steps",
+        "num_skipped",
         "rows",
         "hyper",
         "numbers",
@@ -42,8 +42,8 @@ def control_kernel(
     clean,
     grace,
     stuck,
-    taken,
-    skipped,
+    num_steps,
+    num_skipped,
     rows,
     count,
     hyper,
@@ -78,12 +78,12 @@ def control_kernel(
         factor: what unscales gradients.                                       # f32[]
         found_inf: what is known already: skip on anything but zero.           # f32[]
         scale, clean, grace, stuck: the loss scale.                            # f32[], i32[], ...
-        taken, skipped: steps so far.                                          # i32[]
+        num_steps, num_skipped: steps so far.                                          # i32[]
         rows: hyper-parameters, address of the step count, of the learning rate or 0.  # i64[count, 3]
         hyper: sign, lr, weight decay and what the rule has.                   # f64[groups, HYPER]
         numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
         floats: result: found_inf, norm, factor, squares, scale, stuck.        # f32[6]
-        ints: result: clean, grace, stuck, taken, skipped.                     # i32[5]
+        ints: result: clean, grace, stuck, num_steps, num_skipped.                     # i32[5]
         max_norm: of the norm, with ``CLIPS``.
         own_max_norm: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
         growth, backoff, floor, ceiling, interval, hysteresis: of the scale's configuration.
@@ -132,8 +132,8 @@ def control_kernel(
         tl.store(ints, calm)
         tl.store(ints + 1, spare)
         tl.store(ints + 2, patience)
-        tl.store(ints + 3, tl.load(taken) + 1 - skips)
-        tl.store(ints + 4, tl.load(skipped) + skips)
+        tl.store(ints + 3, tl.load(num_steps) + 1 - skips)
+        tl.store(ints + 4, tl.load(num_skipped) + skips)
     for row in range(count):
         group = hyper + tl.load(rows + row * 3) * HYPER
         step = tl.load(tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))).to(tl.int32) + 1

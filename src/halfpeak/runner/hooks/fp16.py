@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint.foreign import from_mmcv, to_grad_scaler, to_mmcv
+from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
 from halfpeak.core.errors import ConfigError
 from halfpeak.engine.engine import Engine
 from halfpeak.ops.async_scalar import AsyncScalar
