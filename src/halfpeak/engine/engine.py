@@ -133,12 +133,12 @@ class Engine:
             wrapped: the ``DistributedDataParallel`` (or FSDP2) module around the model, if there is one. Inside a
                 window its gradients stay local and scaled until the last backward pass.
         """
+        config = self.context.config
         with ExitStack() as stack:
             if not is_dynamo_compiling():
                 self.context.stats.begin_forward()
-            stack.enter_context(casts_on(self.casting if self.policy.per_op else None))
-            accumulation = self.config.accumulation
-            self._synchronised = wrapped is None or accumulation.is_boundary(self.micro_step)
+            stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
+            self._synchronised = wrapped is None or config.accumulation.is_boundary(self.micro_step)
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, self._synchronised))
             yield
@@ -163,7 +163,7 @@ class Engine:
 
     @untraced
     def _backward(self, loss: Tensor, loss_id: int, optimizers: Optimizers, kwargs: Any) -> None:
-        divisor = self.config.accumulation.divisor(self.micro_step)
+        divisor = self.context.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
             loss = loss / divisor
         prepared = self._prepared_of(optimizers)
@@ -244,7 +244,7 @@ class Engine:
     def _step(
         self, closure: Callable[[], Any] | None, optimizers: Optimizers, *, keep_gradients: bool
     ) -> StepResult:
-        prepared, every = self._prepared_of(optimizers), self.config.accumulation.every
+        prepared, every = self._prepared_of(optimizers), self.context.config.accumulation.every
         if every > 1 and len(prepared) < len(self.context.prepared):
             raise OrderError(
                 f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
-from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending, reads_grads_itself
+from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
@@ -207,10 +207,6 @@ class PreparedOptimizer:
         else:
             self.window = window
         return window
-
-    def reads_grads_itself(self) -> bool:
-        """Whether the optimizer's step may be given gradients beside ``.grad``."""
-        return self.num_optimizers == 1 and reads_grads_itself(self.optimizer)
 
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere."""

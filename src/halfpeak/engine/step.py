@@ -29,10 +29,17 @@ from halfpeak.engine.gradients.fused_grads import (
     is_by_norm,
     norm_and_coefficient,
     pending_grads,
+    reads_grads_itself,
     unscaled_grads,
 )
-from halfpeak.engine.gradients.window import Empty, Pending, Unscaled, check_step, check_user_step
-from halfpeak.engine.misuse import refuse_unseen_backward
+from halfpeak.engine.gradients.window import (
+    Empty,
+    Pending,
+    Unscaled,
+    check_step,
+    check_user_step,
+    refuse_unseen_backward,
+)
 from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
@@ -80,6 +87,9 @@ class TrainStep:
         self._device = device
         # How many overflows in a row could not lower a loss scale; read without waiting, so a step or two late.
         self._stuck = AsyncScalar(device)
+        self._patience = min(
+            (s.config.patience for s in scalers if s.config.patience is not None), default=math.inf
+        )
         self._collapse_after_step: LossScaleCollapse | None = None
 
     # The backward pass.
@@ -101,9 +111,7 @@ class TrainStep:
             scope.stash()
             scale = scope.begin(scaler)
             self._unmanaged.stash()
-            fused_step_reads = (
-                on_found_inf is None and is_by_norm(self._config.clip) and _reads_grads_itself(prepared)
-            )
+            fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             yield scale_loss(loss, scale)
             if not delay:
@@ -136,10 +144,10 @@ class TrainStep:
         if not self._config.accumulation.is_boundary(self._record.micro_step):
             self._record.micro_step += 1
             return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
-        fused = None
         with self._all_or_nothing(prepared):
-            fused = self._grads_for_fused_step(prepared)
-            decision = self._decide_on_device(prepared[0], fused)
+            optimizer = self._fused_of(prepared)
+            fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
+            decision = None if fused is None else self._decide_on_device(prepared[0], fused)
             if decision is not None:
                 found_inf: Tensor | bool = decision.found_inf
                 norm = None if limit_of_norm(self._config.clip) is None else decision.grad_norm
@@ -159,15 +167,15 @@ class TrainStep:
                 raise collapse
         return StepResult(result, self._scale, norm)
 
-    def _grads_for_fused_step(self, prepared: Sequence[PreparedOptimizer]) -> FusedGrads | None:
-        """The gradients that the step reads where they lie, of the one optimizer that can; None for all others."""
-        if not is_by_norm(self._config.clip) or not _reads_grads_itself(prepared):
-            for one in prepared:
-                one.unscale_pending()
+    def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
+        """The optimizer whose step may be given gradients beside ``.grad``: a fused one, alone, and no hook that would look."""
+        optimizer = prepared[0].optimizer
+        if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
             return None
-        (one,) = prepared
-        optimizer = one.optimizer
-        assert isinstance(optimizer, FusedOptimizer)
+        return optimizer if is_by_norm(self._config.clip) and reads_grads_itself(optimizer) else None
+
+    def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
+        """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
         pending = one.checked_pending()
         if pending is not None:
             return pending_grads(pending, one.table(), optimizer)
@@ -176,14 +184,13 @@ class TrainStep:
             return unscaled_grads(one.window, one.table(), optimizer)
         return None
 
-    def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads | None) -> StepDecision | None:
+    def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
         """The whole decision, made where the gradients are; None where the host takes part in it.
 
         It does where ranks must agree, where a loss scale is close to its limit, and where several losses were scaled.
         """
         used = self._record.found_inf_per_scaler
-        host_decides = not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit()
-        if fused is None or len(used) != 1 or host_decides:
+        if len(used) != 1 or not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit():
             return None
         scaler = used[0][0]
         decision = fused.decide(
@@ -205,6 +212,8 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor | None]:
         """``found_inf`` of the step and of each loss, and the norm before clipping.  # f32[1 + losses], f32[] or None"""
         if fused is None:
+            for one in prepared:
+                one.unscale_pending()
             found_infs = self.unscaled_found_infs(prepared)
             norm = self._config.clip(_main_grads(prepared))
         else:
@@ -413,27 +422,17 @@ class TrainStep:
     def check_after_replay(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """After a step that a CUDA graph took: raise LossScaleCollapse where patience is exhausted."""
         self.poll_stuck()
-        limits = self._limits()
-        if limits and self._stuck.value >= min(limits):
+        if self._stuck.value >= self._patience:
             raise self._collapse.error(prepared)
 
     def _is_near_limit(self) -> bool:
         """Whether one more overflow could exhaust a loss scale's patience, by what has been read already."""
-        limits = self._limits()
-        return bool(limits) and self._stuck.value + 1 >= min(limits)
-
-    def _limits(self) -> list[int]:
-        return [s.config.patience for s in self._scalers if s.config.patience is not None]
+        return self._stuck.value + 1 >= self._patience
 
     @property
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
-
-
-def _reads_grads_itself(prepared: Sequence[PreparedOptimizer]) -> bool:
-    """Whether the step may be given gradients beside ``.grad``: one optimizer, a fused one."""
-    return len(prepared) == 1 and prepared[0].reads_grads_itself()
 
 
 def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:

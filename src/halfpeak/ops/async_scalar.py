@@ -73,21 +73,22 @@ class AsyncScalar:
 
     def push(self, scalar: Tensor) -> None:
         """Start copying a scalar, unless a copy is still on its way."""
-        if self._is_capturing() or (self._copy is not None and not self._copy.is_ready()):
-            return
-        self._value = self._read_buffer()
-        self._copy = AsyncCopy(scalar, self._buffer)
+        if self._has_arrived():
+            self._copy = AsyncCopy(scalar, self._buffer)
 
     @property
     def value(self) -> float:
         """The last value that has arrived; 0 before the first."""
-        if not self._is_capturing() and (self._copy is None or self._copy.is_ready()):
-            self._value = self._read_buffer()
+        self._has_arrived()
         return self._value
 
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _read_buffer(self) -> float:
-        # Read as memory: Tensor.item() would count, and on some backends act, as a synchronisation.
-        return float(ctypes.c_float.from_address(self._buffer.data_ptr()).value)
+    def _has_arrived(self) -> bool:
+        """Whether no copy is on its way; then its value is taken over."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._copy is not None:
+            if not self._copy.is_ready():
+                return False
+            # Read as memory: Tensor.item() would count, and on some backends act, as a synchronisation.
+            self._value = float(ctypes.c_float.from_address(self._buffer.data_ptr()).value)
+        return True

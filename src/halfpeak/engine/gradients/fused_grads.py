@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.engine.gradients.accumulate import are_dense
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
-from halfpeak.engine.gradients.window import Pending, Unscaled
-from halfpeak.engine.misuse import refuse_edits
+from halfpeak.engine.gradients.window import Pending, Unscaled, refuse_edits
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.ops import foreach
@@ -133,13 +131,9 @@ def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimize
     return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=False)
 
 
-def reads_grads_itself(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer may be given gradients beside ``.grad``: a fused one, and no hook that would look."""
-    return (
-        isinstance(optimizer, FusedOptimizer)
-        and all(map(_is_own, optimizer._optimizer_step_pre_hooks.values()))
-        and not _global_optimizer_pre_hooks
-    )
+def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
+    """Whether the step of an optimizer may be given gradients beside ``.grad``: there is no hook that would look."""
+    return all(map(_is_own, optimizer._optimizer_step_pre_hooks.values())) and not _global_optimizer_pre_hooks
 
 
 def is_by_norm(clip: Clip) -> bool:
