@@ -146,7 +146,7 @@ def check_pickles(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def read_safetensors(file: BinaryIO) -> dict[str, Tensor]:
+def read_safetensors(file: BinaryIO) -> Content:
     """The tensors of a safetensors file by name: a JSON header that says where each lies, and the bytes.
 
     Raises:
@@ -169,7 +169,7 @@ def read_safetensors(file: BinaryIO) -> dict[str, Tensor]:
             left -= tensors[name].nbytes
             if left < 0:
                 raise CheckpointError("the safetensors entries overlap")
-    return tensors
+    return Content(tensors, ())
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:

@@ -28,13 +28,16 @@ class FoundScaler:
     kind: str
     state: Mapping[str, Any]
 
-    def states(self) -> list[ScalerState]:
-        """The scalers as halfpeak's.
+    def states(self) -> dict[str, ScalerState]:
+        """The scalers as halfpeak's, by where each is.
 
         Raises:
             StateError: a value that no scaler has.
         """
-        return translate(self.state)
+        found = translate(self.state)
+        if len(found) == 1:
+            return {self.where: found[0]}
+        return {f"{self.where}.{number}": state for number, state in enumerate(found)}
 
 
 @dataclass(kw_only=True)
@@ -102,7 +105,12 @@ class Contents:
         Raises:
             StateError: a value that no scaler has.
         """
-        return [state for scaler in self.scalers for state in scaler.states()]
+        return [state for scaler in self.scalers for state in scaler.states().values()]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Every tensor of every model."""
+        return [one for model in self.models.values() for one in model.values() if isinstance(one, Tensor)]
 
     @property
     def halfpeak_entry(self) -> dict[str, Any]:

@@ -281,12 +281,7 @@ def _merge_masters(contents: Contents, losses: Losses) -> dict[str, Mapping[str,
 def _scalers(
     contents: Contents, target: Target, losses: Losses, scale: float | None
 ) -> dict[str, ScalerState]:
-    found = {
-        scaler.where if len(several) == 1 else f"{scaler.where}.{number}": state
-        for scaler in contents.scalers
-        for several in [scaler.states()]
-        for number, state in enumerate(several)
-    }
+    found = {where: state for scaler in contents.scalers for where, state in scaler.states().items()}
     if scale is not None and found:
         raise ConfigError(f"scale={scale!r}: the file has a loss scale of its own, in {', '.join(found)}")
     if scale is not None:

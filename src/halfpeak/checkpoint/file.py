@@ -7,7 +7,7 @@ import os
 import stat
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -44,7 +44,7 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
     >>> load(path), load(previous_path(path))
     ({'step': 2}, {'step': 1})
     """
-    target = _as_path(path)
+    target = as_path(path)
     if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CheckpointError(f"state is a {type(state).__qualname__}; write save(path, {{'name': value}})")
     data = plain(state)
@@ -80,24 +80,24 @@ def load(
         CheckpointError: the file is damaged, missing, foreign, or holds something other than plain data. The message
             names the previous file when that one is intact.
     """
-    target = _as_path(path)
+    target = as_path(path)
     try:
-        payload = trailer.open_verified(target)
+        file = trailer.open_verified(target)
     except CheckpointError as error:
         previous = previous_path(target)
         try:
-            payload = trailer.open_verified(previous)
+            file = trailer.open_verified(previous)
         except CheckpointError:
             raise error from None
         if not fall_back:
-            payload.close()
+            file.close()
             raise CheckpointError(
                 f"{error}. {previous} is intact: load that, or write fall_back=True"
             ) from None
         warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
         target = previous
-    with payload:
-        return _unpickle(payload, target, map_location)
+    with file:
+        return _unpickle(file, target, map_location)
 
 
 def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu") -> Any:
@@ -110,7 +110,7 @@ def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu"
         CheckpointError: the file cannot be read, or needs classes or functions. There is no other way in: such a file
             is converted where it comes from.
     """
-    target = _as_path(path)
+    target = as_path(path)
     with trailer.open_regular(target) as file:
         try:
             check_pickles(file)
@@ -125,7 +125,7 @@ def verify(path: StrPath) -> None:
     Raises:
         CheckpointError: the file is damaged, missing or foreign.
     """
-    trailer.open_verified(_as_path(path)).close()
+    trailer.open_verified(as_path(path)).close()
 
 
 def previous_path(path: StrPath) -> Path:
@@ -134,11 +134,16 @@ def previous_path(path: StrPath) -> Path:
     >>> previous_path("run/last.pt").name
     'last.pt.previous'
     """
-    target = _as_path(path)
+    target = as_path(path)
     return target.parent / (target.name + ".previous")
 
 
-def _as_path(path: StrPath) -> Path:
+def as_path(path: StrPath) -> Path:
+    """The path, if it is one.
+
+    Raises:
+        ConfigTypeError: it is not.
+    """
     try:
         return Path(path)
     except TypeError:
@@ -205,10 +210,10 @@ def _sync_directory(target: Path) -> None:
             ) from error
 
 
-def _unpickle(payload: Any, target: Path, map_location: Any) -> dict[str, Any]:
+def _unpickle(file: BinaryIO, target: Path, map_location: Any) -> dict[str, Any]:
     try:
-        check_pickles(payload)
-        loaded = torch.load(payload, map_location=map_location, weights_only=True, mmap=False)
+        check_pickles(file)
+        loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:
         raise CheckpointError(
             f"{target} is intact, but cannot be read as plain data: {_reason(error)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +16,6 @@ from halfpeak.checkpoint.file import StrPath
 from halfpeak.checkpoint.formats import FORMS, read_contents
 from halfpeak.checkpoint.lint import is_half_rounded, lint, match_masters
 from halfpeak.checkpoint.open import Opened, open_any
-from halfpeak.checkpoint.scaler_states import ScalerState
 from halfpeak.core.errors import StateError
 
 
@@ -163,12 +161,7 @@ def _is_unread(opened: Opened) -> bool:
 def _level(contents: Contents) -> str:
     if contents.level is not None:
         return f"{contents.level}, as the file says"
-    dtypes = {
-        value.dtype
-        for model in contents.models.values()
-        for value in model.values()
-        if isinstance(value, Tensor)
-    }
+    dtypes = {value.dtype for value in contents.weights}
     for dtype, name in ((torch.float16, "O2 or O3"), (torch.bfloat16, "O5")):
         if dtype in dtypes:
             return f"not named; {_short(dtype)} weights, as of {name}" + (
@@ -202,17 +195,13 @@ def _masters(contents: Contents, where: str, masters: list[Tensor]) -> MastersRe
 
 
 def _scaler(scaler: FoundScaler) -> list[ScalerReport]:
-    found: list[ScalerState | None] = [None]
-    with suppress(StateError):  # the findings say what is wrong with it
-        found = list(scaler.states())
+    try:
+        found = scaler.states()
+    except StateError:  # the findings say what is wrong with it
+        return [ScalerReport(where=scaler.where, kind=scaler.kind, scale=None, clean=None)]
     return [
-        ScalerReport(
-            where=scaler.where if len(found) == 1 else f"{scaler.where}.{number}",
-            kind=scaler.kind,
-            scale=None if one is None else one["scale"],
-            clean=None if one is None else one["clean"],
-        )
-        for number, one in enumerate(found)
+        ScalerReport(where=where, kind=scaler.kind, scale=one["scale"], clean=one["clean"])
+        for where, one in found.items()
     ]
 
 

@@ -90,8 +90,7 @@ def _scales(contents: Contents) -> Iterator[str]:
         except StateError as error:
             yield f"the loss scale in {scaler.where} is impossible: {str(error).partition(';')[0]}"
             continue
-        for number, one in enumerate(found):
-            name = scaler.where if len(found) == 1 else f"{scaler.where}.{number}"
+        for name, one in found.items():
             if one["scale"] < 1:
                 yield f"the loss scale in {name} has fallen to {one['scale']:g}: gradients kept overflowing"
             if one["stuck"]:
@@ -135,15 +134,8 @@ def _contradicting_masters(contents: Contents) -> Iterator[str]:
 
 
 def _optimizers(contents: Contents) -> Iterator[str]:
-    shapes = {
-        shape_of(value)
-        for model in contents.models.values()
-        for value in model.values()
-        if isinstance(value, Tensor)
-    }
-    tensors = sum(
-        isinstance(v, Tensor) and v.is_floating_point() for m in contents.models.values() for v in m.values()
-    )
+    shapes = {shape_of(value) for value in contents.weights}
+    tensors = sum(value.is_floating_point() for value in contents.weights)
     listed = 0
     for where, optimizer in contents.optimizers.items():
         groups, entries = optimizer["param_groups"], optimizer["state"]

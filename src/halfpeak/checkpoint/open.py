@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from halfpeak.checkpoint import archives, trailer
-from halfpeak.checkpoint.file import StrPath, load, load_plain
+from halfpeak.checkpoint.file import StrPath, as_path, load, load_plain
 from halfpeak.checkpoint.safe_unpickle import is_plain_symbol
-from halfpeak.core.errors import CheckpointError, ConfigTypeError
+from halfpeak.core.errors import CheckpointError
 
 _LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # its first pickle, a magic number
 _HEAD: Final = 32
@@ -65,10 +65,7 @@ def open_any(path: StrPath) -> Opened:
     Raises:
         CheckpointError: there is no such file, or it cannot be opened.
     """
-    try:
-        target = Path(path)
-    except TypeError:
-        raise ConfigTypeError(f"path={path!r} must be a str or a Path") from None
+    target = as_path(path)
     return _open_folder(target) if target.is_dir() else _open_file(target)
 
 
@@ -78,41 +75,34 @@ def _open_file(path: Path) -> Opened:
         head = file.read(_HEAD)
         file.seek(max(0, size - trailer.SIZE))
         sealed = file.read(len(trailer.MAGIC)) == trailer.MAGIC
+    opened = Opened(path=path, container="a file", size=size, unread="it is no checkpoint")
     if sealed:
-        return _open_sealed(path, size)
+        return _open_sealed(opened)
     if head.startswith(archives.ZIP_START):
-        return _open_zip(path, size)
+        return _open_zip(opened)
     if head[:1] == b"\x80" and _LEGACY in head:
-        return _read(path, size, "a torch file of the format before 1.6", archives.read_legacy)
+        return _read(opened, "a torch file of the format before 1.6", archives.read_legacy)
     if archives.looks_like_safetensors(head, size):
-        with trailer.open_regular(path) as file:
-            try:
-                tree = archives.read_safetensors(file)
-            except CheckpointError as error:
-                return Opened(path=path, container="a safetensors file", size=size, unread=str(error))
-        return Opened(path=path, container="a safetensors file", size=size, tree=tree)
+        return _read_as_data(opened, "a safetensors file", archives.read_safetensors)
     if head[:1] == b"\x80":
-        return _read(path, size, "a bare pickle", archives.read_bare)
-    return Opened(path=path, container=_name_foreign(path, head), size=size, unread="it is no checkpoint")
+        return _read(opened, "a bare pickle", archives.read_bare)
+    return replace(opened, container=_name_foreign(path, head))
 
 
-def _open_sealed(path: Path, size: int) -> Opened:
-    container = "a halfpeak file"
+def _open_sealed(opened: Opened) -> Opened:
+    opened = replace(opened, container="a halfpeak file", integrity="digest right", unread="")
     try:
-        tree = load(path)
+        return replace(opened, tree=load(opened.path))
     except CheckpointError as error:
         damaged = "is damaged" in str(error)
-        integrity = "damaged" if damaged else "digest right"
-        return Opened(
-            path=path, container=container, size=size, integrity=integrity, damaged=damaged, unread=str(error)
-        )
-    return Opened(path=path, container=container, size=size, integrity="digest right", tree=tree)
+        integrity = "damaged" if damaged else opened.integrity
+        return replace(opened, integrity=integrity, damaged=damaged, unread=str(error))
 
 
-def _open_zip(path: Path, size: int) -> Opened:
+def _open_zip(opened: Opened) -> Opened:
     container = "a torch zip file"
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(opened.path) as archive:
             names = archive.namelist()
             broken = archive.testzip()
         found = "" if broken is None else f"the zip checksum of its record {broken!r:.200} is wrong"
@@ -120,45 +110,37 @@ def _open_zip(path: Path, size: int) -> Opened:
         found = str(error) or type(error).__name__
         names = []
     if found:
-        return Opened(
-            path=path, container=container, size=size, integrity="damaged", damaged=True, unread=found
-        )
+        return replace(opened, container=container, integrity="damaged", damaged=True, unread=found)
     parts = {name.rpartition("/")[2] for name in names}
     if "data.pkl" not in parts:
-        return Opened(
-            path=path, container="a zip file", size=size, unread="it has no data.pkl, as torch writes it"
-        )
+        return replace(opened, container="a zip file", unread="it has no data.pkl, as torch writes it")
     if "constants.pkl" in parts:
-        return Opened(
-            path=path, container="a TorchScript archive", size=size, unread="it holds a program, not a state"
-        )
+        return replace(opened, container="a TorchScript archive", unread="it holds a program, not a state")
     twice = len(names) - len(set(names))
     notes = (f"{twice} record names occur twice: readers differ in which one they take",) if twice else ()
-    if not _ends_with_archive(path):
+    if not _ends_with_archive(opened.path):
         notes += ("bytes follow the archive: a damaged trailer of halfpeak, or something that was added",)
-    return _read(path, size, container, archives.read_zip, integrity="zip checksums right", notes=notes)
+    opened = replace(opened, integrity="zip checksums right", notes=notes)
+    return _read(opened, container, archives.read_zip)
 
 
-def _read(
-    path: Path, size: int, container: str, reader: Callable[[BinaryIO], archives.Content], **more: Any
-) -> Opened:
+def _read(opened: Opened, container: str, reader: Callable[[BinaryIO], archives.Content]) -> Opened:
+    """Read what torch reads as plain data; where it refuses, what ``reader`` finds."""
     try:
-        return Opened(path=path, container=container, size=size, tree=load_plain(path), **more)
+        return replace(opened, container=container, tree=load_plain(opened.path), unread="")
     except CheckpointError as refusal:
-        try:
-            with trailer.open_regular(path) as file:
-                tree, symbols = reader(file)
-        except CheckpointError as error:
-            reason = f"{refusal}; read as data, {error}"
-            return Opened(path=path, container=container, size=size, unread=reason, **more)
-    return Opened(
-        path=path,
-        container=container,
-        size=size,
-        tree=tree,
-        symbols=tuple(name for name in symbols if not is_plain_symbol(name)),
-        **more,
-    )
+        found = _read_as_data(opened, container, reader)
+        return replace(found, unread=f"{refusal}; read as data, {found.unread}") if found.unread else found
+
+
+def _read_as_data(opened: Opened, container: str, reader: Callable[[BinaryIO], archives.Content]) -> Opened:
+    try:
+        with trailer.open_regular(opened.path) as file:
+            tree, symbols = reader(file)
+    except CheckpointError as error:
+        return replace(opened, container=container, unread=str(error))
+    wanted = tuple(name for name in symbols if not is_plain_symbol(name))
+    return replace(opened, container=container, tree=tree, symbols=wanted, unread="")
 
 
 def _open_folder(path: Path) -> Opened:

@@ -36,41 +36,6 @@ _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_SIZE: Final = 22
 
 
-class Payload(io.RawIOBase):
-    """The first ``length`` bytes of a file, as a file of its own."""
-
-    def __init__(self, file: io.BufferedReader, length: int) -> None:
-        self._file = file
-        self._length = length
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """The position, from the start."""
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move; the end is the end of the payload."""
-        if whence == os.SEEK_END:
-            return self._file.seek(self._length + offset)
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read no further than the payload goes."""
-        return self._file.readinto(memoryview(buffer)[: max(0, self._length - self._file.tell())])
-
-    def close(self) -> None:
-        """Close the file itself."""
-        self._file.close()
-        super().close()
-
-
 def write(file: BinaryIO, data: Any) -> None:
     """Write plain data and its trailer to an empty file, through to the disk.
 
@@ -105,21 +70,23 @@ def open_regular(path: Path) -> io.BufferedReader:
         raise CheckpointError(f"{str(path)!r} cannot be opened: {error}") from error
 
 
-def open_verified(path: Path) -> Payload:
-    """The payload of a file whose trailer, length and digest are right, at its start. Nothing is unpickled.
+def open_verified(path: Path) -> io.BufferedReader:
+    """A file whose trailer, length and digest are right, at its start. Nothing is unpickled.
 
     Raises:
         CheckpointError: something is not right. The message says what.
     """
     file = open_regular(path)
     try:
-        return _verify(file, path)
+        _verify(file, path)
+        file.seek(0)
     except OSError as error:
         file.close()
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except BaseException:
         file.close()
         raise
+    return file
 
 
 def looks_complete(path: Path) -> bool:
@@ -160,7 +127,7 @@ class _Digesting:
         pass
 
 
-def _verify(file: io.BufferedReader, path: Path) -> Payload:
+def _verify(file: io.BufferedReader, path: Path) -> None:
     size = file.seek(0, os.SEEK_END)
     head, digest = _read_trailer(file, size)
     magic, version, length = _HEAD.unpack(head)
@@ -172,20 +139,24 @@ def _verify(file: io.BufferedReader, path: Path) -> Payload:
         raise CheckpointError(
             f"{path} is damaged: it holds {size - SIZE} bytes of data, and {length} were written"
         )
-    payload = Payload(file, length)
-    payload.seek(0)
-    sha256 = hashlib.file_digest(payload, "sha256")
-    sha256.update(head)
-    if sha256.digest() != digest:
+    file.seek(0)
+    # torch reads anything else as one of its older formats, which save() never writes.
+    is_zip = file.read(len(_ZIP_START)) == _ZIP_START
+    file.seek(0)
+    if _digest(file, length + _HEAD.size) != digest:
         raise CheckpointError(
             f"{path} is damaged: its bytes do not fit the digest that was written with them"
         )
-    # torch reads anything else as one of its older formats, which save() never writes.
-    payload.seek(0)
-    if payload.read(len(_ZIP_START)) != _ZIP_START:
+    if not is_zip:
         raise CheckpointError(f"{path} does not hold a torch zip archive")
-    payload.seek(0)
-    return payload
+
+
+def _digest(file: io.BufferedReader, length: int) -> bytes:
+    sha256 = hashlib.sha256()
+    while length > 0 and (chunk := file.read(min(length, 2**20))):
+        sha256.update(chunk)
+        length -= len(chunk)
+    return sha256.digest()
 
 
 def _read_trailer(file: io.BufferedReader, size: int) -> tuple[bytes, bytes]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from halfpeak.checkpoint.canonical import Contents, find_level
-from halfpeak.checkpoint.formats import accelerate, engine, lightning, mmcv, mmengine, plain, script, train
+from halfpeak.checkpoint.formats import accelerate, engine, lightning, openmmlab, plain, script, train
 from halfpeak.checkpoint.formats.format import SCRIPTS, Files, Format, Target
 
 __all__ = ["FORMATS", "FORMS", "SCRIPTS", "TARGETS", "Files", "Format", "Target", "read_contents"]
@@ -19,10 +19,10 @@ FORMATS: Final[tuple[Format, ...]] = (
     engine.FORMAT,
     train.FORMAT,
     lightning.FORMAT,
-    mmcv.RUNNER,
-    mmcv.FORMAT,
-    mmengine.FORMAT,
-    mmengine.APEX,
+    openmmlab.RUNNER,
+    openmmlab.MMCV,
+    openmmlab.MMENGINE,
+    openmmlab.MMENGINE_APEX,
     accelerate.FORMAT,
     plain.WEIGHTS,
     plain.OPTIMIZER,

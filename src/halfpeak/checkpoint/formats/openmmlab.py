@@ -1,4 +1,4 @@
-"""mmcv 1.x, halfpeak.runner and mmengine: ``meta``, ``state_dict``, ``optimizer``. One reader, and mmcv's writer."""
+"""mmcv 1.x, halfpeak.runner and mmengine: ``meta``, ``state_dict``, ``optimizer``; the loss scale in one of these."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from halfpeak.checkpoint.canonical import HALFPEAK_KEY, Contents
 from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.scaler_states import to_mmengine
 
 _COMMIT: Final = re.compile(r"\+?[0-9a-f]{40}$")
 
@@ -50,13 +51,36 @@ def _form(contents: Contents, tree: Mapping[str, Any], meta: Mapping[str, Any]) 
     return "mmcv"
 
 
-def write_run(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[str, Any]) -> Files:
-    """What mmcv and mmengine have in common: ``beside_optimizer`` goes into the optimizer's entry."""
+def write_mmcv(contents: Contents) -> Files:
+    """A checkpoint for mmcv 1.x and halfpeak.runner."""
+    entry = grad_scaler_entry("loss_scaler", contents)
+    return _write(contents, {"fp16": entry} if entry else {}, {})
+
+
+def write_mmengine(contents: Contents) -> Files:
+    """A checkpoint for mmengine's Runner with AmpOptimWrapper."""
+    states = contents.scaler_states
+    return _with_hub(contents, to_mmengine(states, contents.rule) if states else {})
+
+
+def write_mmengine_apex(contents: Contents) -> Files:
+    """A checkpoint for mmengine's Runner with ApexOptimWrapper."""
+    states = contents.scaler_states
+    return _with_hub(contents, to_mmengine(states, apex=True) if states else {})
+
+
+def _with_hub(contents: Contents, entry: dict[str, Any]) -> Files:
+    hub = {"message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}}}
+    return {**hub, **_write(contents, {}, {**_inside(contents.rest, "optimizer"), **entry})}
+
+
+def _write(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[str, Any]) -> Files:
+    """What both have in common: ``beside_optimizer`` goes into the optimizer's entry."""
     optimizer = contents.optimizer
     return {
         **{name: value for name, value in contents.rest.items() if "." not in name},
         "meta": {
-            **inside(contents.rest, "meta"),
+            **_inside(contents.rest, "meta"),
             "epoch": contents.epoch or 0,
             "iter": contents.iteration or 0,
             **meta,
@@ -67,21 +91,35 @@ def write_run(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[s
     }
 
 
-def inside(rest: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _inside(rest: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The entries that were read from inside another one."""
     return {name.removeprefix(f"{key}."): value for name, value in rest.items() if name.startswith(f"{key}.")}
 
 
-def write(contents: Contents) -> Files:
-    """A checkpoint for mmcv 1.x and halfpeak.runner."""
-    entry = grad_scaler_entry("loss_scaler", contents)
-    return write_run(contents, {"fp16": entry} if entry else {}, {})
-
+_MMENGINE: Final = ("mmengine", "mmengine_apex")
 
 RUNNER = Format("runner", "a run of halfpeak.runner", read)
-FORMAT = Format(
+MMCV = Format(
     "mmcv",
     "a run of mmcv 1.x",
     read,
-    Target("a checkpoint of mmcv 1.x and of halfpeak.runner", write, family=("mmcv", "runner")),
+    Target("a checkpoint of mmcv 1.x and of halfpeak.runner", write_mmcv, family=("mmcv", "runner")),
+)
+MMENGINE = Format(
+    "mmengine",
+    "a run of mmengine",
+    read,
+    Target("a checkpoint of mmengine's Runner with AmpOptimWrapper", write_mmengine, family=_MMENGINE),
+)
+MMENGINE_APEX = Format(
+    "mmengine_apex",
+    "a run of mmengine with ApexOptimWrapper",
+    read,
+    Target(
+        "the same with ApexOptimWrapper",
+        write_mmengine_apex,
+        scalers=None,
+        family=_MMENGINE,
+        keeps_rule=False,
+    ),
 )
