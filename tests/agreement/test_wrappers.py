@@ -147,28 +147,6 @@ def poisoned(i: int) -> tuple[Tensor, Tensor]:
     return (x * 1e38, y) if i % 3 == 1 else (x, y)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
-@pytest.mark.parametrize(("every", "total"), WINDOWS)
-def test_apex_wrapper_accumulates_as_the_engine(level: str, every: int, total: int) -> None:
-    model, reference = make_net(), make_net()
-    stepping, stepping_by_engine = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, reference))
-    wrapped(ApexOptimWrapper(level, optimizer=stepping, accumulative_counts=every), model, total, make_batch)
-    engine = halfpeak.prepare(
-        reference,
-        stepping_by_engine,
-        level,
-        loss_scale="dynamic",
-        accumulate=halfpeak.Accumulation(every=every, total=total),
-    )
-    for i in range(total):
-        x, y = make_batch(i)
-        with engine.forward():
-            loss = mse_loss(reference(x), y)
-        engine.backward(loss)
-        engine.step()
-    assert values(model, stepping) == values(reference, stepping_by_engine)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_several_losses_have_a_scale_each(level: str) -> None:
     model, reference = make_net(), make_net()

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import halfpeak
 from halfpeak import amp
-from support.nets import LEVELS, MASTERED, make_batch, make_net
+from support.nets import LEVELS, MASTERED
 from support.snapshot import values
 
 PASS: dict[str, Callable[[torch.optim.Optimizer, Callable[[], Any]], Any]] = {
@@ -90,35 +90,6 @@ def test_an_overflow_inside_is_not_stepped_and_the_closure_runs_again(
         assert all(bool(p.isfinite().all()) for p in amp.master_params(optimizer))
     assert float(last) < 5e-3
     assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0 / 2 ** len(at)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", PASS)
-def test_sgd_with_a_closure_is_sgd_without_one(level: str, how: str) -> None:
-    def run(with_closure: bool) -> list[Any]:
-        net = make_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0, max_loss_scale=64.0)
-        for step in range(3):
-            x, y = make_batch(step)
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = mse_loss(net(x), y)
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                return loss.detach()
-
-            if with_closure:
-                PASS[how](optimizer, closure)
-            else:
-                closure()
-                optimizer.step()
-            assert amp.last_step(optimizer).stepped()
-        assert amp._amp_state.loss_scalers[0]._unskipped == 3
-        return values(net, optimizer)
-
-    assert run(with_closure=True) == run(with_closure=False)
 
 
 @pytest.mark.parametrize("level", MASTERED)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from halfpeak import amp
-from halfpeak.core.levels import LEVELS as ALL_LEVELS
 from support.nets import LEVELS, make_net
 from support.snapshot import snapshot
 
@@ -59,63 +58,6 @@ def test_defaults(level: str, expected: list[Any]) -> None:
 def test_the_default_level_is_o1() -> None:
     amp.initialize(make_net(), verbosity=0)
     assert amp._amp_state.opt_properties.opt_level == "O1"
-
-
-@pytest.mark.parametrize(
-    ("property_", "given", "stored", "levels"),
-    [
-        ("cast_model_type", HALF, HALF, "O0 O2 O3 O5"),
-        ("cast_model_type", BF16, BF16, "O0 O2 O3 O5"),
-        ("cast_model_type", FP32, FP32, "O0 O1 O2 O3 O4 O5"),
-        ("cast_model_type", False, False, "O0 O1 O2 O3 O4 O5"),
-        ("patch_torch_functions", True, True, "O1 O4"),
-        ("patch_torch_functions", 1, True, "O1 O4"),
-        ("patch_torch_functions", False, False, "O0 O1 O2 O3 O4 O5"),
-        ("patch_torch_functions", 0, False, "O0 O1 O2 O3 O4 O5"),
-        ("keep_batchnorm_fp32", True, True, "O0 O2 O3 O5"),
-        ("keep_batchnorm_fp32", False, False, "O0 O2 O3 O5"),
-        ("keep_batchnorm_fp32", "True", True, "O0 O2 O3 O5"),
-        ("keep_batchnorm_fp32", "False", False, "O0 O2 O3 O5"),
-        ("master_weights", True, True, "O0 O2 O3 O5"),
-        ("master_weights", False, False, "O0 O2 O3 O5"),
-        ("master_weights", 1, True, "O0 O2 O3 O5"),
-        ("loss_scale", "dynamic", "dynamic", "O0 O1 O2 O3 O4 O5"),
-        ("loss_scale", 128, 128.0, "O0 O1 O2 O3 O4 O5"),
-        ("loss_scale", 128.0, 128.0, "O0 O1 O2 O3 O4 O5"),
-        ("loss_scale", "128.0", 128.0, "O0 O1 O2 O3 O4 O5"),
-        ("loss_scale", True, 1.0, "O0 O1 O2 O3 O4 O5"),
-    ],
-)
-@pytest.mark.parametrize("level", LEVELS)
-def test_overrides(level: str, property_: str, given: Any, stored: Any, levels: str) -> None:
-    if level in levels.split():
-        initialize(level, **{property_: given})
-        value = getattr(amp._amp_state.opt_properties, property_)
-        assert value == stored
-        assert type(value) is type(stored)
-    else:
-        with pytest.raises(RuntimeError, match=property_):
-            initialize(level, **{property_: given})
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES[2:])
-def test_none_means_the_level_s_own_value(level: str, name: str) -> None:
-    initialize(level, **{name: None})
-    assert getattr(amp._amp_state.opt_properties, name) == getattr(ALL_LEVELS[level].properties, name)
-
-
-@pytest.mark.parametrize(
-    ("level", "type_", "allowed"),
-    [("O1", HALF, True), ("O1", BF16, False), ("O4", BF16, True), ("O4", HALF, False), ("O2", HALF, False)],
-)
-def test_type_of_the_casts(level: str, type_: torch.dtype, allowed: bool) -> None:
-    if allowed:
-        initialize(level, patch_torch_functions_type=type_)
-        assert amp._amp_state.opt_properties.patch_torch_functions_type is type_
-    else:
-        with pytest.raises(RuntimeError, match="patch_torch_functions_type"):
-            initialize(level, patch_torch_functions_type=type_)
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
@@ -261,17 +203,3 @@ class TestPrinting:
         printed = capsys.readouterr().out
         assert ("Float->Half (linear)" in printed) is cast_lines
         assert ("Half->Float (mse_loss)" in printed) is cast_lines
-
-    def test_the_overflow_line(self, capsys: pytest.CaptureFixture[str]) -> None:
-        net = make_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        net, optimizer = amp.initialize(net, optimizer, opt_level="O2", num_losses=3)
-        capsys.readouterr()
-        with amp.scale_loss(net(torch.full((2, 6), 1e30)).sum(), optimizer, loss_id=1) as scaled:
-            scaled.backward()
-        assert capsys.readouterr().out == ""
-        optimizer.step()
-        line = capsys.readouterr().out
-        assert line.startswith("Gradient overflow")
-        assert "loss scaler 1" in line
-        assert line.rstrip().endswith("32768.0")

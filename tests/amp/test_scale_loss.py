@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from halfpeak import amp
-from support.nets import LEVELS, MASTERED, OPTIMIZERS, make_batch, make_net
+from support.nets import LEVELS, MASTERED
 from support.snapshot import snapshot
 
 ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
@@ -185,35 +183,6 @@ class TestAccumulation:
         else:
             assert unused.grad is not None
             assert unused.grad.tolist() == [0.0, 0.0]
-
-    @pytest.mark.parametrize(
-        ("level", "kind"),
-        # Pure float16 cannot hold AdamW's squared gradients.
-        [(level, kind) for level in LEVELS for kind in ("sgd", "adamw") if (level, kind) != ("O3", "adamw")],
-    )
-    @pytest.mark.parametrize("form", ["ordinary", "delayed"])
-    def test_training_with_accumulation_against_plain_torch(self, level: str, kind: str, form: str) -> None:
-        """Three backward passes per step, at scales that are powers of two: as exact as the level's own dtype."""
-        net, reference = make_net(), make_net()
-        optimizer = OPTIMIZERS[kind](net.parameters())
-        plain = OPTIMIZERS[kind](reference.parameters())
-        net, optimizer = amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-        for step in range(4):
-            optimizer.zero_grad()
-            plain.zero_grad()
-            for micro in range(3):
-                x, y = make_batch(10 * step + micro)
-                if form == "ordinary":
-                    amp._amp_state.loss_scalers[0]._loss_scale = 2.0 ** (4 + 3 * micro)
-                delay = form == "delayed" and micro < 2
-                with amp.scale_loss(mse_loss(net(x), y) / 3, optimizer, delay_unscale=delay) as scaled:
-                    scaled.backward()
-                (mse_loss(reference(x), y) / 3).backward()
-            optimizer.step()
-            plain.step()
-        tolerance = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 6e-3, "O4": 2e-2, "O5": 2e-2}[level]
-        for got, wanted in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
-            assert torch.allclose(got.float(), wanted, atol=tolerance)
 
 
 class TestDelayedUnscaling:
@@ -423,64 +392,8 @@ class TestExceptions:
         backward(net, optimizer, 2.0)
         assert grad(optimizer) == [2.0] * 3
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_an_abandoned_iteration_leaves_no_trace(self, level: str) -> None:
-        """Bit for bit the run that never had it."""
-
-        def run(fail: bool) -> list[Tensor]:
-            net = make_net()
-            optimizer = OPTIMIZERS["sgd"](net.parameters())
-            net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-            for step in range(4):
-                optimizer.zero_grad()
-                x, y = make_batch(step)
-                if fail and step == 2:
-                    kept = copy.deepcopy({n: b.clone() for n, b in net.named_buffers()})
-                    with pytest.raises(Failure):
-                        backward_and_fail(mse_loss(net(x), y), optimizer)
-                    for name, buffer in net.named_buffers():
-                        buffer.copy_(kept[name])
-                with amp.scale_loss(mse_loss(net(x), y), optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-            return [p.clone() for p in (*amp.master_params(optimizer), *net.parameters(), *net.buffers())]
-
-        assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
-
 
 class TestSeveralOptimizers:
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_one_block_for_two(self, level: str) -> None:
-        nets = [Weight(), Weight()]
-        optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in nets]
-        amp.initialize(nets, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
-        with amp.scale_loss(nets[0](torch.ones(3)) + nets[1](torch.full((3,), 2.0)), optimizers) as scaled:
-            scaled.backward()
-        assert [grad(optimizer) for optimizer in optimizers] == [[1.0] * 3, [2.0] * 3]
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_a_parameter_of_two_optimizers_is_unscaled_once(self, level: str) -> None:
-        net = Weight()
-        both = [torch.optim.SGD(net.parameters(), lr=1.0), torch.optim.SGD(net.parameters(), lr=1.0)]
-        amp.initialize(net, both, opt_level=level, loss_scale=64.0, verbosity=0)
-        backward(net, both, 1.0)
-        backward(net, both, 1.0)
-        assert [grad(optimizer) for optimizer in both] == [[2.0] * 3, [2.0] * 3]
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_clipping_acts_on_what_is_stepped(self, level: str) -> None:
-        for parameters in (
-            lambda optimizer: list(amp.master_params(optimizer)),
-            lambda optimizer: [p for group in optimizer.param_groups for p in group["params"]],
-        ):
-            net, optimizer = setup(level, loss_scale="dynamic")
-            backward(net, optimizer, 4.0)
-            norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), 1.0)
-            assert torch.allclose(norm.float(), torch.tensor(48.0**0.5), rtol=1e-3)
-            optimizer.step()
-            assert torch.allclose(net.weight.float().norm(), torch.tensor(1.0), rtol=1e-2)
-            amp._amp_state.handle and amp._amp_state.handle._deactivate()  # type: ignore[func-returns-value]
-
     @pytest.mark.parametrize("level", LEVELS)
     def test_clipping_by_value(self, level: str) -> None:
         net, optimizer = setup(level, loss_scale="dynamic")

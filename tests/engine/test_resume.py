@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import halfpeak
-from halfpeak.checkpoint.file import load, save
 from reliability.support import LEVELS, OPTIMIZERS, batch, net, state_hash, train
-
-STEPS = 25
 
 
 def overflow(step: int) -> float:
@@ -31,23 +27,6 @@ def build(
     return halfpeak.prepare(
         model, OPTIMIZERS[optimizer](model.parameters()), level, accumulate=every, clip=1.0, **options
     )
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_from_every_step_and_every_micro_batch(level: str, optimizer: str, every: int) -> None:
-    """One straight run; at each point its state goes into an engine that comes from elsewhere."""
-    straight = build(level, optimizer, every=every)
-    follower = build(level, optimizer, every=every, seed=1)
-    train(follower, range(2))
-    for step in range(STEPS):
-        state = copy.deepcopy(straight.state_dict())
-        follower.load_state_dict(state)
-        assert state_hash(follower) == state_hash(straight)
-        train(straight, [step], poison=overflow)
-        train(follower, [step], poison=overflow)
-        assert state_hash(follower) == state_hash(straight)
 
 
 @pytest.mark.parametrize("how", ["load", "copy"])
@@ -86,18 +65,6 @@ def test_a_window_of_two_optimizers(level: str, how: str) -> None:
     for engine in (straight, other):
         train(engine, range(4, 9))
     assert state_hash(other) == state_hash(straight)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_to_the_end_through_a_file(level: str, tmp_path: Path) -> None:
-    straight, saving = build(level, "AdamW", every=2), build(level, "AdamW", every=2)
-    train(straight, range(STEPS), poison=overflow)
-    for part in range(0, STEPS, 5):
-        train(saving, range(part, part + 5), poison=overflow)
-        save(tmp_path / "last.pt", saving.state_dict())
-        saving = build(level, "AdamW", every=2, seed=part)
-        saving.load_state_dict(load(tmp_path / "last.pt"))
-    assert state_hash(saving) == state_hash(straight)
 
 
 @pytest.mark.parametrize("level", LEVELS)

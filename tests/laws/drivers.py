@@ -63,6 +63,7 @@ class Case:
 FACTORIES: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     **OPTIMIZERS,
     "FusedAdamW": partial(fused.FusedAdamW, lr=1e-3, eps=1e-4),
+    "FusedSGD": partial(fused.FusedSGD, lr=0.05, momentum=0.9, dampening=0.3),
 }
 
 
@@ -568,7 +569,7 @@ if importlib.util.find_spec("accelerate") is not None:
 
 def cases(
     *,
-    windows: Iterable[int] | Mapping[int, float | None] = (1, 3),
+    windows: Iterable[tuple[int, float | None]] = ((1, None), (3, None)),
     optimizers: tuple[str, ...] = ("adamw", "FusedAdamW"),
     has_norm: bool = True,
     where: Callable[[Driver], bool] = lambda driver: True,
@@ -576,19 +577,18 @@ def cases(
     """The rows of the table for which a law holds, at each of their levels.
 
     Args:
-        windows: passes per step; with what each is clipped by.
+        windows: passes per step, and what they are clipped by.
         optimizers: by name.
         has_norm: whether the net has a batch norm.
         where: which drivers.
     """
-    clips = windows if isinstance(windows, Mapping) else dict.fromkeys(windows)
     return [
         Case(driver=name, level=level, optimizer=optimizer, every=every, clip=clip, has_norm=has_norm)
         for name, driver in DRIVERS.items()
         if where(driver)
         for level in driver.levels
         for optimizer in optimizers
-        for every, clip in clips.items()
+        for every, clip in windows
         # A fused optimizer clips inside its step and rounds once less; accelerate takes norms of float16 gradients in float16.
         if clip is None or (optimizer != "FusedAdamW" and (name, level) != ("accelerate", "O3"))
     ]
@@ -601,15 +601,15 @@ def make_normless(seed: int) -> nn.Sequential:
 
 
 @contextmanager
-def overflowing(run: Run, *, really: bool = True) -> Iterator[None]:
-    """One element of one gradient is infinite in the body."""
+def overflowing(run: Run, *, really: bool = True, value: float = float("inf")) -> Iterator[None]:
+    """One element of one gradient is not finite in the body."""
     if not really:
         yield
         return
 
     def spoil(grad: Tensor) -> Tensor:
         spoilt = grad.clone()
-        spoilt.view(-1)[-1] = float("inf")
+        spoilt.view(-1)[-1] = value
         return spoilt
 
     handle = run.net[0].weight.register_hook(spoil)

@@ -130,30 +130,6 @@ def test_a_poisoned_window_never_was(case: Case) -> None:
         assert state_hash(calm) == state_hash(twin) != before
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_poisons_in_one_window_and_in_two_that_follow(level: str) -> None:
-    calm, twin = (build(Case(level, "AdamW", 3, "clip norm")) for _ in range(2))
-    save_window(calm, 0)
-    save_window(twin, 0)
-    scale = twin.scalers[0].state
-    counters = (twin.num_steps, twin.num_skipped, twin.micro_step)
-    handles = [parameter.register_hook(POISON) for parameter in twin.model.parameters()]
-    for POISON.value in (float("inf"), float("nan")):
-        save_window(twin, 1, poisoned=1)
-    assert int(twin.num_skipped) == 2
-    assert twin.read_scale() == (
-        float(scale.scale) / 4 if twin.scalers[0].config.dynamic else float(scale.scale)
-    )
-    for handle in handles:
-        handle.remove()
-    twin.scalers[0].state = scale
-    twin.context.record.use_counters(*counters[:2])
-    twin.context.record.micro_step = counters[2]
-    save_window(calm, 1)
-    save_window(twin, 1)
-    assert state_hash(calm) == state_hash(twin)
-
-
 def test_the_first_overflows_of_a_run_and_the_scale_that_fits() -> None:
     """A scale that starts far too high comes down by itself, and only then does anything move."""
     model = net()

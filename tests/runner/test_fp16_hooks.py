@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from halfpeak import amp
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, StateError
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
@@ -23,7 +22,7 @@ from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE, LossScaler
 from laws.test_waits import Waits
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
-from support.nets import OPTIMIZERS, make_batch, make_net
+from support.nets import make_batch, make_net
 from support.snapshot import values
 
 MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
@@ -31,8 +30,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "Fp16OptimizerHook": Fp16OptimizerHook,
     "GradientCumulativeFp16OptimizerHook": GradientCumulativeFp16OptimizerHook,
 }
-APEX_RULE = {"init": 2.0**10, "interval": 4}
-OVERFLOWS = (2, 7)
 
 
 @pytest.mark.parametrize("name", cases.FP16_RUNS)
@@ -57,62 +54,6 @@ def test_runs_recorded_of_mmcv(name: str) -> None:
         assert warned == ["Check overflow, downscale loss scale to 128.0"]
 
 
-def through_amp(
-    level: str, kind: str, total: int, every: int, clip: float | None, **options: Any
-) -> tuple[nn.Module, Any, list[float]]:
-    """The same run through halfpeak.amp, with the divisors of a known length of the run."""
-    net = make_net()
-    optimizer = OPTIMIZERS[kind](net.parameters())
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
-    scales: list[float] = []
-    for number in range(total):
-        rest = total % every
-        x, y = make_batch(number)
-        loss = mse_loss(net(x), y) / (every if number < total - rest else rest)
-        with amp.scale_loss(loss * float("inf") if number in OVERFLOWS else loss, optimizer) as scaled:
-            scaled.backward()
-        scales.append(amp._amp_state.loss_scalers[0].loss_scale())
-        if (number + 1) % every and number + 1 != total:
-            continue
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, optimizer, scales
-
-
-@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_as_at_the_levels_with_masters(level: str, kind: str, clip: float | None) -> None:
-    dtype = "float16" if level == "O2" else "bfloat16"
-    scale = {"init": 2.0**16, "interval": 2000, "floor": 2.0**-14, "ceiling": 2.0**24}
-    hook = Fp16OptimizerHook(
-        None if clip is None else {"max_norm": clip}, loss_scale=scale, mode="master", dtype=dtype
-    )
-    loop = make_loop(make_net(), kind)
-    scales = []
-    hook.before_run(loop)
-    for number in range(12):
-        step(loop, hook, number, overflow=number in OVERFLOWS)
-        scales.append(hook.loss_scaler.loss_scale)
-    net, optimizer, expected = through_amp(level, kind, 12, 1, clip, loss_scale="dynamic")
-    assert values(loop.model, loop.optimizer) == values(net, optimizer)
-    assert scales == expected
-    assert scales[-1] < 2.0**16
-
-
-@pytest.mark.parametrize("every", [2, 5])
-@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
-def test_windows_as_at_O2(every: int, clip: float | None) -> None:
-    loop = make_loop(make_net(), "adamw")
-    grad_clip = None if clip is None else {"max_norm": clip}
-    hook = GradientCumulativeFp16OptimizerHook(every, grad_clip=grad_clip, loss_scale=64.0, mode="master")
-    run(loop, hook, range(12), OVERFLOWS)
-    net, optimizer, _ = through_amp("O2", "adamw", 12, every, clip, loss_scale=64.0)
-    assert values(loop.model, loop.optimizer) == values(net, optimizer)
-
-
 class Decorated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -128,48 +69,6 @@ class Decorated(nn.Module):
 def make_plain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-@pytest.mark.parametrize("make", [Decorated, make_plain], ids=["decorated", "plain"])
-@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
-@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_as_torch_amp(
-    make: Callable[[], nn.Module], loss_scale: Any, clip: float | None, every: int, dtype: torch.dtype
-) -> None:
-    """By hand, as PyTorch's own recipe has it; float32 weights, so the sums of a window are the same too."""
-    dynamic = loss_scale == "dynamic"
-    hook = GradientCumulativeFp16OptimizerHook(
-        every,
-        grad_clip=None if clip is None else {"max_norm": clip},
-        loss_scale={"init_scale": 256.0, "growth_interval": 3} if dynamic else loss_scale,
-        mode="autocast",
-        dtype=dtype,
-    )
-    loop = run(make_loop(make(), "sgd"), hook, range(12), OVERFLOWS)
-    net = make()
-    optimizer = OPTIMIZERS["sgd"](net.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0 if dynamic else loss_scale, growth_interval=3)
-    for number in range(12):
-        x, y = make_batch(number)
-        with torch.autocast("cpu", dtype):
-            out = (net.__wrapped__ if hasattr(net, "__wrapped__") else net)(x)
-        loss = mse_loss(out.float(), y) / every
-        scaler.scale(loss * float("inf") if number in OVERFLOWS else loss).backward()
-        if (number + 1) % every == 0:
-            scaler.unscale_(optimizer)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            scaler.step(optimizer)
-            scaler.update(None if dynamic else loss_scale)
-            optimizer.zero_grad()
-    assert values(loop.model, loop.optimizer) == values(net, optimizer)
-    ours, theirs = loop.meta["fp16"]["loss_scaler"], scaler.state_dict()
-    assert ours["scale"] == theirs["scale"]
-    if dynamic:
-        assert dict(ours) == theirs
-    assert all(p.dtype is torch.float32 for p in loop.model.parameters())
 
 
 def test_the_default_is_the_five_steps_that_mmcv_documents() -> None:

@@ -82,17 +82,6 @@ def test_same_bits_as_plain_torch(kind: str, every: int, clip: float | None) -> 
     assert clip is None or len(finite) > 0
 
 
-def test_a_skipped_step_is_in_the_step_result() -> None:
-    loop = make_loop(make_net())
-    hook = OptimizerHook()
-    hook.before_run(loop)
-    moved = []
-    for number in range(3):
-        step(loop, hook, number, overflow=number == 1)
-        moved.append(loop.step_result.stepped())
-    assert moved == [True, False, True]
-
-
 @pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
 @pytest.mark.parametrize("every", [1, 2])
 def test_logging_the_norm_does_not_wait(kind: str, waits: int, every: int) -> None:
@@ -154,34 +143,6 @@ def test_unreachable_parameters_are_logged() -> None:
             "idle.weight with shape (3, 2) is not in the computational graph",
             "idle.bias with shape (3,) is not in the computational graph",
         ]
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("at", range(1, 7))
-def test_resume_inside_a_window(every: int, at: int) -> None:
-    def fresh() -> tuple[Any, Any]:
-        return make_loop(make_net(), total=8), GradientCumulativeOptimizerHook(
-            every, grad_clip={"max_norm": 0.3}
-        )
-
-    whole, hook = fresh()
-    run(whole, hook, range(8))
-    first, hook = fresh()
-    run(first, hook, range(at))
-    state, model = hook.state_dict(), first.model.state_dict()
-    optimizer = first.optimizer.state_dict()
-    assert bool(state) == (at % every != 0)
-    second, hook = fresh()
-    second.model.load_state_dict(model)
-    second.optimizer.load_state_dict(optimizer)
-    second.iter = at
-    hook.before_run(second)
-    if state:
-        hook.load_state_dict(state)
-    for number in range(at, 8):
-        step(second, hook, number)
-    assert values(second.model, second.optimizer) == values(whole.model, whole.optimizer)
-    assert not [line for line in second.handler.lines if "not divisible" in line]
 
 
 def test_a_window_of_another_iteration_is_dropped() -> None:
