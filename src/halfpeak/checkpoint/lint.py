@@ -14,6 +14,7 @@ from torch import Tensor
 from halfpeak.checkpoint.canonical import Contents, has_values, read_steps, shape_of
 from halfpeak.checkpoint.match_params import LOW, match_params
 from halfpeak.core.errors import StateError
+from halfpeak.core.levels import LEVELS
 
 _ENOUGH: Final = 64
 """Elements from which on it is no accident that all are float16 numbers."""
@@ -21,7 +22,10 @@ _ENOUGH: Final = 64
 _NARROWEST_FIRST: Final = (torch.bfloat16, torch.float16)
 """Nearly every bfloat16 number of a weight's size is a float16 number too."""
 
-_WITH_MASTERS: Final = frozenset({"O2", "O5"})
+_WITH_MASTERS: Final = frozenset(name for name, level in LEVELS.items() if level.properties.master_weights)
+_DYNAMIC: Final = frozenset(
+    name for name, level in LEVELS.items() if level.properties.loss_scale == "dynamic"
+)
 
 
 def lint(contents: Contents, path: Path) -> list[str]:
@@ -181,7 +185,7 @@ def _missing(contents: Contents) -> Iterator[str]:
         yield "there are no weights in it"
     if not contents.optimizers:
         yield "there is no optimizer state in it: training cannot be resumed from it"
-    if not contents.scalers and contents.level in ("O1", "O2"):
+    if not contents.scalers and contents.level in _DYNAMIC:
         yield f"the file says {contents.level}, and there is no loss scale in it: a resume begins at the first scale"
 
 

@@ -138,7 +138,8 @@ LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
 )
 """Every opt level by its name."""
 
-PER_OP: Final = frozenset({"O1", "O4"})
+PER_OP: Final = frozenset(name for name, level in LEVELS.items() if level.properties.patch_torch_functions)
+"""The levels that cast per operation."""
 
 Refuse = Callable[[str], None]
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.core.levels import LEVELS
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
@@ -26,15 +27,16 @@ NOT_HERE: Final = {
 }
 """Options of :func:`halfpeak.prepare` that Lightning takes care of itself."""
 
-PRECISIONS: Final = {
-    "O0": "32-true",
-    "O1": "16-mixed",
-    "O2": "16-true",
-    "O3": "16-true",
-    "O4": "bf16-mixed",
-    "O5": "bf16-true",
-}
-"""Lightning's name for the precision nearest to each level. Lightning shows it and estimates model sizes with it."""
+
+def precision_name(level: str) -> str:
+    """Lightning's name for the precision nearest to a level. Lightning shows it and estimates model sizes with it.
+
+    >>> [precision_name(level) for level in ("O0", "O1", "O2", "O5")]
+    ['32-true', '16-mixed', '16-true', 'bf16-true']
+    """
+    policy = LEVELS[level].properties.policy()
+    bits = {torch.float16: "16", torch.bfloat16: "bf16"}.get(policy.compute or torch.float32, "32")
+    return f"{bits}-{'mixed' if policy.per_op else 'true'}"
 
 
 class EnginePlugin:
@@ -50,7 +52,7 @@ class EnginePlugin:
 
     def __init__(self, level: str = "O2", **options: Any) -> None:
         self.adapter = EngineAdapter(level, options, NOT_HERE)
-        self.precision: Any = PRECISIONS[self.adapter.level]
+        self.precision: Any = precision_name(self.adapter.level)
         self._wrapper: nn.Module | None = None
 
     @property
