@@ -12,7 +12,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.recipes.catalog import build_config, choose_level
-from halfpeak.recipes.device import find_device, random_state, repeatable, set_random_state, threads
+from halfpeak.recipes.device import find_device, repeatable, threads
 from halfpeak.recipes.optimizers import LOW_EPSILON, OPTIMIZERS, build_optimizer, learning_rate
 from halfpeak.recipes.precision import properties
 from halfpeak.recipes.sampler import BatchSampler
@@ -209,14 +209,3 @@ def test_threads_are_put_back_when_the_body_raises() -> None:
     assert torch.get_num_threads() == before
     assert RECIPES["digits"].defaults["threads"] == 1
     assert "threads" not in RECIPES["pysource"].defaults
-
-
-def test_random_state_is_put_back() -> None:
-    import random
-
-    device = torch.device("cpu")
-    state = random_state(device)
-    drawn = random.random(), torch.rand(3)
-    set_random_state(state, device)
-    assert random.random() == drawn[0]
-    assert torch.equal(torch.rand(3), drawn[1])

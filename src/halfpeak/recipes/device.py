@@ -1,11 +1,10 @@
-"""The device of a run: found by name, made repeatable, described, and its random state."""
+"""The device of a run: found by name, made repeatable, and described."""
 
 from __future__ import annotations
 
 import os
 import platform
-import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,24 +84,6 @@ def environment(device: torch.device) -> dict[str, str]:
     return {"torch": str(torch.__version__), "device": described, **on_cpu}
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random generator that a model may draw from."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(words), gauss], "cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(*_which(device))
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what :func:`random_state` returned. The device's own state is left out on another kind of device."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"], *_which(device))
-
-
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that tensors have held on the accelerator; None where the device does not count."""
     if device.type == "cpu":
@@ -111,8 +92,3 @@ def peak_memory(device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device)
     except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
         return None
-
-
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """The argument that names a device to its module's generator; there is one mps device, and it is not named."""
-    return () if device.type == "mps" else (device,)

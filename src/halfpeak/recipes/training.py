@@ -15,11 +15,12 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
-from halfpeak.recipes.device import environment, random_state, set_random_state
+from halfpeak.recipes.device import environment
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate, set_learning_rate
 from halfpeak.recipes.precision import build_engine, properties
 from halfpeak.recipes.sampler import BatchSampler
 from halfpeak.recipes.settings import CHANGEABLE, TrainConfig, quote
+from halfpeak.state import random_state
 
 FORMAT = "halfpeak.train"
 VERSION = 1
@@ -113,7 +114,7 @@ class Training:
             "taken": self.num_steps,
             "seconds": self.seconds,
             "driver": self._engine.state_dict(),
-            "random": random_state(self.device),
+            "random": random_state.capture([torch.device(self.device.type)]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,8 +137,8 @@ class Training:
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
         self._found_inf = None
         try:
-            set_random_state(state["random"], self.device)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            random_state.restore(self._devices_by_name(state["random"]))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise StateError(f"the state of the random generators does not fit: {error}") from None
 
     def _backward(self, batches: Sequence[Batch]) -> Score:
@@ -151,6 +152,12 @@ class Training:
             self._engine.backward(score.loss)
             scores.append(Score(score.loss.detach(), score.accuracy))
         return mean_score(scores)
+
+    def _devices_by_name(self, drawn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state of the random generators; earlier versions saved that of the run's one device without its name."""
+        if "devices" in drawn:
+            return drawn
+        return {**drawn, "devices": {self.device.type: drawn["device"]} if "device" in drawn else {}}
 
     def _count_last(self) -> None:
         """Count the last step, if it was not skipped."""

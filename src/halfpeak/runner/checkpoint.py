@@ -120,7 +120,7 @@ def load_checkpoint(
     Args:
         filename: a file of halfpeak, or of mmcv if it holds plain data.
         map_location: as in ``torch.load``.
-        strict: refuse what does not fit exactly; otherwise it is left out, and ``logger`` says so.
+        strict: refuse what does not fit exactly; otherwise it is left out, and the log says so.
         revise_keys: pairs of a regular expression and its replacement, applied to each key.
 
     Raises:

@@ -68,13 +68,6 @@ def with_priority(hook_cfg: Mapping[str, Any]) -> tuple[Hook, int | str]:
     return HOOKS.build(arguments), priority
 
 
-def by_iteration(config: Any) -> Any:
-    """A configuration whose hook counts iterations, unless it says otherwise; hooks and None stay as they are."""
-    if not isinstance(config, Mapping) or isinstance(config, Hook):
-        return config
-    return {"by_epoch": False, **config}
-
-
 def _require_mapping(name: str, value: object, example: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigTypeError(f"{name} must be a dict or a hook, not {type(value).__name__}; write {example}")

@@ -22,8 +22,15 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.unwrap import unwrap
-from halfpeak.runner import hook_config, model_step, optimizers, random_state, run_checkpoint
-from halfpeak.runner.checkpoint import Location, ReviseKeys, StrPath, load_weights, read_checkpoint
+from halfpeak.runner import hook_config, model_step, optimizers, run_checkpoint
+from halfpeak.runner.checkpoint import (
+    Location,
+    ReviseKeys,
+    StrPath,
+    load_checkpoint,
+    load_weights,
+    read_checkpoint,
+)
 from halfpeak.runner.distributed import get_dist_info
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_config import HookConfig
@@ -32,6 +39,7 @@ from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.batches import Flow
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.step_counter import StepCounter
+from halfpeak.state import random_state
 
 
 class BaseRunner:
@@ -281,7 +289,7 @@ class BaseRunner:
         timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
         custom_hooks_config: list[HookConfig] | HookConfig = None,
     ) -> None:
-        """Add everything that a usual run needs.
+        """Add everything that a usual run needs. In a run by iterations, schedules, checkpoints and loggers go by them.
 
         ::
 
@@ -296,12 +304,14 @@ class BaseRunner:
             RegistryError: a hook that is not registered.
             ConfigError: an argument that its hook refuses. No hook was added.
         """
+        if isinstance(log_config, Mapping) and isinstance(log_config.get("hooks"), (list, tuple)):
+            log_config = {**log_config, "hooks": [self._in_own_unit(one) for one in log_config["hooks"]]}
         before = list(self._hooks)
         try:
-            self.register_lr_hook(lr_config)
-            self.register_momentum_hook(momentum_config)
+            self.register_lr_hook(self._in_own_unit(lr_config))
+            self.register_momentum_hook(self._in_own_unit(momentum_config))
             self.register_optimizer_hook(optimizer_config)
-            self.register_checkpoint_hook(checkpoint_config)
+            self.register_checkpoint_hook(self._in_own_unit(checkpoint_config))
             self.register_timer_hook(timer_config)
             self.register_logger_hooks(log_config)
             self.register_custom_hooks(custom_hooks_config)
@@ -342,20 +352,10 @@ class BaseRunner:
     ) -> dict[str, Any]:
         """Load the weights in a file into the model, and return everything in it.
 
-        Args:
-            filename: a file of this runner, or of mmcv if it holds plain data.
-            map_location: as in ``torch.load``.
-            strict: refuse what does not fit exactly; otherwise it is left out, and the log says so.
-            revise_keys: pairs of a regular expression and its replacement, applied to each key.
-
-        Raises:
-            CheckpointError: the file is damaged, missing, or holds something other than plain data.
-            StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+        See :func:`~halfpeak.runner.load_checkpoint`.
         """
         self.logger.info("load checkpoint from %s", filename)
-        checkpoint = read_checkpoint(filename, map_location)
-        load_weights(self.model, checkpoint, strict=strict, revise_keys=revise_keys, logger=self.logger)
-        return checkpoint
+        return load_checkpoint(self.model, filename, map_location, strict, self.logger, revise_keys)
 
     def resume(
         self, checkpoint: StrPath, resume_optimizer: bool = True, map_location: Location = "default"
@@ -483,6 +483,10 @@ class BaseRunner:
     @abstractmethod
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         """Finished epochs and iterations, from the ``meta`` of a file that mmcv wrote."""
+
+    def _in_own_unit(self, config: Any) -> Any:
+        """A configuration whose hook counts what the run has a length in, unless it says otherwise."""
+        return config
 
     def _add(self, hook: Hook | None, priority: str) -> None:
         if hook is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
-from halfpeak.runner import random_state
+from halfpeak.state import random_state
 
 
 class Batches(Iterator[Any]):

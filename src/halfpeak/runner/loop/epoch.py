@@ -116,14 +116,9 @@ class EpochBasedRunner(BaseRunner):
         meta: Mapping[str, Any] | None = None,
         create_symlink: bool = True,
     ) -> None:
-        """Save the run to ``out_dir``, with a link ``latest.pth`` there. See :meth:`write_checkpoint`.
+        """Save the run to ``out_dir``, which is made if missing, with a link ``latest.pth`` there.
 
-        Args:
-            out_dir: made if missing.
-            filename_tmpl: takes the number of the epoch, counted from 1.
-            save_optimizer: whether to save the optimizer's state.
-            meta: to be saved beside the runner's ``meta``.
-            create_symlink: whether to make ``latest.pth``.
+        ``filename_tmpl`` takes the number of the epoch, counted from 1. For the rest see :meth:`write_checkpoint`.
         """
         number = max(self._epoch, 1) if self._stage is None else self._epoch + 1
         path = checkpoint_path(out_dir, filename_tmpl, number)

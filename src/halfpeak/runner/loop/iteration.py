@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from halfpeak.core.errors import ConfigError
 from halfpeak.runner.builder import RUNNERS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_path
-from halfpeak.runner.hook_config import HookConfig, by_iteration
+from halfpeak.runner.hook import Hook
 from halfpeak.runner.loop.base import BaseRunner
 from halfpeak.runner.loop.batches import IterLoader, parse_workflow, rescale
 
@@ -114,41 +114,18 @@ class IterBasedRunner(BaseRunner):
         save_optimizer: bool = True,
         create_symlink: bool = True,
     ) -> None:
-        """Save the run to ``out_dir``, with a link ``latest.pth`` there. See :meth:`write_checkpoint`.
+        """Save the run to ``out_dir``, which is made if missing, with a link ``latest.pth`` there.
 
-        Args:
-            out_dir: made if missing.
-            filename_tmpl: takes the number of the iteration, counted from 1.
-            meta: to be saved beside the runner's ``meta``.
-            save_optimizer: whether to save the optimizer's state.
-            create_symlink: whether to make ``latest.pth``.
+        ``filename_tmpl`` takes the number of the iteration, counted from 1. For the rest see :meth:`write_checkpoint`.
         """
         number = max(self._iter, 1) if self._stage is None else self._iter + 1
         path = checkpoint_path(out_dir, filename_tmpl, number)
         self.write_checkpoint(path, save_optimizer, meta, create_symlink)
 
-    def register_training_hooks(
-        self,
-        lr_config: HookConfig,
-        optimizer_config: HookConfig = None,
-        checkpoint_config: HookConfig = None,
-        log_config: Mapping[str, Any] | None = None,
-        momentum_config: HookConfig = None,
-        timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
-        custom_hooks_config: list[HookConfig] | HookConfig = None,
-    ) -> None:
-        """Add everything that a usual run needs; schedules, checkpoints and loggers go by iterations."""
-        if isinstance(log_config, Mapping) and isinstance(log_config.get("hooks"), (list, tuple)):
-            log_config = {**log_config, "hooks": [by_iteration(one) for one in log_config["hooks"]]}
-        super().register_training_hooks(
-            by_iteration(lr_config),
-            optimizer_config,
-            by_iteration(checkpoint_config),
-            log_config,
-            by_iteration(momentum_config),
-            timer_config,
-            custom_hooks_config,
-        )
+    def _in_own_unit(self, config: Any) -> Any:
+        if not isinstance(config, Mapping) or isinstance(config, Hook):
+            return config
+        return {"by_epoch": False, **config}
 
     def _enter(self) -> tuple[int, int]:
         """Find the place in the workflow and in the data."""
