@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from halfpeak.checkpoint.conversion import Conversion, convert
 from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.cli.arguments import Arguments
-from halfpeak.cli.inspect import printable
+from halfpeak.cli.text import printable
 
 
 def main(arguments: Sequence[str]) -> int:

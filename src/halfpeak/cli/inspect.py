@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.cli.arguments import Arguments
+from halfpeak.cli.text import count, printable, size
 
 _DESCRIPTION = """Say what is in a checkpoint: who wrote it, at which level, loss scales, masters, optimizers, sizes,
 and what is suspicious. Nothing in the file is executed.
@@ -74,37 +75,6 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from (("wants", printable(name)) for name in report.wants)
     yield from (("suspicious", printable(text)) for text in report.findings)
     yield from (("advice", text) for text in report.advice)
-
-
-def printable(text: str, longest: int = 400) -> str:
-    """Text from a file with control characters spelled out, and no longer than a few lines.
-
-    >>> printable("a\\x1b[31mb")
-    'a\\\\x1b[31mb'
-    """
-    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
-    return shown if len(shown) <= longest else f"{shown[:longest]}..."
-
-
-def count(number: int, what: str) -> str:
-    """A number of things.
-
-    >>> count(1, "tensor"), count(2000, "tensor")
-    ('1 tensor', '2,000 tensors')
-    """
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def size(number: int) -> str:
-    """Bytes in the unit that suits them.
-
-    >>> size(72), size(5 * 2**20)
-    ('72 B', '5.0 MiB')
-    """
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 2**power:
-            return f"{number / 2**power:.1f} {unit}"
-    return f"{number} B"
 
 
 def _dtypes(dtypes: dict[str, int]) -> str:

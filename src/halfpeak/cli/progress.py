@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from halfpeak.cli.text import short
 from halfpeak.insight.extras import needs
 from halfpeak.insight.history import Row
 from halfpeak.recipes.loop import Reporter
@@ -180,15 +181,3 @@ def _styled(head: str, parts: Sequence[tuple[str, str]]) -> Any:
             f"{value}   ", style="bold yellow" if alarming else "bold not dim"
         )
     return text
-
-
-def short(number: float) -> str:
-    """A large number in few characters.
-
-    >>> short(12345.0), short(999.0), short(2.5e6)
-    ('12.3k', '999', '2.5M')
-    """
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g}{suffix}"
-    return f"{number:.3g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from pathlib import Path
 
 from halfpeak.cli.options import LATEST
@@ -12,41 +11,26 @@ from halfpeak.core.errors import ConfigError
 RUNS = Path("runs")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder, and the names of the files in it."""
+    """A folder, and the files in it.
 
-    path: Path
+    Attributes:
+        checkpoint: everything that continues the run.
+        metrics: a JSON object per step.
+        config: the settings as used; ``--config`` takes the file.
+        picture: loss, scale and gradient norm over the steps.
+        summary: what came out, as JSON.
+        events: TensorBoard's folder.
+    """
 
-    @property
-    def checkpoint(self) -> Path:
-        """Everything that continues the run."""
-        return self.path / "checkpoint.pt"
-
-    @property
-    def metrics(self) -> Path:
-        """A JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config(self) -> Path:
-        """The settings as used; ``--config`` takes the file."""
-        return self.path / "config.toml"
-
-    @property
-    def picture(self) -> Path:
-        """Loss, scale and gradient norm over the steps."""
-        return self.path / "history.png"
-
-    @property
-    def summary(self) -> Path:
-        """What came out, as JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def events(self) -> Path:
-        """TensorBoard's folder."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint = path / "checkpoint.pt"
+        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.toml"
+        self.picture = path / "history.png"
+        self.summary = path / "summary.json"
+        self.events = path / "tensorboard"
 
     def holds_run(self) -> bool:
         """Whether a run has written here."""

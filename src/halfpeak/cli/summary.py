@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from halfpeak.cli.progress import short
 from halfpeak.cli.run_folder import RunFolder
+from halfpeak.cli.text import short
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history

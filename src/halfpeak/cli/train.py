@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfpeak.checkpoint import file as checkpoint
-from halfpeak.cli.inspect import printable
 from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.options import Request, parse, read_config, write_config
 from halfpeak.cli.progress import progress
 from halfpeak.cli.run_folder import RunFolder, existing_folder, new_folder
 from halfpeak.cli.summary import finish
+from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard

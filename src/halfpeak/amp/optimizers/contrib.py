@@ -195,12 +195,7 @@ class FusedSGD(ContribStep, ApexSGD):
     """
 
     def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Lists | None = None,
-        output_params: Lists | None = None,
-        scale: float = 1.0,
-        grad_norms: Sequence[Tensor | float] | None = None,
+        self, closure: Callable[[], Any] | None = None, grads: Lists | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """See :class:`ContribStep`.
 
@@ -212,7 +207,7 @@ class FusedSGD(ContribStep, ApexSGD):
                 "apex.contrib.optimizers.FusedSGD steps gradients that it is given; wrap it in "
                 "apex.contrib.optimizers.FP16_Optimizer, or use apex.optimizers.FusedSGD"
             )
-        return super().step(closure, grads, output_params, scale, grad_norms)
+        return super().step(closure, grads, *args, **kwargs)
 
 
 class FusedLAMB(ApexLAMB):
@@ -224,34 +219,8 @@ class FusedLAMB(ApexLAMB):
         ConfigError: ``amsgrad``; a value is out of its range.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float = 1.0,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            set_grad_none,
-            max_grad_norm,
-            use_nvlamb=True,
-        )
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, use_nvlamb=True, **kwargs)
 
 
 class FP16_Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -120,6 +120,16 @@ class AdamRule(Rule):
         return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.decoupled))
 
 
+class AdamOptions(TypedDict, total=False):
+    """The keywords of :class:`FusedAdam` that no positional argument stands for."""
+
+    maximize: bool
+    backend: BackendName
+    road: BackendName | None
+    master: MasterFormat
+    moments: torch.dtype | Literal["int8"]
+
+
 class FusedAdam(FusedOptimizer):
     """Adam; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
 
@@ -194,26 +204,8 @@ class FusedAdam(FusedOptimizer):
 class FusedAdamW(FusedAdam):
     """AdamW; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
 
-    Its state goes into ``torch.optim.AdamW`` and back.
-
-    Args:
-        params: parameters or groups, dense, real, floating point.
-        lr: learning rate: a number or a tensor of one element.
-        betas: how much of the first and of the second moment is kept.
-        eps: what is added to the root of the second moment.
-        weight_decay: how much of the weight is taken away, times the learning rate.
-        amsgrad: divide by the largest second moment so far.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
-        master: where the bits of bfloat16 weights are that the model does not see; see
-            :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
-            master, bit for bit, in 2 bytes per parameter less.
-        moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
-
-    Raises:
-        ConfigError: a value is out of its range.
-        ParameterError: a parameter is not dense, real and floating point.
+    Its state goes into ``torch.optim.AdamW`` and back. Arguments and errors are those of :class:`FusedAdam`, but
+    ``weight_decay`` is how much of the weight is taken away, times the learning rate.
 
     Example:
         >>> import torch
@@ -225,6 +217,8 @@ class FusedAdamW(FusedAdam):
         tensor([0.4000, 1.4000, 0.4000])
     """
 
+    _decoupled = True
+
     def __init__(
         self,
         params: Any,
@@ -233,25 +227,6 @@ class FusedAdamW(FusedAdam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
-        master: MasterFormat = "float32",
-        moments: torch.dtype | Literal["int8"] = torch.float32,
+        **options: Unpack[AdamOptions],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            backend=backend,
-            road=road,
-            master=master,
-            moments=moments,
-        )
-
-    _decoupled = True
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

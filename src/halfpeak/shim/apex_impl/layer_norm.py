@@ -87,12 +87,8 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, normalized_shape, weight, eps).to(weight.dtype)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
-
-    Args:
-        memory_efficient: no effect here.
-    """
+class _FusedNorm(nn.Module):
+    """What apex's norms take beside torch's arguments."""
 
     def __init__(
         self,
@@ -103,6 +99,14 @@ class FusedLayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(list(_shape(normalized_shape)), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
+    """``torch.nn.LayerNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
+
+    Args:
+        memory_efficient: no effect here.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalized over its last dimensions."""
@@ -111,22 +115,12 @@ class FusedLayerNorm(nn.LayerNorm):
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     """``torch.nn.RMSNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
 
     Args:
         memory_efficient: no effect here.
     """
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(list(_shape(normalized_shape)), eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, divided by its root mean square over its last dimensions."""
@@ -135,38 +129,43 @@ class FusedRMSNorm(nn.RMSNorm):
         return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _MixedNorm(_FusedNorm):
+    """A norm whose output has the dtype of its weight, which it cannot do without."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        unknown = set(kwargs) - {"elementwise_affine"}
+        if unknown:
+            raise ConfigTypeError(
+                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; leave it out"
+            )
+        if not kwargs.get("elementwise_affine", True):
+            raise ConfigError(
+                f"{type(self).__name__} needs elementwise_affine=True: its weight says which dtype it returns"
+            )
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """:class:`FusedLayerNorm` whose output has the dtype of its weight.
 
     Raises:
         ConfigError: ``elementwise_affine=False``: there would be no weight.
     """
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _require_affine(type(self), kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalized over its last dimensions."""
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps
-        )
+        shape = self.normalized_shape
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """:class:`FusedRMSNorm` whose output has the dtype of its weight.
 
     Raises:
         ConfigError: ``elementwise_affine=False``: there would be no weight.
     """
-
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _require_affine(type(self), kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, divided by its root mean square over its last dimensions."""
@@ -204,13 +203,3 @@ def _widest(*tensors: Tensor | None) -> torch.dtype:
         if tensor is not None:
             dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
-
-
-def _require_affine(kind: type[Any], given: dict[str, Any]) -> None:
-    unknown = set(given) - {"elementwise_affine"}
-    if unknown:
-        raise ConfigTypeError(f"{kind.__name__} takes no {', '.join(sorted(unknown))}; leave it out")
-    if not given.get("elementwise_affine", True):
-        raise ConfigError(
-            f"{kind.__name__} needs elementwise_affine=True: its weight says which dtype it returns"
-        )

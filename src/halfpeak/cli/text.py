@@ -1,0 +1,46 @@
+"""Values as text for a terminal: what a file says about itself, counts, sizes and speeds."""
+
+from __future__ import annotations
+
+
+def printable(text: str, longest: int = 400) -> str:
+    """Text from a file with control characters spelled out, and no longer than a few lines.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    return shown if len(shown) <= longest else f"{shown[:longest]}..."
+
+
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> count(1, "tensor"), count(2000, "tensor")
+    ('1 tensor', '2,000 tensors')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def size(number: int) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> size(72), size(5 * 2**20)
+    ('72 B', '5.0 MiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.1f} {unit}"
+    return f"{number} B"
+
+
+def short(number: float) -> str:
+    """A large number in few characters.
+
+    >>> short(12345.0), short(999.0), short(2.5e6)
+    ('12.3k', '999', '2.5M')
+    """
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{suffix}"
+    return f"{number:.3g}"
