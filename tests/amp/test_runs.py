@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
@@ -280,3 +280,62 @@ class TestOptimizerStepAtO1:
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is not torch.float32
+
+
+def _two_layers(level: str | None, *, together: bool = True) -> tuple[list[nn.Module], list[torch.optim.SGD]]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(3, 4), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    calls = [(layers, optimizers)] if together else zip(layers, optimizers, strict=True)
+    for models, own in calls if level else ():
+        amp.initialize(models, own, opt_level=level, verbosity=0, loss_scale="dynamic")
+    return layers, optimizers
+
+
+def _scaled_backward(loss: Tensor, optimizer: torch.optim.SGD, level: str | None) -> None:
+    if level is None:
+        loss.backward()
+        return
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("together", [True, False])
+def test_a_loss_listed_for_one_optimizer_reaches_another_then_both_step(level: str, together: bool) -> None:
+    after: list[list[Tensor]] = []
+    x = torch.linspace(-1, 1, 18).view(6, 3)
+    for run in (level, None):
+        layers, optimizers = _two_layers(run, together=together)
+        for _ in range(3):
+            _scaled_backward(layers[1](layers[0](x)).float().square().mean(), optimizers[1], run)
+            _scaled_backward(layers[0](x).float().mean(), optimizers[0], run)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        after.append([p.detach().float() for layer in layers for p in layer.parameters()])
+    torch.testing.assert_close(*after, rtol=0, atol=0.003)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_what_a_loss_reaches_besides_then_both_step(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer with the infinite gradient skips, the other steps, and the scale of the loss falls."""
+    layers, optimizers = _two_layers(level, together=False)
+    first, second = amp._amp_state.runs()[-2:]
+    first.verbosity = 1
+    before = [layer.state_dict()["bias"].clone() for layer in layers]
+    scales = [run.scalers[0].loss_scale() for run in (first, second)]
+    layers[0].bias.register_hook(lambda grad: grad * float("inf"))
+    loss = layers[1](layers[0](torch.ones(2, 3))).float().mean() / 8
+    _scaled_backward(loss, optimizers[1], level)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.last_step(optimizer).stepped() for optimizer in optimizers] == [False, True]
+    moved = [
+        not torch.equal(layer.state_dict()["bias"], old) for layer, old in zip(layers, before, strict=True)
+    ]
+    assert moved == [False, True]
+    assert [run.scalers[0].loss_scale() for run in (first, second)] == [scales[0], scales[1] / 2]
+    assert f"to {scales[1] / 2}" in capsys.readouterr().out

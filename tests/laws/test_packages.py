@@ -17,6 +17,7 @@ SPEAKING = ("amp", "cli", "insight")
 
 STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
+    "engine/optimizer.py": "a loss may reach parameters that an optimizer of another engine steps",
     "casting/registry.py": "a name replaced in a module is replaced for the process, so its users are counted there",
     "casting/rule_table.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
     "engine/graphs/compile.py": "operators take tensors and numbers, so a number names a step and finds it while it lives",

@@ -494,3 +494,43 @@ def test_a_wrapper_from_a_configuration_trains(kind: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert {"OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper"} <= set(OPTIM_WRAPPERS)
+
+
+WRAPPERS: list[tuple[str, dict[str, Any]]] = [
+    ("OptimWrapper", {}),
+    ("AmpOptimWrapper", {"dtype": "float16", "loss_scale": 1024.0}),
+    *(("ApexOptimWrapper", {"opt_level": level, "loss_scale": 1024.0}) for level in LEVELS),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), WRAPPERS, ids=lambda one: str(one))
+def test_update_params_through_the_other_network_then_the_other_updates(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """As in plain torch: ``update_params`` zeroes what its own optimizer steps, and nothing else."""
+    torch.manual_seed(0)
+    networks = [nn.Linear(3, 4), nn.Linear(4, 1)]
+    plain = copy.deepcopy(networks)
+    x, real = torch.linspace(-1, 1, 18).view(6, 3), torch.linspace(-1, 2, 24).view(6, 4)
+    optimizers, others = (
+        [torch.optim.SGD(n.parameters(), lr=0.1) for n in each] for each in (networks, plain)
+    )
+    wrappers = [getattr(ours, kind)(optimizer=optimizer, **options) for optimizer in optimizers]
+    for wrapper, network in zip(wrappers, networks, strict=True):
+        with wrapper.optim_context(network):  # where ApexOptimWrapper converts
+            pass
+    for _ in range(3):
+        with wrappers[0].optim_context(networks[0]), wrappers[1].optim_context(networks[1]):
+            loss = networks[1](networks[0](x)).float().square().mean()
+        wrappers[0].update_params(loss)
+        with wrappers[1].optim_context(networks[1]):
+            loss = networks[1](real).float().mean()
+        wrappers[1].update_params(loss)
+        plain[1](plain[0](x)).square().mean().backward()
+        others[0].step()
+        others[0].zero_grad()
+        plain[1](real).mean().backward()
+        others[1].step()
+        others[1].zero_grad()
+    after = [[v.float() for n in each for v in n.state_dict().values()] for each in (networks, plain)]
+    torch.testing.assert_close(*after, rtol=0, atol=0.005)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,10 +61,10 @@ def scale_loss(
         if not is_prepared(optimizer):
             raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
 
-    def record(part: LossScaler, found_inf: Tensor) -> None:
+    def record(part: LossScaler, found_inf: Tensor, reached: Sequence[Any]) -> None:
         scaler = run.scalers[run.engine.scalers.index(part)]
         number = loss_id % len(run.scalers)
-        for optimizer, owner in active:
+        for optimizer, owner in [*active, *_amp_state.runs_of(reached)]:
             found = owner.overflows.setdefault(id(optimizer), {})
             _, so_far = found.get(scaler, (number, found_inf))
             found[scaler] = number, torch.maximum(so_far, found_inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -115,6 +116,12 @@ class AmpState:
             return self._runs[optimizer]
         except TypeError:
             raise KeyError(optimizer) from None
+
+    def runs_of(self, optimizers: Iterable[Any]) -> list[tuple[Any, Run]]:
+        """Those of the optimizers that amp scales losses for, each with its run."""
+        return [
+            (optimizer, run) for optimizer in optimizers if (run := self._runs.get(optimizer)) is not None
+        ]
 
     def runs(self) -> list[Run]:
         """The runs that still have an optimizer, oldest first."""

@@ -96,8 +96,6 @@ class Engine:
             PreparedOptimizer(optimizer, masters, train_step, device, num_optimizers=len(optimizers))
             for optimizer in optimizers
         ]
-        for one in prepared:
-            self._unmanaged.add_optimizer(one)
         self.context = context = EngineContext(
             config=config,
             models=tuple(models),
@@ -178,6 +176,7 @@ class Engine:
                 prepared,
                 delay=self.context.delays_unscaling(synchronised=self._synchronised),
                 on_found_inf=None,
+                preserved=others,
             ) as scaled,
         ):
             scaled.backward(**kwargs)
@@ -202,7 +201,8 @@ class Engine:
             optimizers: those whose parameters get gradients in the body; None means all. They may belong to other engines.
             loss_id: which loss scaler is used.
             delay: leave the gradients scaled for a later pass.
-            on_found_inf: called with the scaler and the ``found_inf`` of the pass; None keeps it for the next step.
+            on_found_inf: called with the scaler, the ``found_inf`` of the pass, and the other optimizers whose parameters it
+                has reached; None keeps ``found_inf`` for the next step.
 
         Raises:
             OrderError: an optimizer was not prepared by any engine.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,10 @@ class StepCall:
 class StepCallbacks(Protocol):
     """What the hooks of an optimizer ask when it is stepped. It must not hold the :class:`PreparedOptimizer`."""
 
+    def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        """Bring steps to their end that an exception has left."""
+        ...
+
     def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Whether to skip the step that the user called."""
         ...
@@ -91,6 +96,7 @@ class PreparedOptimizer:
         window: where the gradients of the step to come are.
         running: the step that has begun and not ended, or None.
         ended: the last step that came to its end, until the next begins; else None.
+        thread: which thread trains it.
     """
 
     def __init__(
@@ -115,6 +121,8 @@ class PreparedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self.thread = threading.get_ident()
+        _PREPARED[self] = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -163,6 +171,10 @@ class PreparedOptimizer:
     def has_gradients(self) -> bool:
         """Whether the optimizer has something to step on."""
         return isinstance(self.window, Pending) or bool(self.main_grads())
+
+    def recover(self) -> None:
+        """Bring a step to its end that an exception has left."""
+        self._callbacks.recover([self])
 
     def pairs_for_backward(self) -> ParamPairs:
         """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
@@ -306,11 +318,16 @@ class PreparedOptimizer:
         """Take the hooks off and put the low parameters back into the groups."""
         for handle in self._handles:
             handle.remove()
+        _PREPARED.pop(self, None)
         optimizer = self._optimizer()
         if optimizer is not None:
             if isinstance(self.window, Scaled | Pending):
                 self.drop()  # Nothing would unscale them any more.
             self.masters.release(optimizer)
+
+    def is_trained_here(self) -> bool:
+        """Whether this thread trains the optimizer, and it still exists."""
+        return self.thread == threading.get_ident() and self._optimizer() is not None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -378,3 +395,12 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
         if isinstance(owner, PreparedOptimizer):
             return owner
     return None
+
+
+def prepared_here() -> list[PreparedOptimizer]:
+    """What watches every optimizer of every engine that this thread trains, in the order they were prepared."""
+    return [one for one in list(_PREPARED) if one.is_trained_here()]
+
+
+_PREPARED: Final[weakref.WeakKeyDictionary[PreparedOptimizer, None]] = weakref.WeakKeyDictionary()
+"""All that were prepared and are alive."""

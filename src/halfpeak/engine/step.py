@@ -11,19 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import StepResult
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import is_on_host, read_host, untraced
 from halfpeak.engine.amp_protocol import takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.backward import BackwardScope, UnmanagedGrads
+from halfpeak.engine.gradients.backward import BackwardScope, GradMode, OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.fused_grads import (
     FusedGrads,
     is_by_norm,
@@ -40,7 +42,7 @@ from halfpeak.engine.gradients.window import (
     check_user_step,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall
+from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall, prepared_here
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
@@ -49,8 +51,8 @@ from halfpeak.state.clip import limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler, scale_loss
 
-OnFoundInf = Callable[[LossScaler, Tensor], None]
-"""Told the scaler of a backward pass and its ``found_inf``."""
+OnFoundInf = Callable[[LossScaler, Tensor, Sequence[Optimizer]], None]
+"""Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides whose parameters it has reached."""
 
 
 class TrainStep:
@@ -103,23 +105,47 @@ class TrainStep:
         *,
         delay: bool,
         on_found_inf: OnFoundInf | None,
+        preserved: Sequence[PreparedOptimizer] = (),
     ) -> Generator[Tensor]:
-        """The scaled loss, for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`."""
+        """The scaled loss, for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`.
+
+        Args:
+            loss: any shape.
+            scaler: whose scale it is multiplied by.
+            prepared: the optimizers whose parameters get gradients.
+            delay: leave the gradients scaled for a later pass.
+            on_found_inf: see :data:`OnFoundInf`; None keeps ``found_inf`` for the next step.
+            preserved: optimizers whose gradients the caller sets aside and puts back.
+        """
         self.recover(prepared)
+        known = _trained_here(prepared)
         scope = BackwardScope(prepared)
+        others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
         try:
             scope.stash()
             scale = scope.begin(scaler)
-            self._unmanaged.stash()
+            others.stash(scope.model_params)
+            self._unmanaged.stash(known)
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             yield scale_loss(loss, scale)
             if not delay:
                 self._unmanaged.accumulate(scale)
+            reached = others.accumulate(scale)
+            if reached and mode is GradMode.LEAVE_FOR_STEP:
+                # The step would read found_inf of its own gradients, and the loss scale answers for all.
+                mode = GradMode.ACCUMULATE
             scope.finish(mode, scaler, scale)
             if not delay:
-                (on_found_inf or self._record.add_found_inf)(scaler, scope.found_inf)
+                found_inf = scope.found_inf
+                for _, found in reached:
+                    found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+                if on_found_inf is None:
+                    self._record.add_found_inf(scaler, found_inf)
+                else:
+                    on_found_inf(scaler, found_inf, [one.optimizer for one, _ in reached])
         except BaseException:
+            others.rollback()
             if not scope.rollback():
                 self.drop_window(prepared)
             elif scope.has_begun:
@@ -433,6 +459,14 @@ class TrainStep:
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
+
+
+@untraced
+def _trained_here(prepared: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
+    """The optimizers that this thread trains, of all engines; from now on ``prepared`` are among them."""
+    for one in prepared:
+        one.thread = get_ident()
+    return prepared_here()
 
 
 def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:

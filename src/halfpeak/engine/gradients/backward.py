@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.core.torch_compat import untraced
-from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
@@ -30,6 +30,7 @@ from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.masters import params_of
 
 
 class GradMode(enum.Enum):
@@ -152,6 +153,11 @@ class BackwardScope:
         """Whether the backward pass has."""
         return self._has_begun
 
+    @property
+    def model_params(self) -> list[Tensor]:
+        """What the backward pass is for."""
+        return self._pairs.model_params
+
     @untraced
     def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
         self._is_done = True
@@ -235,10 +241,99 @@ def detached_from_bucket(grad: Tensor | None) -> Tensor | None:
     return grad.clone()
 
 
+class OtherGrads:
+    """Unscales what a loss leaves in the parameters of optimizers that its backward pass is not for.
+
+    A generator's loss reaches the discriminator, which an engine of its own trains: there the gradients add up as they do in
+    plain torch, in that engine's window. One that is not finite skips the step of the optimizer that would read it.
+
+    Args:
+        prepared: the other optimizers, of whatever engine.
+    """
+
+    def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
+        self._prepared = prepared
+        self._stashed: list[tuple[PreparedOptimizer, list[Tensor], list[Tensor | None]]] = []
+
+    @untraced
+    def stash(self, own: Iterable[Tensor]) -> None:
+        """Before the backward pass: set aside what is there, but for the parameters that the pass is for."""
+        seen = set(map(id, own))
+        for one in self._prepared:
+            members = map(one.masters.model_param_of, params_of(one.optimizer))
+            parameters = list({id(p): p for p in members if id(p) not in seen}.values())
+            seen.update(map(id, parameters))
+            self._stashed.append((one, parameters, list(map(detached_from_bucket, gradients_of(parameters)))))
+            _put(parameters, [None] * len(parameters))
+
+    @untraced
+    def rollback(self) -> None:
+        """Everything as it was before :meth:`stash`; what has been written since is dropped."""
+        for _, parameters, grads in self._stashed:
+            _put(parameters, grads)
+        self._stashed.clear()
+
+    @untraced
+    def accumulate(self, scale: Tensor) -> list[tuple[PreparedOptimizer, Tensor]]:
+        """Unscale the new gradients and add what was set aside. An optimizer that got none is left as it was.
+
+        Args:
+            scale: what the loss was multiplied by.  # f32[]
+
+        Returns:
+            The optimizers that got gradients, each with 1 if one of them is not finite.  # f32[]
+        """
+        reached: list[tuple[PreparedOptimizer, Tensor]] = []
+        while self._stashed:
+            one, parameters, grads = self._stashed.pop(0)
+            fresh = gradients_of(parameters)
+            _put(parameters, grads)
+            if not are_none(fresh):
+                reached.append((one, _add(one, parameters, fresh, scale)))
+        return reached
+
+
+def _put(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
+def _add(
+    one: PreparedOptimizer, parameters: list[Tensor], fresh: list[Tensor | None], scale: Tensor
+) -> Tensor:
+    """Unscale gradients of a backward pass and add them to those of the window; whether one is not finite.  # f32[]"""
+    one.recover()
+    pairs = one.pairs_for_backward()
+    window, found_inf = one.window, torch.zeros_like(one.found_inf)
+    held = gradients_of(parameters)
+    _put(parameters, fresh)
+    wanted = set(map(id, parameters))
+    own = ParamPairs(pair for pair in pairs if id(pair.model) in wanted)
+    accumulator = GradAccumulator(
+        scale.reciprocal().to(found_inf.device),
+        found_inf,
+        kernels_for([one.optimizer], own.main_params),
+        one.masters.grad_buffers,
+    )
+    if isinstance(window, Scaled):
+        # Nothing unscaled is added to what waits scaled: it joins what was set aside for that.
+        accumulator.accumulate(own, window.stashed)
+        unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
+        _put(parameters, held)
+        worst = torch.maximum(window.found_inf, found_inf)
+        one.set_window(rearmed(replace(window, found_inf=worst, stashed={**window.stashed, **unscaled})))
+    else:
+        accumulator.accumulate(
+            own, {id(p): grad for p, grad in zip(parameters, held, strict=True) if grad is not None}
+        )
+        one.set_window(after_backward(window, pairs, found_inf))
+    return found_inf
+
+
 class UnmanagedGrads:
     """Unscales the gradients that a scaled loss leaves in parameters of the models that the engine does not step.
 
-    Their own optimizer, not prepared or of another engine, would step gradients 65,536 times too large. They take no part in
+    Their own optimizer, which was not prepared, would step gradients 65,536 times too large. They take no part in
     ``found_inf`` and norms: an inf in one keeps no optimizer from stepping.
 
     Args:
@@ -247,7 +342,6 @@ class UnmanagedGrads:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
-        self._prepared: list[weakref.ref[PreparedOptimizer]] = []
         self._found: list[Tensor] = []
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
@@ -262,17 +356,17 @@ class UnmanagedGrads:
         self._models.append(model)
         self._known_pairs = []
 
-    def add_optimizer(self, prepared: PreparedOptimizer) -> None:
-        """Leave the parameters of an optimizer to it."""
-        self._prepared.append(weakref.ref(prepared))
-
     @untraced
-    def stash(self) -> None:
-        """Before a backward pass: set aside what is there, unless it waits scaled."""
+    def stash(self, prepared: Iterable[PreparedOptimizer]) -> None:
+        """Before a backward pass: set aside what is there, unless it waits scaled.
+
+        Args:
+            prepared: the optimizers whose parameters are left to them.
+        """
         # Where none is left, somebody has called zero_grad() in the middle of a window.
         waits = self._stashed is not None and any(grad is not None for grad in gradients_of(self._found))
         stashed = dict(zip(map(id, self._found), self._stashed or (), strict=False)) if waits else {}
-        self._search()
+        self._search(prepared)
         self._stashed = [stashed[id(p)] if id(p) in stashed else _taken_off(p) for p in self._found]
 
     @untraced
@@ -298,9 +392,8 @@ class UnmanagedGrads:
             total = before[id(parameter)]
             parameter.grad = grad if total is None else total + grad
 
-    def _search(self) -> None:
+    def _search(self, prepared: Iterable[PreparedOptimizer]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
-        prepared = [one for ref in self._prepared if (one := ref()) is not None]
         pairs = [one.table().pairs_of(one.window.pairs) for one in prepared]
         if _same(pairs, self._known_pairs) and _same(_values(self._tables), self._values):
             return
