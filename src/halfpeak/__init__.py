@@ -32,6 +32,8 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.memory_report import Memory
 from halfpeak.engine.prepare import prepare
+from halfpeak.insight.diagnosis import diagnose
+from halfpeak.insight.report import Diagnosis
 from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.state.clip import ClipNorm, ClipValue
 
@@ -47,6 +49,7 @@ __all__ = [
     "ClosureError",
     "ConfigError",
     "ConfigTypeError",
+    "Diagnosis",
     "Engine",
     "GradScaler",
     "HalfpeakError",
@@ -64,5 +67,6 @@ __all__ = [
     "StateError",
     "StepResult",
     "amp",
+    "diagnose",
     "prepare",
 ]

@@ -28,7 +28,10 @@ ELSEWHERE = {
     "engine/graphs/cuda_graph.py": "tests/engine",
     "engine/sync.py": "tests/distributed",
     "optim/wrapper.py": "tests/optim",
+    "insight/diagnosis.py": "tests/insight",
     "insight/extras.py": "tests/insight",
+    "insight/replay.py": "tests/insight",
+    "insight/trace.py": "tests/insight",
     "recipes/device.py": "tests/cli",
     "runner/hook_list.py": "tests/runner",
     "shim/cuda_on_cpu.py": "tests/shim",
@@ -99,6 +102,8 @@ class AmpRun(Run):
 CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager[Any]]]] = {
     "forward O1": (Run, "O1", lambda run: run.engine.forward()),
     "forward O2": (Run, "O2", lambda run: run.engine.forward()),
+    "replay O1": (Run, "O1", lambda run: run.engine.replay()),
+    "replay O2": (Run, "O2", lambda run: run.engine.replay()),
     "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty())),
     "scaled in a loop of others": (
         Run,

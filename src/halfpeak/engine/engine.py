@@ -31,7 +31,7 @@ from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
-from halfpeak.engine.model_hooks import hook_forward, hook_loads
+from halfpeak.engine.model_hooks import hook_forward, hook_loads, owner_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.engine.state_dict import (
     load_loop_state,
@@ -116,6 +116,7 @@ class Engine:
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._optimizers = tuple(optimizers) if config.engine_steps else ()
         self._synchronised = True
+        self._is_replaying = False
         self.compiled_step: CompiledStep | None = None
 
     # Training.
@@ -133,13 +134,30 @@ class Engine:
         """
         config = self.context.config
         with ExitStack() as stack:
-            if not is_dynamo_compiling():
+            counts = not self._is_replaying
+            if counts and not is_dynamo_compiling():
                 self.context.stats.begin_forward()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
-            self._synchronised = wrapped is None or config.accumulation.is_boundary(self.micro_step)
+            synchronised = counts and (wrapped is None or config.accumulation.is_boundary(self.micro_step))
+            if counts:
+                self._synchronised = synchronised
             if wrapped is not None:
-                stack.enter_context(synchronising(wrapped, self._synchronised))
+                stack.enter_context(synchronising(wrapped, synchronised))
             yield
+
+    @contextmanager
+    def replay(self) -> Generator[None]:
+        """Forward passes that do not count: casts are on, and the engine takes no note of what its models do.
+
+        For tools that run a batch once more, such as :func:`halfpeak.diagnose`. What the body does to weights, gradients and
+        buffers is its own affair. :meth:`forward` inside it only casts; there is no :meth:`backward` and no :meth:`step`.
+        """
+        before, self._is_replaying = self._is_replaying, True
+        try:
+            with casts_on(self.context.casting if self.context.config.policy.per_op else None):
+                yield
+        finally:
+            self._is_replaying = before
 
     @traced_inline
     def backward(
@@ -161,6 +179,7 @@ class Engine:
 
     @untraced
     def _backward(self, loss: Tensor, loss_id: int, optimizers: Optimizers, kwargs: Any) -> None:
+        self._refuse_in_replay("backward()")
         divisor = self.context.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
             loss = loss / divisor
@@ -207,6 +226,7 @@ class Engine:
         Raises:
             OrderError: an optimizer was not prepared by any engine.
         """
+        self._refuse_in_replay("scaled()")
         prepared = self.context.prepared if optimizers is None else _prepared_anywhere(optimizers)
         return self.context.train_step.backward(
             loss, self.scaler(loss_id), prepared, delay=delay, on_found_inf=on_found_inf
@@ -244,6 +264,7 @@ class Engine:
     def _step(
         self, closure: Callable[[], Any] | None, optimizers: Optimizers, *, keep_gradients: bool
     ) -> StepResult:
+        self._refuse_in_replay("step()")
         prepared, every = self._prepared_of(optimizers), self.context.config.accumulation.every
         if every > 1 and len(prepared) < len(self.context.prepared):
             raise OrderError(
@@ -630,7 +651,14 @@ class Engine:
 
     def _catch_up(self) -> None:
         """What models do before they compute."""
-        self.context.catch_up()
+        if not self._is_replaying:
+            self.context.catch_up()
+
+    def _refuse_in_replay(self, call: str) -> None:
+        if self._is_replaying:
+            raise OrderError(
+                f"engine.{call} was called in a replay, which only computes; return the loss and leave it out"
+            )
 
     def _prepared_of(self, optimizers: Optimizers) -> list[PreparedOptimizer]:
         """Those of the given optimizers, each once, in their order; None means all.
@@ -653,6 +681,12 @@ class Engine:
                     f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
                 )
         return list({id(optimizer): known[id(optimizer)] for optimizer in wanted}.values())
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that has prepared a model, or None."""
+    owner = owner_of(model)
+    return owner if isinstance(owner, Engine) else None
 
 
 def _prepared_anywhere(optimizers: Iterable[Optimizer] | Optimizer) -> list[PreparedOptimizer]:

@@ -40,17 +40,29 @@ def hook_forward(model: nn.Module, catch_up: Callable[[], None]) -> RemovableHan
     return handle
 
 
+def owner_of(model: nn.Module) -> object:
+    """The object whose method :func:`hook_forward` has put on the model, or None."""
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, BeforeForward)]
+    return hooks[0].owner if hooks else None
+
+
 class _WeakHook:
     """A hook that holds the object of a method weakly. A deep copy or a pickle of the model lets go of it."""
 
     def __init__(self, method: Callable[[], None] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+        self._method: weakref.WeakMethod[Any] | None = None if method is None else weakref.WeakMethod(method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WeakHook:
         return type(self)(None)
 
     def __reduce__(self) -> tuple[type[_WeakHook], tuple[None]]:
         return type(self), (None,)
+
+    @property
+    def owner(self) -> object:
+        """The object of the method, or None if it does not exist any more."""
+        method = None if self._method is None else self._method()
+        return None if method is None else method.__self__
 
     def _call(self) -> None:
         method = None if self._method is None else self._method()

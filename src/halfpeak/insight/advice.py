@@ -1,0 +1,76 @@
+"""What to write when something is not finite: advice that fits the level and can be followed."""
+
+from __future__ import annotations
+
+import torch
+
+from halfpeak.core.policy import Policy
+
+
+def suggestion_for(
+    where: str,
+    module: str,
+    tensor: str,
+    reason: str,
+    value: float,
+    *,
+    dtype: str,
+    operation: str,
+    policy: Policy,
+    level: str,
+    largest_scale: float | None,
+) -> str:
+    """One or two sentences; see :class:`halfpeak.Diagnosis` for the arguments."""
+    name = f"'{module}'" if module else "the model"
+    if reason != "overflow":
+        return _for_fault(where, name, tensor, reason, operation)
+    size = f"{value:.3g} is beyond what {dtype} holds ({torch.finfo(getattr(torch, dtype)).max:.3g})"
+    keep = f'Write halfpeak.prepare(..., "{level}", keep_fp32=["{module}"])'
+    wider = _wider(policy)
+    if where == "input":
+        return f"{tensor}: {size}. Scale the data down before the model{wider}."
+    if where == "loss":
+        return f"The loss: {size}. Compute it in float32: loss_function(output.float(), target)."
+    if where == "weight":
+        return f"{name}.{tensor}: {size}. {keep}{wider}; weight decay keeps weights from growing so far."
+    if where == "backward":
+        if largest_scale is None:
+            advice = "No loss scale helps. "
+        else:
+            advice = (
+                f"A loss scale of {largest_scale:g} fits this batch; a dynamic scale finds it, or write "
+                f"scale=halfpeak.ScaleConfig(ceiling={largest_scale!r}). "
+            )
+        return advice + (f"{keep}{wider}." if module else f"Compute the loss in float32{wider}.")
+    if not module:
+        return f"{size[0].upper()}{size[1:]}. Compute that part of forward in float32{wider}."
+    return f"{size[0].upper()}{size[1:]}. {keep}{wider}."
+
+
+def _wider(policy: Policy) -> str:
+    """The level with the range of float32, where this one has not got it."""
+    if policy.compute is not torch.float16 and policy.param is not torch.float16:
+        return ""
+    return ', or use bfloat16 ("O4")' if policy.per_op else ', or use bfloat16 ("O5")'
+
+
+def _for_fault(where: str, name: str, tensor: str, reason: str, operation: str) -> str:
+    if where == "input":
+        return f"The batch itself is not finite ({tensor} holds {reason}). Check the data; torch.isfinite(x).all() finds it."
+    if where == "weight":
+        return (
+            f"{name}.{tensor} itself holds {reason}. Go back to a checkpoint from before. Steps with such gradients are "
+            "skipped, so something else has written this weight."
+        )
+    if where == "loss":
+        return f"All outputs are finite, and the loss is {reason} in float32, too: look for a log, root or division in it."
+    if where == "backward":
+        of = f" of {operation}" if operation else ""
+        return (
+            f"The derivative{of} in {name} is {reason} in float32, too: no loss scale helps. Roots, norms and logarithms have "
+            "infinite slopes at zero: add a small number inside of them."
+        )
+    return (
+        f"{name} makes {reason} of finite numbers in float32, too: no precision helps. Look for a logarithm, root, division "
+        "or an empty mean, or a row that is masked as a whole."
+    )

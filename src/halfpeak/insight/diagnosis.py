@@ -1,0 +1,411 @@
+"""diagnose: which module made a loss or a gradient not finite, and whether float32 would have been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.casting.modules import convert_network, hook_boundary, hook_norms, is_prepared
+from halfpeak.core.errors import ConfigTypeError, OrderError
+from halfpeak.core.levels import resolve
+from halfpeak.core.policy import Policy
+from halfpeak.engine.engine import Engine, engine_of
+from halfpeak.insight.advice import suggestion_for
+from halfpeak.insight.replay import Float32, RandomState, stand_ins, undisturbed
+from halfpeak.insight.report import Diagnosis, Frame, Reason, Where
+from halfpeak.insight.trace import Event, Key, Summary, Trace, Tracer
+from halfpeak.state.loss_scaler import scale_loss
+
+Closure = Callable[[], Tensor]
+"""Computes and returns the loss of the batch in question."""
+
+AROUND = 4
+"""How many calls before and after the guilty one a report shows."""
+
+SMALLEST_EXPONENT = -14
+"""Of the loss scales that are tried, as :class:`~halfpeak.ScaleConfig` has it: with less, gradients of one are subnormal."""
+
+
+def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") -> Diagnosis:
+    """Replay a batch and name the first module that makes something of it not finite, and what to do about it.
+
+    Forward and backward pass run as in training, under the same loss scale, and once more in float32 from the masters, which
+    tells an overflow (float32 is finite there) from a fault. Everything is as before afterwards: weights, gradients, the
+    open window, batch-norm statistics, random generators, loss scale and counters; also when the closure raises.
+
+    Takes a few passes and the memory of two copies of the weights, one in float32. Compiled models run uncompiled, and ranks do
+    not wait for each other.
+
+    Args:
+        run: an engine, or the model that it prepared, through whichever front end; or a model that was not prepared,
+            which is then converted for the time of the call.
+        closure: computes and returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts
+            are on.
+        level: for a model that was not prepared: the opt level to try.
+
+    Returns:
+        A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None where all is finite.
+
+    Raises:
+        ConfigTypeError: not an engine or a module, or the closure returns no scalar tensor.
+        OrderError: the engine of the model does not exist any more.
+
+    Example:
+        >>> import torch, halfpeak
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> _ = torch.nn.init.constant_(model[0].weight, 200.0)
+        >>> x = torch.full((2, 4), 100.0)
+        >>> found = halfpeak.diagnose(model, lambda: model(x).mean(), level="O2")
+        >>> found.where, found.module, found.tensor, found.reason
+        ('forward', '0', 'output[0]', 'overflow')
+    """
+    if isinstance(run, Engine):
+        subject = _of_engine(run)
+    elif isinstance(run, nn.Module):
+        model = _unwrapped(run)
+        engine = engine_of(model)
+        subject = _of_model(model, level) if engine is None else _of_engine(engine)
+    else:
+        raise ConfigTypeError(
+            f"{type(run).__name__} is neither an engine nor a module; write halfpeak.diagnose(engine, closure)"
+        )
+    with undisturbed() as random_state:
+        replay = _Replay(subject, closure, random_state)
+        low = replay.trace()
+        if low.is_finite:
+            return Diagnosis(frames=_frames(low, None))
+        wide = replay.trace(float32=True)
+        return _verdict(low, wide, replay)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is replayed.
+
+    Attributes:
+        models: whose modules are named.
+        policy: in which dtype things are.
+        level: its name.
+        scale: what the loss is multiplied by.
+        value: from a parameter to its value in float32.
+        computing: the context of a forward pass as in training.
+    """
+
+    models: Sequence[nn.Module]
+    policy: Policy
+    level: str
+    scale: Tensor
+    value: Callable[[nn.Parameter], Tensor]
+    computing: Callable[[], AbstractContextManager[Any]]
+
+
+def _of_engine(engine: Engine) -> _Subject:
+    divisor = engine.config.accumulation.divisor(engine.micro_step)
+    return _Subject(
+        engine.models,
+        engine.policy,
+        engine.config.properties.opt_level or "O0",
+        engine.scale / divisor,
+        lambda parameter: _or_else(engine.masters.value_of(parameter), parameter),
+        engine.replay,
+    )
+
+
+def _of_model(model: nn.Module, level: str) -> _Subject:
+    inner: Any = model
+    while type(inner).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        inner = getattr(model, "_orig_mod", None) or inner.module
+    if is_prepared(inner):
+        raise OrderError(
+            f"this {type(inner).__name__} was prepared; write halfpeak.diagnose(engine, closure)"
+        )
+    properties = resolve(level)
+    policy = properties.policy()
+
+    @contextmanager
+    def computing() -> Generator[None]:
+        handles: list[RemovableHandle] = []
+        try:
+            if policy.param is not None:
+                convert_network(model, policy.param, policy.norms)
+            handles += [*hook_boundary(model, policy), *hook_norms(model, policy)]
+            with casts_on(OpCasts(policy.compute) if policy.per_op and policy.compute is not None else None):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    scale = properties.scale_config(None).start(next((p.device for p in model.parameters()), None)).scale
+    return _Subject([model], policy, level, scale, _itself, computing)
+
+
+def _itself(parameter: nn.Parameter) -> Tensor:
+    return parameter
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of ``torch.compile`` and ``DistributedDataParallel``."""
+    inner: Any = model
+    while type(inner).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        inner = inner._orig_mod if type(inner).__name__ == "OptimizedModule" else inner.module
+    return inner
+
+
+def _or_else(value: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    return parameter if value is None else value
+
+
+class _Replay:
+    """Runs the closure in one way or another, from the same random numbers."""
+
+    def __init__(self, subject: _Subject, closure: Closure, random_state: RandomState) -> None:
+        self.subject = subject
+        self._closure = closure
+        self._random_state = random_state
+
+    def trace(self, *, float32: bool = False, unmasked: frozenset[Key] = frozenset()) -> Trace:
+        """What a run was: as in training, or in float32.
+
+        Args:
+            float32: everything in it. The trace is then cut short where the closure raises, as it may with dtypes of its own.
+            unmasked: inputs of modules that get ones for what is not finite in them.
+        """
+
+        def replace(key: Key, tensor: Tensor) -> Tensor:
+            return torch.where(tensor.isfinite(), tensor, 1.0) if key in unmasked else tensor
+
+        with self._running(float32=float32) as models:
+            tracer = Tracer(models, replace=replace if unmasked else None)
+            with tracer.watching():
+                try:
+                    loss = self._loss()
+                    tracer.see_loss(loss)
+                    if bool(loss.detach().isfinite().all()):
+                        tracer.backward(scale_loss(loss, self.subject.scale))
+                except Exception:
+                    if not float32:
+                        raise
+            return tracer.finish()
+
+    def fits(self, exponent: int) -> bool:
+        """Whether all gradients of weights are finite under a loss scale of 2**exponent."""
+        with self._running() as models:
+            scale_loss(self._loss(), torch.full_like(self.subject.scale, 2.0**exponent)).backward()
+            grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+            return all(bool(grad.isfinite().all()) for grad in grads)
+
+    @contextmanager
+    def _running(self, *, float32: bool = False) -> Generator[Sequence[nn.Module]]:
+        subject = self.subject
+        self._random_state.restore()
+        with ExitStack() as stack:
+            value = subject.value if float32 else _itself
+            stack.enter_context(stand_ins(subject.models, value, dtype=torch.float32 if float32 else None))
+            stack.enter_context(torch.enable_grad())
+            if float32:
+                stack.enter_context(Float32())
+            stack.enter_context(subject.computing())
+            yield subject.models
+
+    def _loss(self) -> Tensor:
+        loss: Any = self._closure()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ConfigTypeError(f"the closure returned {shown}; it must return the loss, a scalar tensor")
+        return loss
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """What is blamed.
+
+    Attributes:
+        where: of the report.
+        module: of the report.
+        tensor: of the report.
+        event: what was seen there.
+    """
+
+    where: Where
+    module: str
+    tensor: str
+    event: Event
+
+
+def _verdict(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
+    suspect = _suspect(low, wide, replay)
+    inside = _wide_events(suspect, wide)
+    if inside:
+        reason, value = _reason(inside)
+    else:  # float32 did not get there: a closure with dtypes of its own
+        summary = suspect.event.summary
+        low_overflow = summary is not None and summary.dtype == "float16" and not summary.nan
+        reason, value = (
+            ("overflow" if low_overflow else "nan" if summary and summary.nan else "inf"),
+            math.nan,
+        )
+    scale = None
+    if suspect.where == "backward" and reason == "overflow":
+        scale = _largest_scale(replay)
+    return Diagnosis(
+        where=suspect.where,
+        module=suspect.module,
+        tensor=suspect.tensor,
+        reason=reason,
+        value=value,
+        suggestion=suggestion_for(
+            suspect.where,
+            suspect.module,
+            suspect.tensor,
+            reason,
+            value,
+            dtype=suspect.event.summary.dtype if suspect.event.summary else "",
+            operation=suspect.event.operation,
+            policy=replay.subject.policy,
+            level=replay.subject.level,
+            largest_scale=scale,
+        ),
+        largest_scale=scale,
+        frames=_frames(low, suspect.event),
+    )
+
+
+def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
+    """The first event that is not finite, but for those that do no harm."""
+    bad = [event for event in low.events if not event.is_finite]
+    if wide.is_finite:  # what float32 has as well, and yet is finite in the end, is a mask or its like
+        harmless = {event.key for event in wide.events if not event.is_finite}
+        bad = [event for event in bad if event.key not in harmless]
+    plain = [event for event in bad if event.summary is not None and not event.summary.is_mask_like]
+    forward = [event for event in plain if event.kind in ("input", "weight", "output", "loss")]
+    first = forward[0] if forward else None
+    if first is None or first.kind == "loss":
+        # Minus infinity may have gone all the way: what nobody has made finite again.
+        masks = [event for event in bad if event.summary is not None and event.summary.is_mask_like]
+        first = next((event for event in masks if not _is_absorbed(event, low)), first)
+    if first is None:
+        first = plain[0] if plain else bad[0] if bad else None
+    if first is None:
+        # A gradient that is not finite, and no derivative that made it: a hook of the user's on a weight.
+        return _Suspect("backward", "", "grad_output[0]", low.loss or low.events[-1])
+    if first.kind == "output":
+        first = _mask_behind(first, low, replay) or first
+    return _blame(first, low)
+
+
+def _blame(event: Event, low: Trace) -> _Suspect:
+    key, kind = event.key, event.kind
+    if kind == "loss":
+        return _Suspect("loss", "", "loss", event)
+    if kind == "weight":
+        return _Suspect("weight", key.module, key.tensor, event)
+    if kind == "output":
+        return _Suspect("forward", key.module, key.tensor, event)
+    if kind == "input":
+        parent = None if event.call is None else event.call.parent
+        if parent is None:
+            return _Suspect("input", key.module, key.tensor, event)
+        child = key.module.removeprefix(f"{parent.module}.") if parent.module else key.module
+        return _Suspect("forward", parent.module, f"{child}.{key.tensor}", event)
+    return _Suspect("backward", key.module, key.tensor, event)
+
+
+def _is_absorbed(event: Event, low: Trace) -> bool:
+    """Whether a module that was given this tensor made something finite of it."""
+    calls = [e.call for e in low.events if e.kind == "input" and e.data == event.data]
+    outputs = [e for e in low.events if e.kind == "output" and any(e.call is call for call in calls)]
+    return bool(outputs) and all(e.is_finite for e in outputs)
+
+
+def _mask_behind(output: Event, low: Trace, replay: _Replay) -> Event | None:
+    """The minus infinity that an output comes from, or None where the module is to blame: that is tried."""
+    inputs = [e for e in low.events if e.call is output.call and e.kind == "input" and not e.is_finite]
+    if not inputs:
+        return None
+    tried = replay.trace(float32=True, unmasked=frozenset(e.key for e in inputs))
+    found = tried.find(output.key)
+    if found is None or not found.is_finite:
+        return None
+    makers = [e for e in low.events if e.kind in ("output", "input") and e.data == inputs[0].data]
+    return makers[0]
+
+
+def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
+    event = suspect.event
+    if suspect.where != "backward":
+        found = wide.find(event.key)
+        return [] if found is None else [found]
+    if event.call is None:
+        return [e for e in wide.events if e.key == event.key and e.kind in ("grad_output", "grad_input")]
+    inside = wide.gradients_of(event.key.module, event.key.call)
+    same = [e for e in inside if e.key.tensor == event.key.tensor and e.operation == event.operation]
+    return same or inside
+
+
+def _reason(events: Sequence[Event]) -> tuple[Reason, float]:
+    summaries = [event.summary for event in events if event.summary is not None]
+    largest = max((summary.largest for summary in summaries), default=0.0)
+    if any(summary.nan for summary in summaries):
+        return "nan", math.nan
+    if any(not summary.is_finite for summary in summaries):
+        return "inf", math.inf
+    return "overflow", largest
+
+
+def _largest_scale(replay: _Replay) -> float | None:
+    """The largest power of two under which every gradient is finite; None if there is none."""
+    below, above = SMALLEST_EXPONENT - 1, math.ceil(math.log2(float(replay.subject.scale)))
+    while above - below > 1:
+        middle = (above + below) // 2
+        if replay.fits(middle):
+            below = middle
+        else:
+            above = middle
+    return None if below < SMALLEST_EXPONENT else 2.0**below
+
+
+def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
+    """The calls around the guilty one, in order: its neighbours among those that call nothing themselves."""
+    calls = [call for call in trace.calls if not call.recomputed]
+    parents = {id(call.parent) for call in calls}
+    blamed = None if guilty is None else guilty.call
+    if guilty is not None and blamed is None:
+        blamed = next(
+            (call for call in calls if call.module == guilty.key.module and guilty.key.module), None
+        )
+    shown = [call for call in calls if call is blamed or id(call) not in parents]
+    at = next((index for index, call in enumerate(shown) if call is blamed), len(shown) - 1)
+    if guilty is None:
+        start, end = 0, len(shown)
+    else:
+        start, end = max(0, at - AROUND), at + AROUND + 1
+    by_call: dict[int, list[Event]] = {}
+    weights: dict[str, list[Event]] = {}
+    for event in trace.events:
+        if event.kind == "weight":
+            weights.setdefault(event.key.module, []).append(event)
+        elif event.call is not None:
+            by_call.setdefault(id(event.call), []).append(event)
+    frames: list[Frame] = []
+    for call in shown[start:end]:
+        seen = [*weights.get(call.module, []), *by_call.get(id(call), [])]
+        seen.sort(key=lambda event: _ORDER[event.kind])
+        # Of several gradients of one name, the first that is not finite.
+        tensors: dict[str, Summary] = {}
+        for event in sorted(seen, key=lambda event: not event.is_finite, reverse=True):
+            if event.summary is not None:
+                tensors.setdefault(event.key.tensor, event.summary)
+        tensors = {event.key.tensor: tensors[event.key.tensor] for event in seen if event.summary is not None}
+        frames.append(Frame(call.module, call.kind, call.number, tensors, is_guilty=call is blamed))
+    return tuple(frames)
+
+
+_ORDER: Final = {"input": 0, "weight": 1, "output": 2, "grad_output": 3, "grad_input": 4, "loss": 5}

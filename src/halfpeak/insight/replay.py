@@ -1,0 +1,179 @@
+"""Running a batch again so that nothing of it remains: stand-ins for weights, fixed random numbers, and all in float32."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfpeak.casting.tree import cast_arguments
+from halfpeak.core.dtypes import LOW
+
+Value = Callable[[nn.Parameter], Tensor]
+"""What stands in for a parameter."""
+
+
+@contextmanager
+def stand_ins(
+    models: Iterable[nn.Module], value: Value, *, dtype: torch.dtype | None = None
+) -> Generator[None]:
+    """Run the body with copies in the place of every parameter and buffer; whatever it does to these is gone afterwards.
+
+    The parameters themselves are not touched: gradients, versions, and hooks of wrappers such as
+    ``DistributedDataParallel`` know nothing of the body. Hooks on a parameter's gradient hold for its copy.
+
+    Args:
+        models: their modules get the originals back, in every case.
+        value: from a parameter to the tensor whose copy stands in.
+        dtype: of low copies; None leaves them as they are.
+    """
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    copies: dict[int, Any] = {}
+    kept: list[tuple[nn.Module, dict[str, Any]]] = []
+    grads = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
+    try:
+        for parameter, _ in grads:
+            parameter.grad = None
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                if isinstance(module, nn.RNNBase):
+                    own = vars(module)
+                    kept.append(
+                        (module, {n: own[n] for n in ("_flat_weights", "_flat_weight_refs") if n in own})
+                    )
+                both: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for table in both:
+                    tables.append((table, dict(table)))
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            table[name] = _copied(tensor, value, dtype, copies)
+        yield
+    finally:
+        for table, originals in tables:
+            table.clear()
+            table.update(originals)
+        for module, held in kept:
+            vars(module).update(held)
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def _copied(tensor: Tensor, value: Value, dtype: torch.dtype | None, copies: dict[int, Any]) -> Tensor:
+    """The stand-in of a tensor, the same one wherever it is shared."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # what shards or packs itself, or has no storage yet
+        return tensor
+    if id(tensor) not in copies:
+        source = value(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        copy = source.detach().clone()
+        if dtype is not None and copy.dtype in LOW:
+            copy = copy.to(dtype)
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            for hook in (tensor._backward_hooks or {}).values():
+                copy.register_hook(hook)
+        vars(copy).update(vars(tensor))
+        copies[id(tensor)] = copy
+    copy: Tensor = copies[id(tensor)]
+    return copy
+
+
+class Float32(TorchDispatchMode):
+    """Everything in the body computes in float32 where it would have been float16 or bfloat16.
+
+    Below autograd and below autocast, whatever asks for a low dtype is given float32, and low operands are upcast: so casts
+    at boundaries, per operation and in the user's own code are all without effect, in forward and in backward.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` without low dtypes."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in LOW:
+            kwargs["dtype"] = torch.float32
+        if not func._schema.is_mutable:
+            args, kwargs = cast_arguments(args, kwargs, _upcast)
+        return func(*args, **kwargs)
+
+
+def _upcast(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW else tensor
+
+
+class RandomState:
+    """The state of every random generator that a model may draw from: Python's, numpy's, and torch's on every device.
+
+    >>> state = RandomState()
+    >>> first = torch.rand(2)
+    >>> state.restore()
+    >>> bool((torch.rand(2) == first).all())
+    True
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy.random")
+        self._numpy = None if numpy is None else numpy.get_state()
+        self._cpu = torch.get_rng_state()
+        self._device: list[Tensor] = []
+        self._module: Any = None
+        if torch.accelerator.is_available():
+            module = torch.get_device_module(torch.accelerator.current_accelerator())
+            if not hasattr(module, "is_initialized") or module.is_initialized():
+                self._module = module
+                self._device = [
+                    module.get_rng_state(index) for index in range(torch.accelerator.device_count())
+                ]
+
+    def restore(self) -> None:
+        """Go back to where the generators were."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        for index, state in enumerate(self._device):
+            self._module.set_rng_state(state, index)
+
+
+@contextmanager
+def undisturbed() -> Generator[RandomState]:
+    """Run the body uncompiled, without talking to other ranks, and put the random generators back."""
+    state = RandomState()
+    with ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(_without_synchronisation())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield state
+
+
+@contextmanager
+def _without_synchronisation() -> Generator[None]:
+    """Keep every ``DistributedDataParallel`` that is called in the body from collectives, as in its ``no_sync``."""
+    found: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+    names = ("require_backward_grad_sync", "require_forward_param_sync")
+
+    def before(module: nn.Module, args: Any) -> None:
+        if id(module) not in found and all(name in vars(module) for name in names):
+            found[id(module)] = module, {name: vars(module)[name] for name in names}
+            vars(module).update(dict.fromkeys(names, False))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(before)
+    try:
+        with warnings.catch_warnings():
+            # Of a hook that fires once more for a compiled module, which does no harm here.
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+            yield
+    finally:
+        handle.remove()
+        for module, held in found.values():
+            vars(module).update(held)

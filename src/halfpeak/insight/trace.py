@@ -1,0 +1,447 @@
+"""One forward and backward pass as events in order: what each call of a module was given, held and made, and each gradient.
+
+Nothing of the model is replaced: forward hooks look at what goes in and out, and hooks on the nodes of autograd's graph at
+every single gradient, so that a sum over several uses hides nothing. A node belongs to the innermost call that made it, by the
+sequence numbers that autograd gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from halfpeak.casting.suspend import disable_casts
+from halfpeak.casting.tree import map_tree
+
+Kind = Literal["input", "weight", "output", "grad_output", "grad_input", "loss"]
+"""What an event is about."""
+
+
+class Key(NamedTuple):
+    """Names one tensor of a run, the same in a run of another precision.
+
+    Attributes:
+        module: qualified name; empty outside of every call.
+        call: how many calls of this module came before.
+        tensor: such as ``"output[0]"``.
+    """
+
+    module: str
+    call: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is remembered of a tensor.
+
+    Attributes:
+        dtype: such as ``"float16"``.
+        shape: its sizes.
+        smallest: magnitude, among elements that are finite and not zero; 0 if there is none.
+        largest: magnitude, among elements that are finite.
+        zeros: share of elements that are zero.
+        nan: whether an element is not a number.
+        posinf: whether an element is plus infinity.
+        neginf: whether an element is minus infinity.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float
+    largest: float
+    zeros: float
+    nan: bool
+    posinf: bool
+    neginf: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is."""
+        return not (self.nan or self.posinf or self.neginf)
+
+    @property
+    def is_mask_like(self) -> bool:
+        """Whether minus infinity is all that is not finite, as in a mask that is added to scores."""
+        return self.neginf and not (self.nan or self.posinf)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: qualified name.
+        kind: name of its class.
+        number: how many calls of this module came before.
+        parent: the call around it, or None.
+        first: autograd's sequence number when it began.
+        last: and when it ended; None while it runs, or where it raised.
+        thread: in which it ran.
+        recomputed: whether a checkpointed block ran it again, in the backward pass.
+    """
+
+    module: str
+    kind: str
+    number: int
+    parent: Call | None
+    first: int
+    thread: int
+    recomputed: bool
+    last: int | None = None
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that was looked at.
+
+    Attributes:
+        kind: what it is.
+        key: its name.
+        call: of which it is a part; None outside of every call.
+        data: address and version of the tensor, to find it again where another module is given it.
+        operation: the derivative that made a gradient, such as ``"Sqrt"``.
+        summary: what was seen; filled in when the run is over.
+    """
+
+    kind: Kind
+    key: Key
+    call: Call | None
+    data: tuple[int, int] = (0, 0)
+    operation: str = ""
+    summary: Summary | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is."""
+        return self.summary is None or self.summary.is_finite
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a run was.
+
+    Attributes:
+        events: in the order in which they happened.
+        calls: in the order in which they began.
+        loss: its event; None if the closure raised.
+        grads_finite: whether all gradients of weights are; None without a backward pass.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    loss: Event | None = None
+    grads_finite: bool | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients of weights are."""
+        return self.loss is not None and self.loss.is_finite and self.grads_finite is not False
+
+    def find(self, key: Key) -> Event | None:
+        """The first event of that name."""
+        return next((event for event in self.events if event.key == key), None)
+
+    def gradients_of(self, module: str, call: int) -> list[Event]:
+        """What was seen of the gradients inside one call."""
+        kinds = ("grad_output", "grad_input")
+        return [e for e in self.events if e.kind in kinds and (e.key.module, e.key.call) == (module, call)]
+
+
+Replace = Callable[[Key, Tensor], Tensor]
+"""Gives what a module is to be given in place of an input."""
+
+
+class Tracer:
+    """Records a :class:`Trace`.
+
+    Args:
+        models: what is looked at.
+        replace: asked for every input of every module; None leaves them.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None = None) -> None:
+        self.trace = Trace()
+        self._models = models
+        self._names = _names_of(models)
+        self._replace = replace
+        self._stack: list[Call] = []
+        self._counts: dict[tuple[str, bool], int] = {}
+        self._flags: list[tuple[Event, Tensor, torch.dtype, tuple[int, ...]]] = []
+        self._nodes: set[Node] = set()
+        self._in_backward = False
+        self._weights = _weights_of(models)
+        self._owners = {id(weight): (name, attribute) for name, attribute, weight in self._weights}
+        self._checked: set[int] = set()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Have hooks on every module in the body."""
+        modules = {id(module): module for model in self._models for module in model.modules()}
+        with ExitStack() as stack:
+            for module in modules.values():
+                for handle in (
+                    module.register_forward_pre_hook(self._before, with_kwargs=True),
+                    module.register_forward_hook(self._after, with_kwargs=True),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    def backward(self, scaled: Tensor) -> None:
+        """Run the backward pass of a scaled loss and look at every gradient on its way."""
+        if not scaled.requires_grad:
+            return
+        self._in_backward = True
+        self._hook_nodes([scaled])
+        scaled.backward()
+        grads = [weight.grad for _, _, weight in self._weights if weight.grad is not None]
+        self.trace.grads_finite = all(_all_finite(grad) for grad in grads)
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Take note of what the closure returned."""
+        self.trace.loss = self._see("loss", Key("", 0, "loss"), None, loss)
+
+    def finish(self) -> Trace:
+        """Read what was seen. Waits for the device."""
+        for event, packed, dtype, shape in self._flags:
+            smallest, largest, zeros, nan, posinf, neginf = packed.tolist()
+            event.summary = Summary(
+                str(dtype).removeprefix("torch."),
+                shape,
+                smallest,
+                largest,
+                zeros,
+                nan > 0,
+                posinf > 0,
+                neginf > 0,
+            )
+        self._flags.clear()
+        self._nodes.clear()
+        return self.trace
+
+    # Forward.
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = self._names[id(module)]
+        # A module of several names goes by the one that lies inside the module that calls it.
+        parent = self._stack[-1] if self._stack else None
+        name = next((n for n in names if parent is not None and n.startswith(f"{parent.module}.")), names[0])
+        number = self._counts.get((name, self._in_backward), 0)
+        self._counts[name, self._in_backward] = number + 1
+        thread, first = threading.get_ident(), torch.autograd._get_sequence_nr()
+        call = Call(name, type(module).__name__, number, parent, first, thread, self._in_backward)
+        self._stack.append(call)
+        if self._in_backward:
+            return None
+        self.trace.calls.append(call)
+        inputs = [
+            *_named(args, "input"),
+            *(item for k, v in kwargs.items() for item in _named_in(v, f"input[{k!r}]")),
+        ]
+        for tensor_name, tensor in inputs:
+            self._see("input", Key(name, number, tensor_name), call, tensor)
+        for owner, attribute, weight in self._weights:
+            if owner == name and id(weight) not in self._checked:
+                self._see_weight(owner, attribute, weight, call)
+        if self._replace is None:
+            return None
+        known = {id(tensor): Key(name, number, tensor_name) for tensor_name, tensor in inputs}
+        replace = self._replace
+
+        def replaced(leaf: Any) -> Any:
+            return replace(known[id(leaf)], leaf) if id(leaf) in known else leaf
+
+        return map_tree(args, replaced), map_tree(kwargs, replaced)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Calls that raised, and checkpoints that stop early, are still on the stack.
+        while self._stack and self._stack[-1].module not in self._names[id(module)]:
+            self._stack.pop()
+        if not self._stack:
+            return
+        call = self._stack.pop()
+        call.last = torch.autograd._get_sequence_nr()
+        outputs = list(
+            _named_in(output, "output[0]") if isinstance(output, Tensor) else _named(output, "output")
+        )
+        if self._in_backward:
+            # The block of a reentrant checkpoint: its graph exists from here on, and for a moment.
+            self.trace.calls.append(call)
+            if not self._stack:
+                self._hook_nodes([tensor for _, tensor in outputs])
+            return
+        for owner, attribute, weight in self._weights:
+            # What no call of its own has used, such as the output projection inside of an attention.
+            if id(weight) not in self._checked and owner.startswith(f"{call.module}." if call.module else ""):
+                self._see_weight(owner, attribute, weight, call)
+        for name, tensor in outputs:
+            self._see("output", Key(call.module, call.number, name), call, tensor)
+
+    def _see_weight(self, owner: str, attribute: str, weight: Tensor, call: Call) -> None:
+        self._checked.add(id(weight))
+        self._see("weight", Key(owner, 0, attribute), call, weight)
+
+    def _see(self, kind: Kind, key: Key, call: Call | None, tensor: Tensor, operation: str = "") -> Event:
+        event = Event(kind, key, call, _data(tensor), operation)
+        self.trace.events.append(event)
+        packed = _packed(tensor)
+        if packed is not None:
+            self._flags.append((event, packed, tensor.dtype, tuple(tensor.shape)))
+        return event
+
+    # Backward.
+
+    def _hook_nodes(self, tensors: Sequence[Tensor]) -> None:
+        """Look at what every node of the graph behind ``tensors`` is given and gives."""
+        thread, recomputed = threading.get_ident(), bool(self._nodes)
+        calls = [c for c in self.trace.calls if c.thread == thread and c.recomputed == recomputed]
+        waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in self._nodes:
+                continue
+            self._nodes.add(node)
+            following = [after for after, _ in node.next_functions if after is not None]
+            waiting += following
+            node.register_hook(self._looks_at(node, calls))
+
+    def _looks_at(self, node: Any, calls: list[Call]) -> Callable[[Any, Any], None]:
+        variable = getattr(node, "variable", None)
+        operation = node.name().removesuffix("0").removesuffix("Backward")
+        if isinstance(variable, Tensor):
+            name, attribute = self._owners.get(id(variable), ("", "grad"))
+            key, call = Key(name, 0, f"{attribute}.grad"), None
+            names: list[str] = []
+        else:
+            number = node._sequence_nr()
+            call = _innermost(calls, number)
+            module, count = ("", 0) if call is None else (call.module, call.number)
+            key = Key(module, count, "grad_output[0]")
+            names = [self._gradient_name(after, call, i) for i, (after, _) in enumerate(node.next_functions)]
+
+        def look(made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+            with torch.no_grad(), disable_casts():
+                for grad in given:
+                    if grad is not None:
+                        self._see("grad_output", key, call, grad, operation)
+                for name, grad in zip(names, made, strict=False):
+                    if grad is not None:
+                        self._see("grad_input", key._replace(tensor=name), call, grad, operation)
+
+        return look
+
+    def _gradient_name(self, node: Any, call: Call | None, index: int) -> str:
+        """Whose gradient it is that goes to a node: a weight's, or that of an input."""
+        for _ in range(8):  # transposed, cast and viewed on the way
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                return f"{self._owners.get(id(variable), ('', 'input'))[1]}.grad"
+            if (
+                node is None
+                or len(node.next_functions) != 1
+                or call is None
+                or node._sequence_nr() < call.first
+            ):
+                break
+            node = node.next_functions[0][0]
+        return f"grad_input[{index}]"
+
+
+def _names_of(models: Sequence[nn.Module]) -> dict[int, list[str]]:
+    """All names of every module; the model itself has none."""
+    names: dict[int, list[str]] = {}
+    for number, model in enumerate(models):
+        prefix = "" if len(models) == 1 else f"model {number}: "
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(prefix + name)
+    return names
+
+
+def _weights_of(models: Sequence[nn.Module]) -> list[tuple[str, str, Tensor]]:
+    """(module, attribute, tensor) of every parameter and floating-point buffer, each once."""
+    found: dict[int, tuple[str, str, Tensor]] = {}
+    for number, model in enumerate(models):
+        prefix = "" if len(models) == 1 else f"model {number}: "
+        for name, module in model.named_modules():
+            for attribute, tensor in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ):
+                if tensor.is_floating_point():
+                    found.setdefault(id(tensor), (prefix + name, attribute, tensor))
+    return list(found.values())
+
+
+def _named(value: Any, what: str) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in a value, with names such as ``output[0]``, ``output['logits']``, ``output.loss``."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_in(item, f"{what}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named_in(item, f"{what}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for part in dataclasses.fields(value):
+            yield from _named_in(getattr(value, part.name, None), f"{what}.{part.name}")
+
+
+def _named_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield name, value
+    else:
+        yield from _named(value, name)
+
+
+def _innermost(calls: Sequence[Call], number: int) -> Call | None:
+    """The call during which autograd gave a sequence number: the last to begin of those that had not ended."""
+    inside = [c for c in calls if c.first <= number and (c.last is None or number < c.last)]
+    return inside[-1] if inside else None
+
+
+def _data(tensor: Tensor) -> tuple[int, int]:
+    try:
+        return tensor.data_ptr(), tensor._version
+    except RuntimeError:  # without storage, or made in inference mode
+        return id(tensor), 0
+
+
+def _packed(tensor: Tensor) -> Tensor | None:
+    """What a :class:`Summary` holds, as one tensor on the device.  # f64[6]"""
+    if tensor.layout is not torch.strided:
+        if not tensor.is_sparse:
+            return None
+        tensor = tensor.coalesce().values()
+    if tensor.numel() == 0 or tensor.is_meta:
+        return None
+    with torch.no_grad(), disable_casts():
+        value = tensor.detach()
+        value = torch.view_as_real(value) if value.is_complex() else value
+        value = value if value.dtype is torch.float64 else value.float()
+        size = value.abs()
+        finite = size.isfinite()
+        largest = torch.where(finite, size, 0.0).amax()
+        smallest = torch.where(finite & (size > 0), size, torch.inf).amin()
+        smallest = torch.where(smallest.isfinite(), smallest, 0.0)
+        parts = [
+            smallest,
+            largest,
+            (size == 0).double().mean(),
+            value.isnan().any(),
+            (value == torch.inf).any(),
+            (value == -torch.inf).any(),
+        ]
+        return torch.stack([part.double() for part in parts])
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    packed = _packed(tensor)
+    return packed is None or not bool(packed[3:].any())
