@@ -19,7 +19,7 @@ from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
 from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.insight.advice import suggestion_for
-from halfpeak.insight.replay import Float32, RandomState, stand_ins, undisturbed
+from halfpeak.insight.replay import Float32, stand_ins, undisturbed
 from halfpeak.insight.report import Diagnosis, Frame, Reason, Where
 from halfpeak.insight.trace import Event, Key, Summary, Trace, Tracer
 from halfpeak.state.loss_scaler import scale_loss
@@ -77,8 +77,8 @@ def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") ->
         raise ConfigTypeError(
             f"{type(run).__name__} is neither an engine nor a module; write halfpeak.diagnose(engine, closure)"
         )
-    with undisturbed() as random_state:
-        replay = _Replay(subject, closure, random_state)
+    with undisturbed(subject.models) as rewind:
+        replay = _Replay(subject, closure, rewind)
         low = replay.trace()
         if low.is_finite:
             return Diagnosis(frames=_frames(low, None))
@@ -166,10 +166,10 @@ def _or_else(value: Tensor | None, parameter: nn.Parameter) -> Tensor:
 class _Replay:
     """Runs the closure in one way or another, from the same random numbers."""
 
-    def __init__(self, subject: _Subject, closure: Closure, random_state: RandomState) -> None:
+    def __init__(self, subject: _Subject, closure: Closure, rewind: Callable[[], None]) -> None:
         self.subject = subject
         self._closure = closure
-        self._random_state = random_state
+        self._rewind = rewind
 
     def trace(self, *, float32: bool = False, unmasked: frozenset[Key] = frozenset()) -> Trace:
         """What a run was: as in training, or in float32.
@@ -205,7 +205,7 @@ class _Replay:
     @contextmanager
     def _running(self, *, float32: bool = False) -> Generator[Sequence[nn.Module]]:
         subject = self.subject
-        self._random_state.restore()
+        self._rewind()
         with ExitStack() as stack:
             value = subject.value if float32 else _itself
             stack.enter_context(stand_ins(subject.models, value, dtype=torch.float32 if float32 else None))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfpeak.casting.tree import cast_arguments
 from halfpeak.core.dtypes import LOW
+from halfpeak.state import random_state
 
 Value = Callable[[nn.Parameter], Tensor]
 """What stands in for a parameter."""
@@ -109,51 +110,21 @@ def _upcast(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW else tensor
 
 
-class RandomState:
-    """The state of every random generator that a model may draw from: Python's, numpy's, and torch's on every device.
-
-    >>> state = RandomState()
-    >>> first = torch.rand(2)
-    >>> state.restore()
-    >>> bool((torch.rand(2) == first).all())
-    True
-    """
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else numpy.get_state()
-        self._cpu = torch.get_rng_state()
-        self._device: list[Tensor] = []
-        self._module: Any = None
-        if torch.accelerator.is_available():
-            module = torch.get_device_module(torch.accelerator.current_accelerator())
-            if not hasattr(module, "is_initialized") or module.is_initialized():
-                self._module = module
-                self._device = [
-                    module.get_rng_state(index) for index in range(torch.accelerator.device_count())
-                ]
-
-    def restore(self) -> None:
-        """Go back to where the generators were."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for index, state in enumerate(self._device):
-            self._module.set_rng_state(state, index)
-
-
 @contextmanager
-def undisturbed() -> Generator[RandomState]:
-    """Run the body uncompiled, without talking to other ranks, and put the random generators back."""
-    state = RandomState()
+def undisturbed(models: Iterable[nn.Module]) -> Generator[Callable[[], None]]:
+    """Run the body uncompiled and without talking to other ranks.
+
+    Returns:
+        Puts the random generators back to where they were, as it is done at the end.
+    """
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    rewind = partial(random_state.restore, random_state.capture(devices))
     with ExitStack() as stack:
-        stack.callback(state.restore)
+        stack.callback(rewind)
         stack.enter_context(_without_synchronisation())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield state
+        yield rewind
 
 
 @contextmanager
