@@ -95,7 +95,7 @@ def test_every_network_in_a_model_is_connected_again(two: Seen) -> None:
     ("name", "text"),
     [
         ("own_group", "ParameterError: DistributedDataParallel with a process group of its own"),
-        ("shards", "ParameterError: the parameters are sharded (FSDP)"),
+        ("shards", "ParameterError: parameter 0.weight is sharded and gathered in torch.float32"),
         ("two_passes", "OrderError: the gradients were not reduced over the ranks"),
     ],
 )

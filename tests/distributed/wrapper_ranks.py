@@ -136,7 +136,7 @@ def resumed(kind: str) -> dict[str, Any]:
 
 
 def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
-    """FSDP2; the gradient of one shard only is made infinite, by hand, where a rank alone would see it."""
+    """FSDP2; the gradient of one shard only is infinite, where a rank alone would see it."""
     from torch.distributed.fsdp import fully_shard  # slow, and four ranks do without
 
     model = make()
@@ -151,10 +151,11 @@ def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
         x, y = batch(i, None)
         with wrapper.optim_context(model):
             loss = mse_loss(model(x).float(), y)
+            if i == poisoned:
+                # Until the backward pass the weights are whole: this is one element of rank 0's.
+                loss = loss + next(model.parameters()).flatten()[0] * torch.inf
         wrapper.backward(wrapper.scale_loss(loss))
         if wrapper.should_update():
-            if i == poisoned and dist.get_rank() == 1:
-                wrapper._engine.context.prepared[0].found_inf.fill_(1)  # type: ignore[union-attr]
             wrapper.step()
             wrapper.zero_grad()
             skipped.append(float(wrapper.last_result.found_inf))  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ LAYER = {
     "casting": 2,
     "fused": 2,
     "checkpoint": 2,
+    "distributed": 3,
     "engine": 3,
     "amp": 4,
     "optim": 4,
@@ -30,6 +31,7 @@ TOP = LAYER["engine"]
 """``import halfpeak`` itself reaches up to the engine."""
 
 SIDEWAYS = {
+    ("engine", "distributed"): "an engine steps what fully_shard has sharded",
     ("runner", "optim"): "a Runner drives an OptimWrapper",
     ("recipes", "insight"): "a ready job shows its own history",
     ("cli", "shim"): "halfpeak run installs a shim around a script",

@@ -9,7 +9,7 @@ import pytest
 
 from laws.source import Module, for_types_only, imports, modules
 
-QUIET = ("core", "ops", "state", "casting", "checkpoint", "engine", "fused")
+QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that return results and never report them."""
 
 SPEAKING = ("amp", "cli", "insight")
@@ -32,6 +32,8 @@ HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextV
 """Calls that make state, whatever the name says."""
 
 DISTRIBUTED = {
+    "distributed/fsdp.py": "fully_shard is torch's, by level",
+    "ops/shards.py": "found_inf and norms over the ranks that hold parts of one tensor",
     "state/found_inf.py": "one all-reduce of found_inf per step",
     "shim/cuda_on_cpu.py": "a script's nccl becomes gloo while the CPU plays its device",
     "shim/apex_impl/collectives.py": "apex.parallel.Reducer and flat_dist_call are collectives",

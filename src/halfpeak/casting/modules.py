@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.policy import NormRule, Policy
+from halfpeak.ops.shards import is_shard
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -68,7 +69,9 @@ def convert_network(network: nn.Module, dtype: torch.dtype, norms: NormRule = "b
 
 
 def is_convertible(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`convert_module` would cast this tensor."""
+    """Whether :func:`convert_module` would cast this tensor. A shard is cast by what gathers it."""
+    if is_shard(tensor):
+        return False
     if dtype is torch.float32:
         return tensor.is_floating_point() and tensor.dtype in (*LOW, torch.float32, torch.float64)
     return tensor.dtype in LOW or tensor.dtype is torch.float32

@@ -25,6 +25,7 @@ from halfpeak.engine.model_hooks import hook
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.engine.validation import check_models, check_optimizers, check_remainders
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import Clip, parse_clip
 from halfpeak.state.found_inf import FoundInfReducer, Group, is_multi_rank
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -60,7 +61,8 @@ def prepare(
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 
-    Call it after the models are on their device and before ``DistributedDataParallel`` or ``torch.compile`` wraps them.
+    Call it after the models are on their device, before ``DistributedDataParallel`` or ``torch.compile`` wraps them, and after
+    :func:`halfpeak.distributed.fully_shard`, whose float32 shards stay what the optimizer steps.
     Everything is checked first: a refused call leaves models and optimizers as they were.
 
     Args:
@@ -154,7 +156,7 @@ def build(
     """
     policy = config.policy
     check_models(models, policy)
-    check_optimizers(optimizers, models)
+    check_optimizers(optimizers, models, policy)
     check_remainders(optimizers, policy)
     casting: AbstractContextManager[Any] = nullcontext()
     if policy.per_op and policy.compute is not None:
@@ -248,6 +250,8 @@ def _convert(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
     if policy.param is None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
+        if is_shard(tensor):
+            continue
         undo.callback(setattr, tensor, "data", tensor.data)
         if tensor.grad is not None:
             undo.callback(setattr, tensor.grad, "data", tensor.grad.data)

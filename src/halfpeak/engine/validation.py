@@ -14,6 +14,7 @@ from halfpeak.casting.modules import is_prepared
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.policy import Policy
+from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.fused.base import FusedOptimizer
@@ -65,17 +66,18 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
                 raise ParameterError(
                     f"parameter {name} has no shape yet (lazy module); run one forward pass before preparing"
                 )
+        check_shards(model, policy)
     if len({id(model) for model in models}) != len(models):
         raise ParameterError("the same model was passed twice")
 
 
-def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
+def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], policy: Policy) -> None:
     """Check the optimizers.
 
     Raises:
         ConfigTypeError: not an optimizer.
         OrderError: prepared before.
-        ParameterError: none of its parameters belongs to the models.
+        ParameterError: none of its parameters belongs to the models; or it shards its state, where it is to step masters.
     """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -87,6 +89,13 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
             raise OrderError(
                 f"{type(optimizer).__name__} was prepared before; call engine.remove() on its engine first, or build a "
                 "new optimizer"
+            )
+        if policy.masters and any(
+            cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__
+        ):
+            raise ParameterError(
+                "ZeroRedundancyOptimizer steps the parameters by an optimizer of its own, which would never see float32 "
+                "masters; shard the model by halfpeak.distributed.fully_shard(model, level) and pass a plain optimizer"
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if models and parameters and not any(id(parameter) in known for parameter in parameters):

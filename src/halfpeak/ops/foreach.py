@@ -2,7 +2,8 @@
 
 Tensors are grouped by device and dtype first. What those kernels do not take (sparse gradients, complex ones, bfloat16
 on an accelerator) is viewed, upcast, or handed to the reference. On the CPU a large gradient is unscaled and added chunk by
-chunk, so that memory is read and written once and not three times.
+chunk, so that memory is read and written once and not three times. Of shards (``DTensor``) the kernels get the local memory,
+and what is found or summed is reduced over their meshes: every rank must make the same calls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.torch_compat import is_on_host, read_host
-from halfpeak.ops import reference
+from halfpeak.ops import reference, shards
 
 CHUNK = 2**16
 """Elements of a large tensor that are unscaled at a time, so that they stay in the cache."""
@@ -31,6 +32,10 @@ _AMP_DTYPES = (torch.float32, torch.float16, torch.float64)
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """``grad = grad * inv_scale`` in place; see :func:`halfpeak.ops.reference.unscale_`."""
+    if shards.has_shards(grads):
+        unscale_(shards.local_of(grads), inv_scale, found_inf)
+        shards.reduce_found_inf_(found_inf, grads)
+        return
     groups, rest = _sorted(grads)
     _unscale_(groups, inv_scale, found_inf)
     if rest:
@@ -72,6 +77,10 @@ def accumulate_(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
+    if shards.has_shards(grads):
+        accumulate_(shards.local_of(into), shards.local_of(grads), inv_scale, found_inf)
+        shards.reduce_found_inf_(found_inf, grads)
+        return
     into, grads = _without_large(_accumulate_chunks, into, grads, inv_scale, found_inf)
     fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
     together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
@@ -85,6 +94,10 @@ def accumulate_(
 
 def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf`` to 1 if any element is not finite; see :func:`halfpeak.ops.reference.check_`."""
+    if shards.has_shards(tensors):
+        check_(shards.local_of(tensors), found_inf)
+        shards.reduce_found_inf_(found_inf, tensors)
+        return
     groups, rest = _sorted(tensors)
     for device, dtype, group in groups:
         _check_group_(group, device, dtype, found_inf)
@@ -108,6 +121,8 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
+    if shards.has_shards(grads):
+        return shards.global_norm(grads, norm_type, global_norm)
     home = grads[0].device if grads else None
     whole: list[Tensor] = []
     if norm_type != 2:
@@ -120,11 +135,16 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """``grad = grad * factor`` in place; see :func:`halfpeak.ops.reference.scale_`."""
+    grads = shards.local_of(grads) if shards.has_shards(grads) else grads
     _scale_(*_sorted(grads), factor)
 
 
 def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale down to a norm; see :func:`halfpeak.ops.reference.clip_norm_`.  # f32[]"""
+    if shards.has_shards(grads):
+        norm = global_norm(grads, norm_type)
+        scale_(grads, reference.clip_coef(norm, max_norm))
+        return norm
     groups, rest = _sorted(grads)
     home = grads[0].device if grads else None
     norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
@@ -137,6 +157,10 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp every element to ``[-limit, limit]``; see :func:`halfpeak.ops.reference.clamp_`."""
+    if shards.has_shards(grads):
+        # Element by element: a sum over ranks that is outstanding is taken by the tensors themselves.
+        reference.clamp_(grads, limit)
+        return
     groups, rest = _sorted(grads)
     for _, _, group in groups:
         torch._foreach_clamp_min_(group, -limit)
@@ -255,9 +279,7 @@ def _norm(
         return torch.zeros((), device=home)
     home = norms[0].device
     together = norms if len(groups) + len(rest) == 1 else [norm.to(home) for norm in norms]
-    norm = torch.linalg.vector_norm(torch.stack(together), norm_type)
-    # Over shards (DTensor) it is known in parts, and everything that follows takes a plain tensor.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(torch.stack(together), norm_type)
 
 
 def _scale_(groups: Sequence[_Group], rest: Sequence[Tensor], factor: Tensor) -> None:

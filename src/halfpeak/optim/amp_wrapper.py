@@ -44,7 +44,7 @@ class AmpOptimWrapper(OptimWrapper):
             :class:`~halfpeak.ScaleConfig`.
         dtype: the low dtype, by name or as a dtype; None means torch's own for the device (float16 on CUDA, bfloat16 on
             a CPU).
-        use_fsdp: gradients are shards, so all ranks agree on skipping a step. Found by itself under FSDP2.
+        use_fsdp: gradients are shards, so all ranks agree on skipping a step. Shards of FSDP2 do so without it.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
     Raises:

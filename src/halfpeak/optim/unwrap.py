@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError
 from halfpeak.engine.validation import wrapper_of
@@ -23,25 +22,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def has_shards(optimizer: Optimizer) -> bool:
-    """Whether the optimizer steps shards (DTensor), of which each rank has its own."""
-    return any(
-        hasattr(parameter, "full_tensor") for group in optimizer.param_groups for parameter in group["params"]
-    )
-
-
 def check_can_convert(model: nn.Module) -> None:
     """Check that the parameters of ``model`` may change their dtype.
 
     Raises:
-        ParameterError: they are sharded, or ``DistributedDataParallel`` reduces them in a group of its own.
+        ParameterError: FSDP1 has flattened them, or ``DistributedDataParallel`` reduces them in a group of its own.
     """
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) or any(
-        "FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()
-    ):
+    if any("FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()):
         raise ParameterError(
-            "the parameters are sharded (FSDP) and cannot change their dtype any more; write opt_level='O1' or 'O4', or "
-            "AmpOptimWrapper"
+            "FSDP1 has flattened the parameters, and they cannot change their dtype any more; shard the model by "
+            "halfpeak.distributed.fully_shard(model, level), or write opt_level='O1' or 'O4', or AmpOptimWrapper"
         )
     for wrapped in _distributed(model):
         try:

@@ -24,7 +24,7 @@ from halfpeak.optim.accumulation import BackwardCounts, CountsAccumulation
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, message_hub
 from halfpeak.optim.resume_state import ResumableWrapper
-from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.found_inf import FoundInfReducer
 
 
@@ -215,7 +215,7 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         self._put_buffers(engine)
 
     def _reducer(self) -> FoundInfReducer:
-        return FoundInfReducer("world" if has_shards(self.optimizer) else None)
+        return FoundInfReducer()
 
     def _build(self) -> Engine:
         return build(self._config(), [], [self.optimizer], reducer=self._reducer())

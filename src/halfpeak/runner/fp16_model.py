@@ -28,9 +28,11 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.engine.validation import check_models, check_optimizers, wrapper_of
-from halfpeak.optim.unwrap import check_can_convert, has_shards, reconnect, unwrap
+from halfpeak.ops.shards import has_shards
+from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.state.clip import Clip
 from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.masters import params_of
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights, float32 masters. ``"autocast"``: float32 weights, operations cast one by one."""
@@ -177,7 +179,7 @@ def build_fp16_engine(
         # The decorators cast at the places the model chose, so nothing may be cast at its boundary.
         policy = Policy(masters=True)
         check_models([inner], policy)
-        check_optimizers([optimizer], [inner])
+        check_optimizers([optimizer], [inner], policy)
         wrap_fp16_model(inner, mode=mode, dtype=dtype)
     config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip)
     engine = build(config, [inner], [optimizer], reducer=reducer)
@@ -230,5 +232,5 @@ def reduces_itself(model: nn.Module, optimizer: Optimizer) -> bool:
             return True
         inner = next(iter(model.children()), model) if wrapper_of(model) else model
         if inner is model:
-            return has_shards(optimizer)
+            return has_shards(params_of(optimizer))
         model = inner

@@ -18,7 +18,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.engine.engine import Engine
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.amp_wrapper import numbers_of
-from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
 from halfpeak.runner.fp16_model import (
@@ -146,7 +146,7 @@ class Fp16OptimizerHook(OptimizerHook):
             dtype=self.dtype,
             scale=self._scale,
             clip=self._engine_clip,
-            reducer=FoundInfReducer("world" if self._reduces or has_shards(optimizer) else None),
+            reducer=FoundInfReducer("world" if self._reduces else None),
         )
         if self._reduces:
             # No wrapper makes the ranks equal at the start. Averaged gradients keep them equal.

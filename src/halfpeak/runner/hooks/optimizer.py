@@ -32,13 +32,12 @@ from halfpeak.optim import resume_state
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.registry import keywords_of, unknown_key
-from halfpeak.optim.unwrap import has_shards, unwrap
+from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.hooks.arguments import require_count, require_flag
 from halfpeak.state.clip import Clip
-from halfpeak.state.found_inf import FoundInfReducer
 
 
 @HOOKS.register_module()
@@ -207,8 +206,7 @@ class OptimizerHook(Hook):
         config = EngineConfig(
             properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._engine_clip
         )
-        reducer = FoundInfReducer("world" if has_shards(optimizer) else None)
-        return build(config, [unwrap(runner.model)], [optimizer], reducer=reducer)
+        return build(config, [unwrap(runner.model)], [optimizer])
 
     def _backward(self, runner: RunnerView, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
         """Backward; with ``delay`` the gradients stay scaled and unreduced until the pass that ends the window."""

@@ -1,0 +1,8 @@
+"""Training over several ranks with torch's own engines.
+
+>>> from halfpeak.distributed import fully_shard
+"""
+
+from halfpeak.distributed.fsdp import fully_shard
+
+__all__ = ["fully_shard"]

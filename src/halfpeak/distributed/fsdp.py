@@ -1,0 +1,209 @@
+"""FSDP2 by opt level: what torch's ``fully_shard`` is told, and what can be prepared of a model that it has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfpeak.casting.modules import is_kept_fp32, is_prepared
+from halfpeak.core.dtypes import LOW, is_low
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
+from halfpeak.core.levels import resolve
+from halfpeak.core.policy import NormRule, Policy
+from halfpeak.ops.shards import is_shard
+
+Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
+"""A class of modules, the name of one, the name of a module in its model; or several of them."""
+
+
+def fully_shard(
+    model: nn.Module,
+    level: str = "O2",
+    *,
+    mesh: Any = None,
+    blocks: Blocks | None = None,
+    reshard_after_forward: bool | int = True,
+    offload: Any = None,
+    norms: NormRule = "all",
+    **options: Any,
+) -> nn.Module:
+    """Shard a float32 model over the ranks with torch's FSDP2, so that the shards are the masters of an opt level.
+
+    Call it first, then build the optimizer over ``model.parameters()``, then call :func:`halfpeak.prepare` with the same
+    level. At O2, O3 and O5 the weights that a forward pass gathers are low, gradients are reduced in float32, and what the
+    optimizer steps are float32 shards: ``prepare`` converts no parameter and makes no copy of one. Normalisation layers that
+    a level keeps in float32 are gathered in float32, the ones of a block together.
+
+    Args:
+        model: float32 parameters, on the device or on ``meta``; sharded in place.
+        level: ``"O0"`` to ``"O5"``. At O0, O1 and O4 everything stays float32.
+        mesh: a ``DeviceMesh`` of one dimension (shards) or two (replicas, shards); None takes all ranks.
+        blocks: what is gathered at a time. None takes the repeated blocks: modules with submodules that have a sibling of
+            their class, the outermost ones.
+        reshard_after_forward: free the gathered weights after the forward pass, and gather them again for the backward pass.
+        offload: True keeps shards, gradients and moments in host memory; or an ``OffloadPolicy`` of torch's.
+        norms: which layers stay float32; as in :func:`halfpeak.prepare`.
+        options: others of ``torch.distributed.fsdp.fully_shard``, but ``mp_policy``, which the level gives.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: an unknown level, ``mp_policy``, no process group, or a block that the model does not have.
+        OrderError: the model was prepared, or sharded, before.
+        ParameterError: it has low parameters, of which no float32 shards can be made.
+
+    Example:
+        A script that ``torchrun --nproc-per-node 2`` starts::
+
+            torch.distributed.init_process_group()
+            model = halfpeak.distributed.fully_shard(Net().to(device), "O2")
+            optimizer = torch.optim.AdamW(model.parameters())
+            engine = halfpeak.prepare(model, optimizer, "O2", clip=1.0)
+    """
+    policy = resolve(level).policy(norms=norms)
+    _check(model, policy, options)
+    chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
+    # Slow to import, and nothing but this needs it.
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    if not isinstance(offload, OffloadPolicy):
+        # Without an accelerator there is nothing to pin memory for.
+        offload = (
+            CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offload else OffloadPolicy()
+        )
+    shared: dict[str, Any] = {
+        **options,
+        "mesh": mesh,
+        "offload_policy": offload,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    low = policy.param if policy.param in LOW and not policy.per_op else None
+    of_weights = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
+    for module in (*reversed(chosen), model):
+        kept = [] if low is None else _unsharded_norms(module, policy.norms)
+        if module in kept:
+            torch_fully_shard(module, mp_policy=MixedPrecisionPolicy(), **shared)
+            continue
+        if kept:
+            torch_fully_shard(kept, mp_policy=MixedPrecisionPolicy(), **shared)
+        torch_fully_shard(module, mp_policy=of_weights, **shared)
+    return model
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the parameters of ``module``."""
+    return callable(getattr(module, "set_requires_gradient_sync", None))
+
+
+def check_shards(model: nn.Module, policy: Policy) -> None:
+    """Check that sharded parameters are float32 and are gathered in the dtype that the policy stores.
+
+    Raises:
+        ParameterError: they are not. Nothing that is sharded changes its dtype.
+    """
+    if policy.param not in LOW:
+        return
+    for name, dtype, expected in _gathered_dtypes(model, policy):
+        if dtype is None:
+            raise ParameterError(
+                f"parameter {name} is a DTensor that no fully_shard gathers, so it cannot become {policy.param}; call "
+                "halfpeak.distributed.fully_shard(model, level) after parallelize_module, or use level 'O1' or 'O4'"
+            )
+        if dtype is not expected:
+            raise ParameterError(
+                f"parameter {name} is sharded and gathered in {dtype}, and this level computes with it in {expected}; shard "
+                "the float32 model by halfpeak.distributed.fully_shard(model, level), with the level and norms= of prepare"
+            )
+
+
+def _gathered_dtypes(
+    model: nn.Module, policy: Policy
+) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
+    """Name, dtype when gathered (None where FSDP2 does not gather it) and the dtype it should have, of every shard."""
+    gathering: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        parent = gathering.get(path.rpartition(".")[0]) if path else None
+        gathering[path] = module if is_fully_sharded(module) else parent
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_shard(parameter):
+                owner = gathering[path]
+                low = None if owner is None else owner._get_fsdp_state()._mp_policy.param_dtype
+                dtype = None if owner is None else low or parameter.dtype
+                expected = torch.float32 if is_kept_fp32(module, policy.norms) else policy.param
+                yield f"{path}.{name}".lstrip("."), dtype, expected
+
+
+def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"{type(model).__name__} is not a torch.nn.Module; pass a module")
+    if "mp_policy" in options:
+        raise ConfigError("mp_policy= is what the level gives; leave it out, or call torch's fully_shard")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "fully_shard needs torch.distributed; call torch.distributed.init_process_group first, and start the script "
+            "with torchrun"
+        )
+    if is_prepared(model):
+        raise OrderError(
+            f"{type(model).__name__} was prepared before it was sharded, so its optimizer would step parameters that are no "
+            "longer part of it; call fully_shard first, then build the optimizer, then call halfpeak.prepare"
+        )
+    if any(is_fully_sharded(module) for module in model.modules()):
+        raise OrderError(
+            f"{type(model).__name__} is sharded already; call fully_shard once, on the whole model"
+        )
+    low = next((name for name, parameter in model.named_parameters() if is_low(parameter)), None)
+    if low is not None and policy.param in LOW:
+        raise ParameterError(
+            f"parameter {low} is low, and float32 shards are what the optimizer steps; call model.float() before fully_shard"
+        )
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules with submodules and parameters that have a sibling of their class."""
+    found: list[nn.Module] = []
+    for module in model.children():
+        alike = [other for other in model.children() if type(other) is type(module)]
+        is_block = (
+            len(alike) > 1 and any(True for _ in module.children()) and any(True for _ in module.parameters())
+        )
+        found += [module] if is_block else _repeated_blocks(module)
+    return found
+
+
+def _named_blocks(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    wanted = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
+    found: dict[str, nn.Module] = {}
+    for one in wanted:
+        matching = {
+            name: module
+            for name, module in model.named_modules()
+            if module is not model
+            and (isinstance(module, one) if isinstance(one, type) else one in (name, type(module).__name__))
+        }
+        if not matching:
+            known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ConfigError(f"blocks={one!r} is no part of {type(model).__name__}; its modules are {known}")
+        found.update(matching)
+    return [module for name, module in model.named_modules() if name in found]
+
+
+def _unsharded_norms(module: nn.Module, norms: NormRule) -> list[nn.Module]:
+    """The layers below ``module``, itself included, that stay float32 and are not sharded yet."""
+    return [
+        one
+        for one in module.modules()
+        if is_kept_fp32(one, norms)
+        and not is_fully_sharded(one)
+        and any(True for _ in one.parameters(recurse=False))
+    ]

@@ -1,0 +1,282 @@
+"""The ranks of ``test_sharded.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import halfpeak
+from distributed.launching import fork_ranks
+from halfpeak import amp
+from halfpeak.distributed import fully_shard
+from halfpeak.optim import ApexOptimWrapper
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed")
+FRONT_ENDS = ("amp", "GradScaler", "wrapper")
+STEPS = 6
+BATCH = 16
+
+
+class Block(nn.Module):
+    """A residual block; ``recomputed`` recomputes it in the backward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.register_buffer("shift", torch.full((width,), 0.25))
+        self.recomputed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputed:
+            return checkpoint(self.compute, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.shift
+
+
+class Net(nn.Module):
+    """Uneven sizes, so that ranks hold shards of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step))
+
+
+def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
+    """The model on its mesh, and how many parts of the batch there are."""
+    ranks, model = dist.get_world_size(), net()
+    if layout == "replicas":
+        return fully_shard(
+            model, level, mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copy", "part"))
+        ), ranks
+    if layout == "tensor parallel":
+        mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], plan)  # type: ignore[arg-type]
+        return fully_shard(model, level, mesh=mesh["data"]), 1
+    for block in model.blocks:
+        block.recomputed = layout == "checkpointed"
+    return fully_shard(model, level, offload=layout == "offload"), ranks
+
+
+def train(
+    model: nn.Module, level: str, every: int, poisoned: bool, *, part: int, parts: int, wrapped: bool
+) -> dict[str, Any]:
+    """Train on this rank's part of each batch. In the second step the loss of part 0 is inf where it is poisoned."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=every, clip=0.5, scale=scale)
+    outcomes: list[bool] = []
+    norms: list[float] = []
+    for step in range(STEPS * every):
+        with engine.forward(model if wrapped else None):
+            loss = model(batch(step).chunk(parts)[part]).float().square().mean()
+        engine.backward(loss * float("inf") if poisoned and part == 0 and step == every else loss)
+        result = engine.step()
+        if result.boundary:
+            outcomes.append(result.stepped())
+            assert result.grad_norm is not None
+            norms.append(float(result.grad_norm))
+    return {
+        "values": {name: full(value) for name, value in model.state_dict().items()},
+        "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+        "masters": len(engine.masters),
+        "scale": engine.read_scale(),
+        "outcomes": outcomes,
+        "norms": norms,
+    }
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def one_process(level: str, every: int, poisoned: bool) -> dict[str, Any]:
+    """The same training on whole batches, without ranks."""
+    return train(net(), level, every, poisoned, part=0, parts=1, wrapped=False)
+
+
+def several(rank: int, level: str, layout: str, every: int, poisoned: bool) -> dict[str, Any]:
+    model, parts = sharded(level, layout)
+    return train(model, level, every, poisoned, part=rank % parts, parts=parts, wrapped=True)
+
+
+def cases() -> Iterator[tuple[str, str, int, bool]]:
+    """Level, layout, passes per step, whether a loss is inf."""
+    yield from product(LEVELS, ("shards",), (1,), (False,))
+    yield from product(LEVELS, ("shards",), (3,), (True,))
+    yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,))
+
+
+def by_front_end(rank: int, front_end: str) -> list[bool]:
+    """Whether each of three steps moved the shards; the loss of rank 0 is inf in the second."""
+    # A GradScaler alone casts nothing.
+    model, parts = sharded("O0" if front_end == "GradScaler" else "O2", "shards")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step: Callable[[Tensor], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if front_end == "amp":
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+        def step(loss: Tensor) -> None:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elif front_end == "GradScaler":
+        scaler = halfpeak.GradScaler("cpu", init_scale=1024.0)
+
+        def step(loss: Tensor) -> None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    else:
+        wrapper = ApexOptimWrapper("O2", optimizer=optimizer)
+        step, context = wrapper.update_params, lambda: wrapper.optim_context(model)
+    moved: list[bool] = []
+    for number in range(3):
+        before = [full(p) for p in model.parameters()]
+        with context():
+            loss = model(batch(number).chunk(parts)[rank]).float().square().mean()
+        step(loss * float("inf") if number == 1 and rank == 0 else loss)
+        moved.append(
+            not all(torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True))
+        )
+    return moved
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each call raises that would train nothing, or something else than asked."""
+
+    def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **options)
+
+    def twice() -> None:
+        fully_shard(fully_shard(net()))
+
+    def prepared_before() -> None:
+        model = net()
+        halfpeak.prepare(model, adamw(model), "O2")
+        fully_shard(model)
+
+    def low() -> None:
+        fully_shard(net().bfloat16(), "O5")
+
+    def unknown_block() -> None:
+        fully_shard(net(), "O5", blocks="Layer")
+
+    def own_policy() -> None:
+        fully_shard(net(), "O5", mp_policy=None)
+
+    def other_level() -> None:
+        model = fully_shard(net(), "O5")
+        halfpeak.prepare(model, adamw(model), "O2")
+
+    def torch_alone() -> None:
+        model = net()
+        torch_fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        halfpeak.prepare(model, adamw(model), "O5")
+
+    def tensor_parallel_alone() -> None:
+        model = net()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"head": ColwiseParallel()})
+        halfpeak.prepare(model, adamw(model), "O2")
+
+    def zero_redundancy() -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+        model = net()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        halfpeak.prepare(model, optimizer, "O2")
+
+    found: dict[str, str] = {}
+    for call in (
+        twice,
+        prepared_before,
+        low,
+        unknown_block,
+        own_policy,
+        other_level,
+        torch_alone,
+        tensor_parallel_alone,
+        zero_redundancy,
+    ):
+        try:
+            call()
+            found[call.__name__] = "nothing"
+        except halfpeak.HalfpeakError as error:
+            found[call.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def scenarios() -> dict[str, Callable[[int], Any]]:
+    """Every scenario by name; each rank runs them in this order."""
+    table: dict[str, Callable[[int], Any]] = {
+        " ".join(map(str, case)): partial(
+            several, level=case[0], layout=case[1], every=case[2], poisoned=case[3]
+        )
+        for case in cases()
+    }
+    for front_end in FRONT_ENDS:
+        table[front_end] = partial(by_front_end, front_end=front_end)
+    table["refusals"] = refusals
+    return table
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    torch.save({name: run(rank) for name, run in scenarios().items()}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(rank_main))

@@ -1,0 +1,72 @@
+"""Sharded training on two ranks (gloo): as one process trains, to rounding, and bitwise equal between ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launching import Seen, launch
+from distributed.sharded_ranks import FRONT_ENDS, STEPS, cases, one_process, scenarios
+
+CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
+"""How far a weight may be from that of one process, which adds up its losses in another order in the level's dtype."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("sharded_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@cache
+def alone(level: str, every: int, poisoned: bool) -> dict[str, Any]:
+    return one_process(level, every, poisoned)
+
+
+@pytest.mark.parametrize(("level", "layout", "every", "poisoned"), list(cases()))
+def test_ranks_train_as_one_process(ranks: Seen, level: str, layout: str, every: int, poisoned: bool) -> None:
+    first, other = ranks[f"{level} {layout} {every} {poisoned}"]
+    one = alone(level, every, poisoned)
+    assert all(torch.equal(first["values"][name], value) for name, value in other["values"].items())
+    for seen in (first, other):
+        assert seen["outcomes"] == one["outcomes"] == [not (poisoned and i == 1) for i in range(STEPS)]
+        assert (seen["counters"], seen["scale"]) == (one["counters"], one["scale"])
+        assert str(seen["norms"]) == str(first["norms"])  # nan where a loss was inf
+        # The shards are the masters: nothing was converted, and nothing copied.
+        assert (seen["dtypes"], seen["masters"]) == (["torch.float32"], 0)
+    distances = [(first["values"][name] - value.float()).abs().max() for name, value in one["values"].items()]
+    assert max(map(float, distances)) < CLOSE[level]
+    for norm, expected in zip(first["norms"], one["norms"], strict=True):
+        assert norm == pytest.approx(expected, rel=2e-2, nan_ok=True)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_every_front_end_skips_on_all_ranks(ranks: Seen, front_end: str) -> None:
+    assert ranks[front_end] == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("twice", "OrderError: FSDPNet is sharded already"),
+        ("prepared_before", "OrderError: Net was prepared before it was sharded"),
+        ("low", "ParameterError: parameter stem.weight is low"),
+        ("unknown_block", "ConfigError: blocks='Layer' is no part of Net; its modules are Block,"),
+        ("own_policy", "ConfigError: mp_policy= is what the level gives"),
+        ("other_level", "ParameterError: parameter stem.weight is sharded and gathered in torch.bfloat16"),
+        (
+            "torch_alone",
+            "ParameterError: parameter blocks.0.norm.weight is sharded and gathered in torch.bfl",
+        ),
+        ("tensor_parallel_alone", "ParameterError: parameter head.weight is a DTensor that no fully_shard"),
+        ("zero_redundancy", "ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(ranks: Seen, name: str, text: str) -> None:
+    assert [seen[name][: len(text)] for seen in ranks["refusals"]] == [text] * 2
+
+
+def test_every_scenario_ran(ranks: Seen) -> None:
+    assert ranks.keys() == scenarios().keys()
