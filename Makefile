@@ -2,6 +2,7 @@
 #
 #   make train [ARGS="..."]   train with the ready jobs (halfpeak train ...)
 #   make test                 everything that CI runs
+#   make fuzz [ARGS="..."]    compare random orders of calls with plain torch: --seed 7 --minutes 10
 #   make check                lint, format, types
 #   make docs                 the pages, in docs/_build/html
 #   make oracle               build mmcv 1.7.2 apart, and check what is recorded of it
@@ -20,7 +21,7 @@ WORKERS    ?= logical
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: train test check docs oracle bench bench-gpu clean
+.PHONY: train test fuzz check docs oracle bench bench-gpu clean
 
 train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
@@ -28,6 +29,9 @@ train: $(VENV)/.package
 # One thread: the tensors of the tests are small, and other processes of the suite want the other cores.
 test: check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+fuzz: $(VENV)/.tools
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz $(ARGS)
 
 check: $(VENV)/.tools
 	$(BIN)/ruff check

@@ -78,9 +78,8 @@ class ValuesIn(_Hook):
         Raises:
             OrderError: ``assign=True``, which would replace the parameters that the masters belong to.
         """
-        if (metadata or {}).get("assign_to_params_buffers", False) and any(
-            self._masters.of(parameter) is not None for parameter in module.parameters()
-        ):
+        assigns = (metadata or {}).get("assign_to_params_buffers", False)
+        if assigns and any(self._masters.of(parameter) is not None for parameter in module.parameters()):
             raise OrderError(
                 "load_state_dict(assign=True) would replace parameters that an optimizer's masters belong to; write "
                 "load_state_dict(state), or load before preparing"
@@ -88,7 +87,9 @@ class ValuesIn(_Hook):
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
-                state[prefix + name] = self._masters.expect(tensor, value)
+                value = self._masters.expect(tensor, value)
+                # What ValuesOut has widened; a copy is rounded by itself.
+                state[prefix + name] = value.to(tensor.dtype) if assigns and is_low(tensor) else value
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

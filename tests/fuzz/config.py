@@ -1,0 +1,183 @@
+"""What one run of the fuzzer is: plain values that a seed draws, and that a script can write down."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+import halfpeak
+from fuzz.models import PARTS
+from halfpeak import fused
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+# eps is large enough for float16, in which O3 steps.
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-4),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01, eps=1e-4),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01, eps=1e-4),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-4),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, eps=1e-4),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-3, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "FusedSGD": lambda p: fused.FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.3),
+    "FusedAdam": lambda p: fused.FusedAdam(p, lr=0.01, eps=1e-4),
+    "FusedAdamW": lambda p: fused.FusedAdamW(p, lr=0.01, eps=1e-4),
+    "FusedAdagrad": lambda p: fused.FusedAdagrad(p, lr=0.05, eps=1e-4),
+    "FusedLAMB": lambda p: fused.FusedLAMB(p, lr=0.01, eps=1e-4),
+    "FusedNovoGrad": lambda p: fused.FusedNovoGrad(p, lr=0.01, eps=1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An event, when it happens, and the seed of what it draws itself."""
+
+    at: int
+    moment: str
+    name: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run.
+
+    Attributes:
+        seed: of weights and data.
+        parts: of the network, in order.
+        optimizers: one or two; two have the parameters by turns.
+        level: O0 to O5.
+        groups: parameter groups of each optimizer.
+        heads: outputs of the network, each with a loss.
+        losses: how many loss scalers there are: one for all heads, or one for each.
+        iterations: forward passes of the loop.
+        accumulate: backward passes per step.
+        clip: ``("norm", x)``, ``("value", x)`` or None.
+        scale: arguments of :class:`halfpeak.ScaleConfig`.
+        options: further arguments of :func:`halfpeak.prepare`.
+        held_out: every third parameter is left out of the optimizers at first.
+        in_turns: each optimizer has a backward pass and a step of its own in every iteration, as in a GAN.
+        events: what happens besides.
+    """
+
+    seed: int
+    parts: tuple[str, ...] = ("linear",)
+    optimizers: tuple[str, ...] = ("SGD momentum",)
+    level: str = "O2"
+    groups: int = 1
+    heads: int = 1
+    losses: int = 1
+    iterations: int = 4
+    accumulate: int = 1
+    clip: tuple[str, float] | None = None
+    scale: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    held_out: bool = False
+    in_turns: bool = False
+    events: tuple[Planned, ...] = ()
+
+    @property
+    def scale_config(self) -> halfpeak.ScaleConfig:
+        """The rule of the loss scale, before the level's own."""
+        return halfpeak.ScaleConfig(**dict(self.scale))
+
+    @property
+    def clipping(self) -> halfpeak.ClipNorm | halfpeak.ClipValue | None:
+        """As ``prepare`` takes it."""
+        if self.clip is None:
+            return None
+        kind, limit = self.clip
+        return halfpeak.ClipNorm(max_norm=limit) if kind == "norm" else halfpeak.ClipValue(value=limit)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizers step float32 copies."""
+        return self.level in ("O2", "O5")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the step of a halfpeak.fused optimizer may read gradients where backward left them."""
+        return len(self.optimizers) == 1 and self.optimizers[0].startswith("Fused")
+
+
+def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | None = None) -> Config:
+    """The configuration of a seed.
+
+    Args:
+        seed: any integer.
+        catalogue: events by name, each with the moments at which it may happen.
+        with_event: one that is among its events.
+    """
+    pick = random.Random(seed)
+    level = pick.choice(LEVELS)
+    heads = pick.choice((1, 1, 2))
+    # Torch's fused SGD with momentum reads memory that nobody has written where weights are low, on the CPU.
+    fitting = [name for name in OPTIMIZERS if (level, name) != ("O3", "SGD fused")]
+    optimizers = tuple(pick.choice(fitting) for _ in range(pick.choice((1, 1, 1, 2))))
+    accumulate = pick.choice((1, 1, 2, 3))
+    iterations = accumulate * pick.randint(2, 5)
+    scale = {
+        "init": 2.0 ** pick.choice((0, 4, 8, 12, 16)),
+        "interval": pick.choice((1, 2, 3, 2000)),
+        "hysteresis": pick.choice((1, 1, 2)),
+        "refill": pick.choice(("clean", "growth")),
+    }
+    options: dict[str, Any] = {}
+    if pick.random() < 0.3:
+        options["loss_scale"] = pick.choice(("dynamic", 1.0, 16.0, 1024.0))
+    if level in ("O1", "O4") and pick.random() < 0.3:
+        options["op_lists"] = "torch"
+    if level in ("O2", "O3", "O5") and pick.random() < 0.3:
+        options["keep_batchnorm_fp32"] = pick.choice((True, False))
+    if pick.random() < 0.2:
+        options["norms"] = "batchnorm"
+    if pick.random() < 0.15:
+        options["restore_buffers"] = False
+    if pick.random() < 0.2:
+        options["keep_gradient_memory"] = pick.choice((True, False))
+    names = pick.sample(sorted(catalogue), pick.randint(0, 5)) + [with_event] * (with_event is not None)
+    events = [
+        Planned(
+            pick.randrange(iterations),
+            pick.choice(catalogue[chosen]),
+            chosen,
+            pick.randrange(1000),
+        )
+        for chosen in names
+    ]
+    # Torch's casts to float16 know no LSTM on every CPU.
+    known = [part for part in PARTS if part != "lstm" or "op_lists" not in options]
+    return Config(
+        seed=seed,
+        parts=tuple(pick.choice(known) for _ in range(pick.randint(1, 3))),
+        optimizers=optimizers,
+        level=level,
+        groups=pick.choice((1, 1, 2, 3)),
+        heads=heads,
+        losses=pick.choice((1, heads)),
+        iterations=iterations,
+        accumulate=accumulate,
+        clip=pick.choice((None, None, ("norm", 0.3), ("norm", 100.0), ("value", 0.02))),
+        scale=tuple(scale.items()),
+        options=tuple(options.items()),
+        held_out=pick.random() < 0.2,
+        in_turns=len(optimizers) == 2 and accumulate == 1 and pick.random() < 0.5,
+        events=tuple(sorted(events, key=lambda event: event.at)),
+    )

@@ -1,0 +1,606 @@
+"""The other side of the comparison: mixed precision by hand, in plain torch.
+
+It is slow and keeps whole copies where halfpeak looks at versions: which of a weight and its master somebody has written is
+seen from their values. Of halfpeak it uses the lists of what each level means (:mod:`halfpeak.core.levels`) and, at O1 and
+O4, the scope of casts, because the fuzzer is about orders of calls and not about what one operation computes in.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import Optimizer
+
+from fuzz import models
+from fuzz.config import OPTIMIZERS, Config
+from halfpeak.casting.casts import OpCasts
+from halfpeak.core.levels import Properties, resolve
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class Collapse(Exception):
+    """Gradients stay infinite, and the scale cannot fall."""
+
+
+class Result(NamedTuple):
+    """What a step did, as :class:`halfpeak.StepResult` says it."""
+
+    boundary: bool
+    found_inf: bool = False
+    scale: float = 1.0
+    norm: float | None = None
+
+
+class Scale:
+    """The loss scale of one loss, in plain numbers, by what is promised of :class:`halfpeak.ScaleConfig`."""
+
+    def __init__(self, config: Config, properties: Properties) -> None:
+        self.rule = config.scale_config
+        self.dynamic = properties.loss_scale == "dynamic"
+        start = min(self.rule.init, self.rule.ceiling)
+        self.scale = start if self.dynamic else float(properties.loss_scale)
+        self.clean, self.left, self.stuck = 0, self.rule.hysteresis, 0
+
+    def update(self, found_inf: bool) -> None:
+        rule = self.rule
+        if found_inf:
+            self.clean = 0
+            if not self.dynamic:
+                self.stuck += 1
+                return
+            self.left -= 1
+            if self.left > 0:
+                return
+            lowered = max(self.scale * rule.backoff, rule.floor)
+            self.stuck = self.stuck + 1 if lowered >= self.scale else 0
+            self.scale = lowered
+            return
+        self.clean, self.stuck = self.clean + 1, 0
+        if not self.dynamic:
+            return
+        grows = self.clean >= rule.interval
+        if rule.refill == "clean" or grows:
+            self.left = rule.hysteresis
+        if grows:
+            self.clean = 0
+            self.scale = min(self.scale * rule.growth, rule.ceiling)
+
+    def values(self) -> tuple[float, int, int, int]:
+        return self.scale, self.clean, self.left, self.stuck
+
+
+class Pair:
+    """A weight and what the optimizer steps, which may be one tensor; and copies of both from when they last agreed."""
+
+    def __init__(self, model: nn.Parameter, main: Tensor) -> None:
+        self.model, self.main = model, main
+        self.agree()
+
+    def sync(self) -> None:
+        """Whoever wrote last is followed by the other; a master keeps its digits where it rounds to the weight."""
+        if self.model is self.main:
+            return
+        if self.main.requires_grad != self.seen_flags[1]:
+            self.model.requires_grad_(self.main.requires_grad)
+        value = self.value()
+        if not same_bits(self.main, value):
+            self.main.detach().copy_(value)
+        elif not same_bits(self.main, self.seen_main):
+            self.model.detach().copy_(value)
+        self.agree()
+
+    def value(self) -> Tensor:
+        """In float32."""
+        model, main = self.model.detach(), self.main.detach()
+        if model is main or not same_bits(main, self.seen_main) or same_bits(model, self.seen_model):
+            return main
+        return torch.where(main.to(model.dtype) == model, main, model.float())
+
+    def publish(self) -> None:
+        if self.model is not self.main:
+            self.model.detach().copy_(self.main.detach())
+            self.agree()
+
+    def agree(self) -> None:
+        if self.model is not self.main:
+            self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
+            self.main.requires_grad_(self.model.requires_grad)
+            self.seen_flags = self.model.requires_grad, self.main.requires_grad
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Reference:
+    """One run by hand. Its verbs are those of :class:`fuzz.subject.Subject`."""
+
+    def __init__(self, config: Config, like: Structure | None = None) -> None:
+        self.config = config
+        options = dict(config.options)
+        self.op_lists = options.pop("op_lists", "apex")
+        self.norm_rule = options.pop("norms", "all")
+        self.restore = options.pop("restore_buffers", True)
+        options.pop("keep_gradient_memory", None)
+        self.properties = resolve(config.level, **options)
+        self.model = models.build(config.parts, config.heads, config.seed)
+        structure = like or first_structure(config, self.model)
+        structure.freeze(self.model)
+        self.optimizers = structure.optimizers(config, self.model)
+        self.pairs: dict[int, Pair] = {}
+        self._convert(self.model)
+        # At levels that convert the model, its state_dict() is float32.
+        self.widens = self.properties.cast_model_type not in (None, False)
+        self.keep: dict[str, Any] = {}
+        self.scales = [Scale(config, self.properties) for _ in range(config.losses)]
+        self.micro = self.num_steps = self.num_skipped = 0
+        self.stats: list[Tensor] | None = None
+        self._forget()
+
+    # What the events use.
+
+    def forward(self, at: int) -> list[Tensor]:
+        """The losses of iteration ``at``, one per loss scaler."""
+        self.sync()
+        if self.stats is None and torch.is_grad_enabled():
+            self.stats = [buffer.clone() for buffer in self._statistics()]
+        with self.casts():
+            return losses_of(self.config, self.model, at)
+
+    def casts(self) -> AbstractContextManager[Any]:
+        """In which a forward pass computes."""
+        if not self.properties.patch_torch_functions:
+            return nullcontext()
+        assert self.properties.patch_torch_functions_type is not None
+        if self.op_lists == "torch":
+            return torch.autocast("cpu", self.properties.patch_torch_functions_type)
+        return OpCasts(self.properties.patch_torch_functions_type)
+
+    def backward(
+        self, loss: Tensor, loss_id: int = 0, optimizers: Sequence[int] | None = None, *, retain: bool = False
+    ) -> None:
+        """Into empty gradients, which are then divided by the scale and added to those that were there."""
+        self.sync()
+        chosen = range(len(self.optimizers)) if optimizers is None else optimizers
+        scale = self.scales[loss_id]
+        if self.config.accumulate > 1:
+            loss = loss / self.config.accumulate
+        every = list(self.model.parameters())
+        held = [parameter.grad for parameter in every]
+        for parameter in every:
+            parameter.grad = None
+        fresh: list[Tensor | None] = []
+        try:
+            # What is recomputed in the backward pass is cast as it was; torch's own casts know that by themselves.
+            with self.casts() if self.op_lists == "apex" else nullcontext():
+                (loss.float() * scale.scale).backward(retain_graph=retain)
+            fresh = [parameter.grad for parameter in every]
+        except BaseException:
+            for parameter, grad in zip(every, held, strict=True):
+                parameter.grad = grad
+            if self._sums_scaled and any(self.grads_of(o) for o in chosen):
+                # Autograd may have added to what earlier passes had left scaled: the window begins anew.
+                self.abort()
+            raise
+        for parameter, grad in zip(every, held, strict=True):
+            parameter.grad = grad
+        owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
+        found = False
+        for o in chosen:
+            self._recheck(o)
+        for parameter, grad in zip(every, fresh, strict=True):
+            o = owner.get(id(parameter))
+            if grad is None or (o is not None and o not in chosen):
+                continue
+            main = self.main_of(parameter)
+            unscaled = (grad.float() / scale.scale).to(main.dtype)
+            if o is not None and not bool(unscaled.isfinite().all()):
+                found = True
+            main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
+        for o in chosen:
+            self.found[o] = self.found[o] or found
+            self.left[o] = self._seen_grads(o)
+        self.found_by_loss[loss_id] = self.found_by_loss.get(loss_id, False) or found
+
+    def step(self, optimizers: Sequence[int] | None = None) -> Result:
+        """Clip, then step or skip."""
+        if (self.micro + 1) % self.config.accumulate:
+            self.micro += 1
+            return Result(False, scale=self.scales[0].scale)
+        self.sync()
+        chosen = range(len(self.optimizers)) if optimizers is None else optimizers
+        found = any(self.found[o] for o in chosen)
+        norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
+        if norm is not None and not math.isfinite(norm):
+            found = True
+            self.found_by_loss = dict.fromkeys(self.found_by_loss, True)
+        for o in chosen if found else ():
+            for pair in self.pairs_of(o):
+                pair.main.grad = None
+        ended: list[bool] = []
+        try:
+            # Without gradients nothing moves, and hooks and schedules see a step.
+            for o in chosen:
+                ended.append(self._call(o))
+        except BaseException as error:
+            if getattr(error, "stepped", False) and len(ended) + 1 == len(chosen):
+                self._end(chosen, found)
+            else:
+                self.abort()
+            raise
+        self._end(chosen, found)
+        return Result(True, found, self.scales[0].scale, norm)
+
+    def _call(self, o: int) -> bool:
+        """``optimizer.step()``; an exception says whether it came after the optimizer's own code."""
+        before, idle = [main.detach().clone() for main in self._mains(o)], not self.grads_of(o)
+        try:
+            self.optimizers[o].step()
+        except BaseException as error:
+            moved = any(not same_bits(a, b) for a, b in zip(before, self._mains(o), strict=True))
+            error.stepped = moved or idle or getattr(error, "is_late", False)  # type: ignore[attr-defined]
+            if error.stepped:  # type: ignore[attr-defined]
+                self._publish(o)
+            raise
+        self._publish(o)
+        return True
+
+    def _publish(self, o: int) -> None:
+        for pair in self.pairs_of(o):
+            pair.publish()
+
+    def _mains(self, o: int) -> list[Tensor]:
+        return [p for group in self.optimizers[o].param_groups for p in group["params"]]
+
+    def step_with_closure(self, at: int) -> None:
+        """Evaluate until the gradients are finite, then step."""
+        self.sync()
+        for o in range(len(self.optimizers)):
+            self._drop(o)
+        while True:
+            for loss_id, loss in enumerate(self.forward(at)):
+                self.backward(loss, loss_id, retain=True)
+            if not any(self.found):
+                break
+            for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
+                buffer.copy_(saved)
+            for loss_id, found_inf in self.found_by_loss.items():
+                self.scales[loss_id].update(found_inf)
+            self._drop(0)
+            self.found_by_loss, self.stats = {}, None
+        self._clip(self.grads_of(0))
+        self._call(0)
+        self._end([0], False)
+
+    def zero_model(self) -> None:
+        """``model.zero_grad()``: what the model's parameters have is dropped, wherever it lies."""
+        self.model.zero_grad()
+        for parameter in self.model.parameters():
+            self.main_of(parameter).grad = None
+
+    def look(self) -> None:
+        """Nothing to look at."""
+
+    def other_engine(self, level: str) -> None:
+        """None of ours."""
+
+    def unscale(self) -> None:
+        """Gradients are never left scaled here."""
+
+    def abort(self) -> None:
+        """Drop the window."""
+        self.micro -= self.micro % self.config.accumulate
+        for o in range(len(self.optimizers)):
+            self._drop(o)
+        self.found_by_loss = {}
+
+    def sync(self) -> None:
+        """Weights and masters agree; parameters that came lately get masters."""
+        self._adopt()
+        for pair in self.pairs.values():
+            pair.sync()
+
+    def main_of(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer steps."""
+        pair = self.pairs.get(id(parameter))
+        return parameter if pair is None else pair.main
+
+    def model_of(self, main: Tensor) -> Tensor:
+        """The parameter that autograd writes."""
+        return next((pair.model for pair in self.pairs.values() if pair.main is main), main)
+
+    def pairs_of(self, o: int) -> list[Pair]:
+        """Those that stand in the groups of an optimizer."""
+        mains = self._mains(o)
+        by_main = {id(pair.main): pair for pair in self.pairs.values()}
+        return [by_main.get(id(main)) or Pair(main, main) for main in mains]
+
+    def grads_of(self, o: int) -> list[Tensor]:
+        """The gradients that an optimizer would step."""
+        return [main.grad for main in self._mains(o) if main.grad is not None]
+
+    def values(self) -> dict[str, Tensor]:
+        """What ``model.state_dict()`` gives: float32 values."""
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        state = dict(self.model.state_dict())
+        for name, value in state.items():
+            pair = self.pairs.get(id(names.get(name)))
+            value = value if pair is None else pair.value()
+            state[name] = value.detach().float() if value.dtype in LOW and self.widens else value.detach()
+        return state
+
+    def load_values(self, values: dict[str, Tensor]) -> None:
+        """What ``model.load_state_dict()`` does with :meth:`values`: masters take every digit."""
+        self.model.load_state_dict(values)
+        if self.stats is not None:
+            # A skipped step goes back to what was loaded.
+            self.stats = [buffer.clone() for buffer in self._statistics()]
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, value in values.items():
+            pair = self.pairs.get(id(names.get(name)))
+            if pair is not None:
+                pair.main.detach().copy_(value)
+                pair.agree()
+
+    def state(self) -> dict[str, Any]:
+        """Everything."""
+        self.sync()
+        return copy.deepcopy(
+            {
+                "model": {k: v.detach() for k, v in self.model.state_dict().items()},
+                "masters": {name: pair.main.detach() for name, pair in self._by_name()},
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scales": [vars(scale) for scale in self.scales],
+                "counts": (self.micro, self.num_steps, self.num_skipped),
+                "grads": {name: _or_none(main.grad) for name, main in self._managed()},
+                "found": (self.found, self.found_by_loss),
+                "stats": self.stats,
+            }
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state` gave."""
+        self.sync()
+        state = copy.deepcopy(state)
+        self.model.load_state_dict(state["model"])
+        for name, pair in self._by_name():
+            if name in state["masters"]:
+                pair.main.detach().copy_(state["masters"][name])
+            pair.agree()
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scale, saved in zip(self.scales, state["scales"], strict=True):
+            vars(scale).update(saved)
+        self.micro, self.num_steps, self.num_skipped = state["counts"]
+        for name, main in self._managed():
+            self.model_of(main).grad = None
+            main.grad = state["grads"].get(name)
+        self.found, self.found_by_loss = state["found"]
+        self.stats = state["stats"]
+        self.left = [None] * len(self.optimizers)
+
+    def structure(self) -> Structure:
+        """Which parameters stand where, and which are trainable."""
+        return structure_of(self)
+
+    def restarted(self) -> Reference:
+        """A new run, which goes on where this one is."""
+        fresh = Reference(self.config, self.structure())
+        fresh.load(self.state())
+        return fresh
+
+    def copied(self) -> Reference:
+        """An independent run that is where this one is; hooks on optimizers stay here, as in ``copy.deepcopy`` of one."""
+        self.sync()
+        twin = copy.deepcopy(self)
+        twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
+        for (_, ours), (_, theirs) in zip(self._managed(), twin._managed(), strict=True):
+            theirs.grad = _or_none(ours.grad)
+        return twin
+
+    # The parts of it.
+
+    def _convert(self, model: nn.Module) -> None:
+        dtype = self.properties.cast_model_type or None
+        exact = {id(p): p.detach().clone() for p in model.parameters()}
+        if dtype is not None:
+            for module in model.modules():
+                if not self._is_kept(module):
+                    for tensor in (*module._parameters.values(), *module._buffers.values()):
+                        if tensor is not None and tensor.is_floating_point():
+                            tensor.data = tensor.data.to(dtype)
+            if dtype in LOW:
+                for module in model.modules():
+                    if self._is_kept(module) and not isinstance(module, _BatchNorm):
+                        module.register_forward_pre_hook(
+                            lambda _, args: tuple(_cast(a, torch.float32) for a in args)
+                        )
+                        module.register_forward_hook(lambda _, args, out: _cast(out, dtype))
+            model.register_forward_pre_hook(lambda _, args: tuple(_cast(a, dtype) for a in args))
+            model.register_forward_hook(lambda _, args, out: tuple(_cast(o, torch.float32) for o in out))
+        for optimizer in () if self.properties.master_weights else self.optimizers:
+            self._cast_state(optimizer)
+        self._adopt(exact)
+
+    def _cast_state(self, optimizer: Optimizer) -> None:
+        """What an optimizer keeps for a low parameter is low, as ``Optimizer.load_state_dict`` would have it."""
+        for parameter, row in optimizer.state.items():
+            for key, value in row.items():
+                if isinstance(value, Tensor) and value.dim() and key != "step":
+                    row[key] = _cast(value, parameter.dtype)
+
+    @property
+    def _sums_scaled(self) -> bool:
+        """Whether the engine lets autograd add the gradients of a window up, which it may where weights are float32."""
+        cast = self.properties.cast_model_type
+        return self.config.accumulate > 1 and self.config.losses == 1 and cast not in LOW
+
+    def _is_kept(self, module: nn.Module) -> bool:
+        if not self.properties.keep_batchnorm_fp32:
+            return False
+        if self.norm_rule == "batchnorm":
+            return isinstance(module, _BatchNorm) and module.affine
+        return isinstance(module, (_NormBase, nn.LayerNorm, nn.GroupNorm))
+
+    def _adopt(self, exact: dict[int, Tensor] | None = None) -> None:
+        """Masters for the low, trainable parameters in the groups."""
+        if not self.properties.master_weights:
+            return
+        known = {id(pair.main) for pair in self.pairs.values()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for i, parameter in enumerate(group["params"]):
+                    if id(parameter) in known or parameter.dtype not in LOW or not parameter.requires_grad:
+                        continue
+                    pair = self.pairs.get(id(parameter))
+                    if pair is None:
+                        value = parameter if exact is None else exact[id(parameter)]
+                        master = value.detach().float().clone().requires_grad_()
+                        pair = self.pairs[id(parameter)] = Pair(parameter, master)
+                    group["params"][i] = pair.main
+                    known.add(id(pair.main))
+                    if parameter in optimizer.state:
+                        row = optimizer.state.pop(parameter)
+                        optimizer.state[pair.main] = {k: _cast(v, torch.float32) for k, v in row.items()}
+
+    def _recheck(self, o: int) -> None:
+        """Gradients that somebody has edited since they were read are read again, before more are added."""
+        grads = self.grads_of(o)
+        if not grads:
+            self.found[o] = False
+        elif self.left[o] is not None and self.left[o] != self._seen_grads(o):
+            self.found[o] = self.found[o] and not all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _seen_grads(self, o: int) -> list[tuple[int, int]]:
+        return [(id(main.grad), -1 if main.grad is None else main.grad._version) for main in self._mains(o)]
+
+    def _clip(self, grads: list[Tensor]) -> float | None:
+        if self.config.clip is None:
+            return None
+        kind, limit = self.config.clip
+        if kind == "value":
+            for grad in grads:
+                grad.clamp_(-limit, limit)
+            return None
+        if not grads:
+            return 0.0
+        # In float32 whatever they are, as everything that is done with gradients.
+        norms = torch._foreach_norm([grad.float() for grad in grads])
+        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            grad.copy_(grad.float() * factor)
+        return float(norm)
+
+    def _end(self, chosen: Iterable[int], found: bool) -> None:
+        self.micro += 1
+        if found:
+            self.num_skipped += 1
+            for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
+                buffer.copy_(saved)
+        else:
+            self.num_steps += 1
+        self.stats = None
+        for loss_id, found_inf in self.found_by_loss.items():
+            self.scales[loss_id].update(found_inf)
+        self.found_by_loss = {}
+        for o in chosen:
+            self._drop(o)
+
+    def _drop(self, o: int) -> None:
+        for pair in self.pairs_of(o):
+            pair.main.grad = pair.model.grad = None
+        self.found[o], self.left[o] = False, None
+
+    def _forget(self) -> None:
+        self.found = [False] * len(self.optimizers)
+        self.found_by_loss: dict[int, bool] = {}
+        self.left: list[list[tuple[int, int]] | None] = [None] * len(self.optimizers)
+
+    def _statistics(self) -> Iterator[Tensor]:
+        if self.restore:
+            for module in self.model.modules():
+                if isinstance(module, _NormBase):
+                    yield from module.buffers(recurse=False)
+
+    def _by_name(self) -> Iterator[tuple[str, Pair]]:
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in self.pairs:
+                yield name, self.pairs[id(parameter)]
+
+    def _managed(self) -> list[tuple[str, Tensor]]:
+        """What the optimizers step, by the names of the model."""
+        stepped = {id(main) for o in range(len(self.optimizers)) for main in self._mains(o)}
+        named = [(name, self.main_of(parameter)) for name, parameter in self.model.named_parameters()]
+        return [(name, main) for name, main in named if id(main) in stepped]
+
+
+class Structure(NamedTuple):
+    """What a script that starts anew must set up as it was: groups by names, and what is frozen."""
+
+    groups: list[list[list[str]]]
+    trainable: dict[str, bool]
+
+    def freeze(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.trainable[name])
+
+    def optimizers(self, config: Config, model: nn.Module) -> list[Optimizer]:
+        named = dict(model.named_parameters())
+        made: list[Optimizer] = []
+        for kind, groups in zip(config.optimizers, self.groups, strict=True):
+            optimizer = OPTIMIZERS[kind]([named[name] for name in groups[0]])
+            for names in groups[1:]:
+                optimizer.add_param_group({"params": [named[name] for name in names]})
+            made.append(optimizer)
+        return made
+
+
+def first_structure(config: Config, model: nn.Module) -> Structure:
+    """Optimizers have the parameters by turns, and so have the groups of each."""
+    names = [name for name, _ in model.named_parameters()]
+    if config.held_out:
+        names = [name for i, name in enumerate(names) if i % 3 != 1]
+    n = len(config.optimizers)
+    own = [names[o::n] for o in range(n)]
+    groups = [[part for g in range(config.groups) if (part := some[g :: config.groups])] for some in own]
+    return Structure(groups, {name: p.requires_grad for name, p in model.named_parameters()})
+
+
+def structure_of(run: Any) -> Structure:
+    """As a run is now."""
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    groups = [
+        [[names[id(run.model_of(main))] for main in group["params"]] for group in optimizer.param_groups]
+        for optimizer in run.optimizers
+    ]
+    return Structure(groups, {name: p.requires_grad for name, p in run.model.named_parameters()})
+
+
+def losses_of(config: Config, model: Callable[..., tuple[Tensor, ...]], at: int) -> list[Tensor]:
+    """One loss per loss scaler."""
+    torch.default_generator.manual_seed(config.seed + at)  # dropout
+    x, ids, target = models.batch(1000 * config.seed + at)
+    outputs = model(x, ids)
+    losses = [nn.functional.mse_loss(output.float(), target * (i + 1)) for i, output in enumerate(outputs)]
+    return losses if config.losses > 1 else [torch.stack(losses).sum()]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _or_none(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.detach().clone()

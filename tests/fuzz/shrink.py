@@ -1,0 +1,71 @@
+"""The smallest configuration that still fails, and a script of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from fuzz.compare import Mismatch, compare
+from fuzz.config import Config
+
+
+def shrink(config: Config, fails: Callable[[Config], bool] | None = None) -> Config:
+    """Drop events, then options, then parts of the model, for as long as it fails."""
+    fails = fails or fails_to_agree
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in candidates(config):
+            if fails(candidate):
+                config, smaller = candidate, True
+                break
+    return config
+
+
+def fails_to_agree(config: Config) -> bool:
+    """Whether the sides differ."""
+    try:
+        compare(config)
+    except Mismatch:
+        return True
+    return False
+
+
+def candidates(config: Config) -> Iterator[Config]:
+    """Configurations with one thing less."""
+    for name in ("events", "options", "scale", "parts"):
+        given: tuple[Any, ...] = getattr(config, name)
+        for i in range(len(given)):
+            yield replace(config, **{name: given[:i] + given[i + 1 :]})
+    plain = Config(config.seed)
+    for name in ("clip", "in_turns", "held_out", "losses", "heads", "groups", "accumulate"):
+        if getattr(config, name) != getattr(plain, name):
+            yield replace(config, **{name: getattr(plain, name)})
+    if len(config.optimizers) > 1:
+        yield replace(config, optimizers=config.optimizers[:1], in_turns=False)
+    if config.optimizers != plain.optimizers and len(config.optimizers) == 1:
+        yield replace(config, optimizers=plain.optimizers)
+    if config.iterations > 1:
+        yield replace(config, iterations=config.iterations - 1)
+
+
+def script(config: Config) -> str:
+    """A script that runs a configuration, with what differs from the defaults."""
+    plain = Config(config.seed)
+    given = [(field.name, getattr(config, field.name)) for field in fields(config)]
+    lines = [
+        f"    {name}={value!r}," for name, value in given if name == "seed" or value != getattr(plain, name)
+    ]
+    return "\n".join(
+        [
+            "# PYTHONPATH=src:tests python",
+            "from fuzz.compare import compare",
+            "from fuzz.config import Config, Planned",
+            "",
+            "config = Config(",
+            *lines,
+            ")",
+            "compare(config)",
+        ]
+    )
