@@ -32,7 +32,7 @@ PROGRAM = textwrap.dedent(
 
     TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
     TYPES = {name: "*i64" for name in ("members", "grads", "rows")}
-    TYPES |= {name: "*i32" for name in ("chunks", "flags", "clean", "grace", "stuck", "taken", "skipped", "ints")}
+    TYPES |= {name: "*i32" for name in ("chunks", "flags", "clean", "grace", "stuck", "num_steps", "num_skipped", "ints")}
     TYPES |= {name: "*fp32" for name in ("numbers", "squares", "factor", "found_inf", "scale", "floats")}
     TYPES |= {name: "*fp32" for name in ("each", "sums", "rates")}
     TYPES |= {name: "i32" for name in ("full", "count", "first", "partials", "interval", "hysteresis", "counters")}

@@ -222,35 +222,29 @@ def as_vector(tensor: Tensor) -> Tensor | None:
 
 
 def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
-    """``into = grad * inv_scale`` in the dtype of ``into``; see :func:`halfpeak.ops.reference.unscaled`.
-
-    Returns:
-        False, and nothing is done, where the two are not chunks of host memory in one order.
-    """
-    both = matching_vectors(into, grad)
-    if both is None or not cannot_overflow(inv_scale):
-        return False
-    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
+    """``into = grad * inv_scale`` in the dtype of ``into``; False, and nothing is done, where :func:`_chunks` are none."""
+    pairs = _chunks(into, grad, inv_scale)
+    for there, chunk in pairs:
         there.copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([there], found_inf, inv_scale)
-    return True
+    return bool(pairs)
 
 
 def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
-    """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`.
-
-    Returns:
-        False, and nothing is done, where the two are not chunks of host memory in one order.
-    """
-    both = matching_vectors(into, grad)
-    if both is None or not cannot_overflow(inv_scale):
-        return False
-    scratch = into.new_empty(min(CHUNK, into.numel()))
-    for there, chunk in zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True):
+    """``into += grad * inv_scale``; False, and nothing is done, where :func:`_chunks` are none."""
+    pairs = _chunks(into, grad, inv_scale)
+    scratch = into.new_empty(min(CHUNK, into.numel())) if pairs else into
+    for there, chunk in pairs:
         true = scratch[: len(chunk)].copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, inv_scale)
         there.add_(true)
-    return True
+    return bool(pairs)
+
+
+def _chunks(into: Tensor, grad: Tensor, inv_scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Both in chunks, where they are host memory in one order and no product overflows; else none."""
+    both = matching_vectors(into, grad) if cannot_overflow(inv_scale) else None
+    return [] if both is None else list(zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True))
 
 
 def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) -> None:

@@ -168,40 +168,25 @@ def lamb_moments_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     skips = tl.load(found_inf) != 0.0
-    for chunk in range(program, tl.where(skips, 0, full), programs):
-        _lamb_moments(
-            members,
-            grads,
-            chunks,
-            chunk,
-            count,
-            numbers,
-            sums,
-            DTYPE,
-            GRAD,
-            OPTION,
-            COLUMNS,
-            CHUNK,
-            ALIGN,
-            True,
-        )
-    for chunk in range(full + program, tl.where(skips, 0, count), programs):
-        _lamb_moments(
-            members,
-            grads,
-            chunks,
-            chunk,
-            count,
-            numbers,
-            sums,
-            DTYPE,
-            GRAD,
-            OPTION,
-            COLUMNS,
-            CHUNK,
-            ALIGN,
-            False,
-        )
+    for rest in tl.static_range(2):
+        end = tl.where(skips, 0, count if rest else full)
+        for chunk in range(full * rest + program, end, programs):
+            _lamb_moments(
+                members,
+                grads,
+                chunks,
+                chunk,
+                count,
+                numbers,
+                sums,
+                DTYPE,
+                GRAD,
+                OPTION,
+                COLUMNS,
+                CHUNK,
+                ALIGN,
+                rest == 0,
+            )
 
 
 @triton.jit
@@ -259,12 +244,11 @@ def lamb_update_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     skips = tl.load(found_inf) != 0.0
-    for chunk in range(program, tl.where(skips, 0, full), programs):
-        _lamb_update(
-            members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, True
-        )
-    for chunk in range(full + program, tl.where(skips, 0, count), programs):
-        _lamb_update(
-            members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, False
-        )
+    full = tl.where(skips, 0, full)
+    count = tl.where(skips, 0, count)
+    for rest in tl.static_range(2):
+        for chunk in range(full * rest + program, count if rest else full, programs):
+            _lamb_update(
+                members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, rest == 0
+            )
     count_step(rows, counters, skips)

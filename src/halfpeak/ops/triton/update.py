@@ -220,48 +220,27 @@ def update_kernel(
     skips = tl.load(found_inf) != 0.0
     full = tl.where(skips, 0, full)
     count = tl.where(skips, 0, count)
-    for chunk in range(program, full, programs):
-        _move(
-            members,
-            grads,
-            chunks,
-            chunk,
-            numbers,
-            DTYPE,
-            LOWER,
-            GRAD,
-            RULE,
-            OPTION,
-            OTHER,
-            MASTER,
-            A,
-            B,
-            C,
-            COLUMNS,
-            CHUNK,
-            ALIGN,
-            True,
-        )
-    for chunk in range(full + program, count, programs):
-        _move(
-            members,
-            grads,
-            chunks,
-            chunk,
-            numbers,
-            DTYPE,
-            LOWER,
-            GRAD,
-            RULE,
-            OPTION,
-            OTHER,
-            MASTER,
-            A,
-            B,
-            C,
-            COLUMNS,
-            CHUNK,
-            ALIGN,
-            False,
-        )
+    for rest in tl.static_range(2):
+        for chunk in range(full * rest + program, count if rest else full, programs):
+            _move(
+                members,
+                grads,
+                chunks,
+                chunk,
+                numbers,
+                DTYPE,
+                LOWER,
+                GRAD,
+                RULE,
+                OPTION,
+                OTHER,
+                MASTER,
+                A,
+                B,
+                C,
+                COLUMNS,
+                CHUNK,
+                ALIGN,
+                rest == 0,
+            )
     count_step(rows, counters, skips)
