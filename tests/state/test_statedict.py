@@ -309,7 +309,9 @@ def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> 
             assert (id(parameter), True) == (before[name][0], torch.equal(parameter, before[name][1]))
     frozen = model.get_submodule("body.0")
     frozen.load_state_dict({name: value.clone() for name, value in frozen.state_dict().items()}, assign=True)
-    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}, "wide only in the state"
+    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}, (
+        "wide only in the state"
+    )
 
 
 def test_removing_the_hooks_leaves_a_plain_model() -> None:
