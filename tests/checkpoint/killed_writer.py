@@ -1,4 +1,4 @@
-"""Saves in children that are killed: at each line of the package in turn, and at random moments. Not a test module.
+"""Saves in children that are killed: at each line, when it first and last runs, and at random. Not a test module.
 
 Run as a program, because forking a process that has threads is not safe. Exits with an error when a promise is broken.
 """
@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,44 +50,61 @@ def check_clean(path: Path) -> None:
     assert load(path)["step"] == 999
 
 
-def kill_at_line(path: Path, line: int) -> bool:
-    """Whether the child was killed, rather than finishing before it came to that line."""
+def save_traced(path: Path, reached: Callable[[tuple[str, int]], None]) -> None:
+    """``reached(file and line)`` is called before every line that is about to run."""
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        if event == "line":
+            reached((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    sys.settrace(trace)
+    save(path, state(2))
+    sys.settrace(None)
+
+
+def chosen_events(path: Path) -> list[int]:
+    """Which line events of a save are the first or the last of their line."""
+    save(path, state(0))
+    save(path, state(1))
+    events: list[tuple[str, int]] = []
+    save_traced(path, events.append)
+    first = {where: number for number, where in reversed(list(enumerate(events)))}
+    last = {where: number for number, where in enumerate(events)}
+    return sorted({*first.values(), *last.values()})
+
+
+def kill_at_event(path: Path, event: int) -> None:
     child = os.fork()
     if child == 0:
-        left = line
+        numbers = iter(range(event + 1))
 
-        def count(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename not in TRACED:
-                return None
-            if event == "line":
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return count
+        def reached(where: tuple[str, int]) -> None:
+            if next(numbers) == event:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.settrace(count)
-        save(path, state(2))
+        save_traced(path, reached)
         os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 def kill_at_every_line(directory: Path) -> tuple[int, int, set[int]]:
-    line, left_behind, seen = 0, 0, set[int]()
-    while True:
-        line += 1
-        path = directory / f"{line}" / "last.pt"
+    left_behind, seen = 0, set[int]()
+    events = chosen_events(directory / "whole.pt")
+    for event in events:
+        path = directory / f"{event}" / "last.pt"
         path.parent.mkdir()
         save(path, state(0))
         save(path, state(1))
-        killed = kill_at_line(path, line)
+        kill_at_event(path, event)
         seen.add(check(path, {1, 2}))
         if previous_path(path).exists():
             check(previous_path(path), {0, 1})
         left_behind += stale(path.parent)
         check_clean(path)
-        if not killed:
-            return line - 1, left_behind, seen
+    return len(events), left_behind, seen
 
 
 def kill_at_random(path: Path, kills: int) -> None:

@@ -241,15 +241,16 @@ def test_small_files_cannot_take_for_ever_or_all_memory(tmp_path: Path) -> None:
     names: dict[str, str] = {}
     for number, (name, value) in enumerate(grown().items()):
         pickled = PROTO + b"}" + op("x") + value + b"s."
-        for kind, data in {
-            "sealed": seal(archive(pickled)),
-            "zip": archive(pickled),
-            "bare": pickled,
-        }.items():
-            if kind != "bare" or name.endswith("as a key"):
-                path = tmp_path / f"{number}.{kind}"
-                path.write_bytes(data)
-                names[path.name] = f"{name}, {kind}"
+        # One reader stands behind all three.
+        kinds = {"zip": archive(pickled)}
+        if number % 4 == 0:
+            kinds["sealed"] = seal(archive(pickled))
+        if name.endswith("as a key"):
+            kinds["bare"] = pickled
+        for kind, data in kinds.items():
+            path = tmp_path / f"{number}.{kind}"
+            path.write_bytes(data)
+            names[path.name] = f"{name}, {kind}"
     command = [sys.executable, str(LIMITED), "30", "1024", *(str(tmp_path / file) for file in names)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
     ends = {names[file]: said for file, said in json.loads(done.stdout).items()}

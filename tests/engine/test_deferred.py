@@ -97,10 +97,14 @@ OVERFLOWS: dict[str, dict[int, float]] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("overflows", OVERFLOWS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "overflows", "accumulate"),
+    [
+        (level, list(OPTIMIZERS)[(i + j) % 3], overflows, (1, 3)[(i + j) % 2])
+        for i, level in enumerate(LEVELS)
+        for j, overflows in enumerate(OVERFLOWS)
+    ],
+)
 def test_a_run_is_the_run_without_waiting_to_the_bit(
     level: str, optimizer: str, overflows: str, accumulate: int
 ) -> None:
@@ -494,10 +498,17 @@ def test_an_old_graph_is_refused_after_the_step(level: str) -> None:
 # Resume and copies.
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "accumulate", "clip"),
+    [
+        ("O1", "AdamW", 1, None),
+        ("O1", "SGD", 3, 0.1),
+        ("O2", "LAMB", 1, 0.1),
+        ("O2", "AdamW", 3, 0.1),
+        ("O5", "SGD", 1, 0.1),
+        ("O5", "LAMB", 3, None),
+    ],
+)
 def test_a_run_resumes_bit_for_bit_from_any_moment(
     level: str, optimizer: str, accumulate: int, clip: float | None
 ) -> None:

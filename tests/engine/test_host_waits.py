@@ -28,6 +28,14 @@ FUSED: dict[str, Callable[[Any], Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, fused=True),
 }
 CLIPS = {"no clip": None, "norm": 1.0, "value": halfpeak.ClipValue(value=0.5)}
+CLIPPED, CLIPPED_FUSED = (
+    [
+        (level, name, list(CLIPS)[(i + j) % 3])
+        for i, level in enumerate(LEVELS)
+        for j, name in enumerate(optimizers)
+    ]
+    for optimizers in (WAITING, FUSED)
+)
 
 
 def waits_per_step(
@@ -66,16 +74,12 @@ def own_waits(build: Callable[[Any], Optimizer]) -> int:
     return waits.count
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize(("level", "name", "clip"), CLIPPED)
 def test_an_ordinary_optimizer_waits_once(name: str, clip: str, level: str) -> None:
     assert waits_per_step(WAITING[name], level, CLIPS[clip], {2, 3}) == [1] * 8
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("level", "name", "clip"), CLIPPED_FUSED)
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_fused_optimizer_never_waits(
     on_host: bool, name: str, clip: str, level: str, monkeypatch: pytest.MonkeyPatch

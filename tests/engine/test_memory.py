@@ -88,8 +88,11 @@ CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("level", "case"),
     [
-        *((level, case) for level in ("O0", "O1", "O4", "O5") for case in CASES),
-        *((level, case) for level in ("O2", "O3") for case in ("torch", "fused")),
+        *(("O5", case) for case in CASES),
+        *((level, case) for level in ("O0", "O2", "O3") for case in ("torch", "fused")),
+        *zip(
+            ("O0", "O1", "O1", "O4", "O4"), ("window", "torch", "compact", "fused", "remainder"), strict=True
+        ),
     ],
 )
 def test_the_report_is_what_is_held(level: str, case: str) -> None:

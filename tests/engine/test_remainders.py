@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -75,26 +76,32 @@ def states(engine: halfpeak.Engine) -> list[dict[str, torch.Tensor]]:
     return [state[index] for index in sorted(state)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [1.0, halfpeak.ClipValue(value=0.05)], ids=["norm", "value"])
+@pytest.mark.parametrize(
+    ("backend", "accumulate", "clip"),
+    [
+        ("eager", 1, 1.0),
+        ("eager", 3, halfpeak.ClipValue(value=0.05)),
+        ("compiled", 1, halfpeak.ClipValue(value=0.05)),
+        ("compiled", 3, 1.0),
+    ],
+)
 def test_training_is_that_of_float32_masters_bit_for_bit(
     backend: BackendName, accumulate: int, clip: Any
 ) -> None:
     masters = prepared(accumulate=accumulate, backend=backend, clip=clip)
     remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
-    for index in range(220 * (1 if accumulate == 1 else 2)):
-        if index == 100:
+    for index in range(100 if accumulate == 1 else 200):
+        if index == 40:
             state = copy.deepcopy(remainders.state_dict())
             remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
             remainders.load_state_dict(state)
-        if index == 151:
+        if index == 61:
             remainders = copy.deepcopy(remainders)
         expected, found = iterate(masters, index), iterate(remainders, index)
         assert torch.equal(expected.found_inf, found.found_inf)
         follow(masters, remainders)
     assert_same(masters, remainders)
-    assert int(remainders.num_skipped) > 10
+    assert int(remainders.num_skipped) > 5
     assert len(remainders.masters) == 0
     assert all("remainder" in row for row in states(remainders)[:2])
 
@@ -290,13 +297,14 @@ def test_without_an_engine() -> None:
 )
 def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) -> None:
     """Within ``gap`` of the loss that whole moments reach, and as many digits right."""
-    whole, compact = learned({}), learned(adam)
+    whole, compact = learned(), learned(**adam)
     assert whole[0] < 0.15
     assert compact[0] == pytest.approx(whole[0], abs=gap)
     assert compact[1] == pytest.approx(whole[1], abs=0.01)
 
 
-def learned(adam: dict[str, Any]) -> tuple[float, float]:
+@functools.cache
+def learned(**adam: Any) -> tuple[float, float]:
     """The loss and the share of right answers after 300 steps on handwritten digits."""
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     inputs = torch.tensor(digits.data, dtype=torch.float32) / 16

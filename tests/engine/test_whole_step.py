@@ -278,15 +278,20 @@ def thrice(run: Run) -> Callable[..., None]:
     return step
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-@pytest.mark.parametrize("optimizer", ["sgd", "fused", "remainder"])
-@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "num_losses"),
+    [
+        ("O0", "sgd", 1),
+        ("O0", "fused", 2),
+        ("O2", "sgd", 2),
+        ("O2", "fused", 1),
+        ("O4", "remainder", 2),
+        ("O5", "remainder", 1),
+    ],
+)
 def test_a_window_that_stays_open_holds_no_memory_of_the_graph(
     level: str, optimizer: str, num_losses: int
 ) -> None:
-    if optimizer == "remainder" and level == "O2":
-        level = "O4"
-
     options: dict[str, Any] = {"level": level, "accumulate": 2, "num_losses": num_losses, "clip": None}
     python, compiled = (Run(OPTIMIZERS[optimizer], **options) for _ in range(2))
     train = compiled.engine.compile(thrice(compiled), backend=reusing)

@@ -68,9 +68,9 @@ def extra(state: dict[str, Any]) -> str:
     return repr({key: state[key] for key in sorted(state) if key not in ("state", "param_groups")})
 
 
-@pytest.mark.parametrize(("every", "stop"), [(1, 5), (1, 11), (4, 3), (4, 5), (4, 8), (4, 11), (4, 13)])
-@pytest.mark.parametrize("kind", ["plain", "amp-hysteresis", "amp-bf16", "O2"])
-def test_resume_is_bitwise_at_every_pass(
+@pytest.mark.parametrize(("every", "stop"), [(1, 11), (4, 11), (4, 13)])
+@pytest.mark.parametrize("kind", ["plain", "amp-hysteresis"])
+def test_a_resume_in_a_run_of_a_known_length_is_bitwise(
     kind: str, every: int, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Through a file, into a new process's objects, before the first forward pass; 14 passes, so the last window is short."""
@@ -181,10 +181,15 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 CONVERTING = ("O0", "O2", "O3", "O5")
 
 
-@pytest.mark.parametrize("stop", [0, 6, 8])
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [(kind, way) for kind in KINDS for way in COPIES if way == "deepcopy" or kind not in CONVERTING],
+    ("kind", "way", "stop"),
+    [
+        (kind, way, stop)
+        for kind in KINDS
+        for way in COPIES
+        if way == "deepcopy" or kind not in CONVERTING
+        for stop in ((0, 6, 8) if kind in ("plain", "O2") else (6,))
+    ],
 )
 def test_a_copy_goes_on_by_itself(kind: str, stop: int, way: str) -> None:
     """Also inside a window, and with a scheduler, which torch hangs on the wrapper it was made for."""

@@ -20,9 +20,10 @@ STOPS = (1, 4, 5, 7, 8, 12)
 """The first, the last of an epoch, the first of the next, after an overflow, inside every window, the last."""
 
 
-@pytest.mark.parametrize("validated", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    ("setup", "kind", "validated"),
+    [(setup, kind, (i + j) % 2 == 1) for i, setup in enumerate(SETUPS) for j, kind in enumerate(KINDS)],
+)
 def test_a_resume_is_bitwise(setup: str, kind: str, validated: bool, tmp_path: Path) -> None:
     end = run(build(kind, tmp_path / "whole", setup), validated=validated)
     stops = range(1, LENGTH + 1) if setup == "plain" and not validated else STOPS[validated::2]
@@ -41,6 +42,15 @@ def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
         again.resume(tmp_path / f"epoch_{epoch}.pth")
         assert (again.epoch, again.iter) == (epoch, 4 * epoch)
         assert not differences(end, run(again, validated=True))
+
+
+@pytest.mark.parametrize("setup", ["plain", "autocast, accumulated", "fp16"])
+def test_a_second_run_goes_on(setup: str, tmp_path: Path) -> None:
+    made = build("EpochBasedRunner", tmp_path, setup)
+    first = run(made)
+    made._max_epochs += 1
+    assert differences(first, run(made))
+    assert made.iter == LENGTH + 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,6 +69,16 @@ SETUPS: dict[str, tuple[Any, Any]] = {
     "plain": (sgd, {"grad_clip": CLIP}),
     "accumulated": (sgd, {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 5}),
     "fp16": (sgd, {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": "dynamic"}),
+    "autocast, accumulated": (
+        sgd,
+        {
+            "type": "GradientCumulativeFp16OptimizerHook",
+            "cumulative_iters": 3,
+            "grad_clip": CLIP,
+            "mode": "autocast",
+            "loss_scale": {"init_scale": 2.0**20, "growth_interval": 2},
+        },
+    ),
     "fp16, accumulated": (
         sgd,
         {
