@@ -1,4 +1,4 @@
-"""The doors, the native engine and loops written by hand in plain torch give the same bits."""
+"""The native engine and loops written by hand in plain torch give the same bits; the front ends: ``tests/laws``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import halfpeak
-from halfpeak import amp
-from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.nets import OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
 
 STEPS = 25
@@ -52,35 +51,6 @@ def overflowing(net: nn.Sequential, step: int) -> Iterator[None]:
         handle.remove()
 
 
-def clip_like_torch(optimizer: torch.optim.Optimizer, clip: float) -> None:
-    parameters = list(amp.master_params(optimizer))
-    if parameters[0].dtype is torch.float32:
-        torch.nn.utils.clip_grad_norm_(parameters, clip)
-    else:  # torch sums the squares of float16 gradients in float16, the engine in float32
-        halfpeak.ClipNorm(max_norm=clip)([p.grad for p in parameters if p.grad is not None])
-
-
-def through_amp(level: str, kind: str, clip: float | None, **options: Any) -> History:
-    history, net = History(), make_net()
-    optimizer = OPTIMIZERS[kind](net.parameters())
-    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
-    for step in range(STEPS):
-        x, y = make_batch(step)
-        with overflowing(net, step):
-            optimizer.zero_grad()
-            with amp.scale_loss(mse_loss(net(x), y), optimizer) as scaled:
-                scaled.backward()
-            if clip is not None:
-                clip_like_torch(optimizer, clip)
-            optimizer.step()
-        history.scales.append(amp._amp_state.loss_scalers[0].loss_scale())
-        history.stepped.append(amp.last_step(optimizer).stepped())
-    history.values = values(net, optimizer)
-    if amp._amp_state.handle is not None:
-        amp._amp_state.handle._deactivate()
-    return history
-
-
 def through_engine(level: str, kind: str, clip: float | None, **options: Any) -> History:
     history, net = History(), make_net()
     optimizer = OPTIMIZERS[kind](net.parameters())
@@ -96,14 +66,6 @@ def through_engine(level: str, kind: str, clip: float | None, **options: Any) ->
         history.stepped.append(result.stepped())
     history.values = values(net, optimizer)
     return history
-
-
-@pytest.mark.parametrize("scale", [1.0, 64.0, "dynamic"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_apex_door_and_engine_at_other_scales(level: str, scale: float | str) -> None:
-    door = through_amp(level, "sgd", None, loss_scale=scale)
-    engine = through_engine(level, "sgd", None, loss_scale=scale)
-    assert door == engine
 
 
 @dataclass

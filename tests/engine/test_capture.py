@@ -19,13 +19,9 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import is_installed, kernels
 from support.graph import emulate_graphs
-from support.triton import DEVICES, round_as_devices_do
+from support.triton import DEVICES, INTERPRETER_WARNS, round_as_devices_do
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
+pytestmark = INTERPRETER_WARNS
 
 
 @pytest.fixture(autouse=True)

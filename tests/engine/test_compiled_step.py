@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfpeak
+from support.nets import LEVELS
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

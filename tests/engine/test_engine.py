@@ -11,7 +11,7 @@ from torch import nn
 
 import halfpeak
 from halfpeak import Accumulation
-from reliability.support import LEVELS, OPTIMIZERS, batch, net, state_hash, train
+from reliability.support import LEVELS, batch, net, state_hash, train
 
 SCALE = halfpeak.ScaleConfig(init=1024.0)
 
@@ -41,21 +41,6 @@ class TestAccumulation:
         assert boundaries == [(i + 1) % 3 == 0 or i + 1 == total for i in range(count)]
         assert int(engine.num_steps) == sum(boundaries)
         assert engine.micro_step == count
-
-    @pytest.mark.parametrize("total", [6, 7, 8])
-    def test_each_step_is_that_of_the_mean_of_its_window(self, total: int) -> None:
-        engine = prepared(accumulate=Accumulation(every=3, total=total))
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        train(engine, range(total))
-        for start in range(0, total, 3):
-            window = range(start, min(start + 3, total))
-            optimizer.zero_grad()
-            for step in window:
-                (model(batch(step)).square().mean() / len(window)).backward()
-            optimizer.step()
-        for ours, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_gradients_live_from_the_first_backward_pass_to_the_step(self, level: str) -> None:
@@ -95,17 +80,6 @@ class TestLosses:
         assert engine.step().stepped()
         assert [int(scaler.state.clean) for scaler in engine.scalers] == [1, 0, 1]
 
-    def test_their_gradients_add_up_whatever_their_scales(self) -> None:
-        one, two = prepared(num_losses=2, loss_scale="dynamic"), prepared()
-        one.scalers[1].set_scale(8.0)
-        one.backward(loss_of(one, 0), loss_id=0)
-        one.backward(loss_of(one, 1), loss_id=1)
-        one.step()
-        two.backward(loss_of(two, 0) + loss_of(two, 1))
-        two.step()
-        for ours, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
-
     @pytest.mark.parametrize("loss_id", [2, -3, 99])
     def test_a_loss_that_there_is_not(self, loss_id: int) -> None:
         engine = prepared(num_losses=2)
@@ -114,17 +88,6 @@ class TestLosses:
             engine.backward(loss_of(engine, 0), loss_id=loss_id)
         assert state_hash(engine) == before
         assert all(p.grad is None for p in engine.model.parameters())
-
-    def test_a_loss_may_be_taken_in_twice_with_its_graph_kept(self) -> None:
-        engine, twice = prepared(), prepared()
-        loss = loss_of(engine, 0)
-        engine.backward(loss, retain_graph=True)
-        engine.backward(loss)
-        engine.step()
-        twice.backward(loss_of(twice, 0) * 2)
-        twice.step()
-        for ours, theirs in zip(engine.model.parameters(), twice.model.parameters(), strict=True):
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 class TestSeveralOptimizers:
@@ -235,31 +198,6 @@ class TestOrder:
         train(engine, range(2))
         assert all((parameter == 0.5).all() for parameter in engine.model.parameters())
         assert all((master == 0.5).all() for _, master in engine.masters)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_schedule_sees_no_false_alarm(level: str) -> None:
-    engine = prepared(level)
-    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizers[0], step_size=2, gamma=0.5)
-    rates = []
-    for step in range(6):
-        engine.backward(loss_of(engine, step) * (float("inf") if step == 1 else 1.0))
-        if engine.step().stepped():
-            schedule.step()
-        rates.append(schedule.get_last_lr()[0])
-    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_runs_are_the_same_run(level: str, optimizer: str) -> None:
-    hashes = set()
-    for _ in range(3):
-        model = net(norm="batch")
-        engine = halfpeak.prepare(model, OPTIMIZERS[optimizer](model.parameters()), level, clip=1.0)
-        train(engine, range(6), poison=lambda step: float("inf") if step == 3 else 1.0)
-        hashes.add(state_hash(engine))
-    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 import halfpeak
 from halfpeak import fused
 from support.accelerator import Device, accelerator, on_device
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+from support.nets import LEVELS
 
 NEVER: dict[str, Callable[[Any], Optimizer]] = {
     "torch, fused AdamW": lambda p: torch.optim.AdamW(p, fused=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from typing import Any
 
 import pytest
@@ -104,34 +103,6 @@ def test_training_is_that_of_float32_masters_bit_for_bit(
     assert int(remainders.num_skipped) > 5
     assert len(remainders.masters) == 0
     assert all("remainder" in row for row in states(remainders)[:2])
-
-
-@pytest.mark.parametrize(
-    "adam",
-    [
-        {"master": "remainder"},
-        {"master": "remainder", "moments": torch.bfloat16},
-        {"master": "remainder8", "moments": "int8"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_resumes_bit_for_bit_at_every_step(adam: dict[str, Any], accumulate: int) -> None:
-    straight = prepared(accumulate=accumulate, backend="eager", **adam)
-    broken = prepared(accumulate=accumulate, backend="eager", **adam)
-    for index in range(24):
-        iterate(straight, index)
-        iterate(broken, index)
-        file = io.BytesIO()
-        torch.save(broken.state_dict(), file)
-        file.seek(0)
-        broken = prepared(accumulate=accumulate, backend="eager", **adam)
-        broken.load_state_dict(torch.load(file, weights_only=True))
-    for name, value in straight.model.state_dict().items():
-        assert torch.equal(value, broken.model.state_dict()[name])
-    for a, b in zip(states(straight), states(broken), strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_the_state_dict_has_the_digits_that_were_there_before() -> None:

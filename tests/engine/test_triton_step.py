@@ -16,12 +16,9 @@ from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import kernels
 from laws.test_waits import Waits
-from support.triton import DEVICES, ExactRoots, round_as_devices_do
+from support.triton import DEVICES, INTERPRETER_WARNS, ExactRoots, round_as_devices_do
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = INTERPRETER_WARNS
 
 CLIPS = {"no clip": None, "loose": 1e3, "tight": 0.01}
 CLIPPED = [

@@ -12,7 +12,7 @@ from torch import nn
 
 import halfpeak
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
-from support.nets import LEVELS, OPTIMIZERS, make_net, poison
+from support.nets import OPTIMIZERS, make_net, poison
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -57,25 +57,17 @@ class Run:
         return skipped
 
 
-@pytest.mark.parametrize("clip", [None, 0.01], ids=["plain", "clip"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_is_the_engines_bit_for_bit(level: str, clip: float | None) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_schedule_waits_where_a_step_is_skipped(level: str) -> None:
     run = Run(level)
-    skipped = run.train(clip=clip)
+    skipped = run.train(clip=0.01)
     assert [number for number, skip in enumerate(skipped) if skip] == [0, 4]
     assert run.schedule.scheduler.last_epoch == 6
-    by_hand = None if clip is None else (lambda params: nn.utils.clip_grad_norm_(list(params), clip))
-    assert_same(weights(run.net), plain_run(level, clip=by_hand)[0])
+    by_hand = plain_run(level, clip=lambda params: nn.utils.clip_grad_norm_(list(params), 0.01))
+    assert_same(weights(run.net), by_hand[0])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_is_accelerates(level: str) -> None:
-    run = Run(level, gradient_accumulation_steps=2)
-    assert run.train() == [True, False, True, False]
-    assert_same(weights(run.net), plain_run(level, accumulate=2)[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_resumed_run_goes_on_bit_for_bit(level: str, tmp_path: Path) -> None:
     whole = Run(level)
     whole.train()

@@ -284,24 +284,6 @@ def test_a_first_fused_overflow_leaves_no_momentum() -> None:
     assert weight.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_last_tells_what_a_step_did(name: str) -> None:
-    model = make_net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    scaler = scaler_of()
-    assert scaler.last is None
-    for overflow in (False, True, False):
-        x, y = make_batch(0)
-        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
-        if overflow:
-            poison(model[0].weight)
-        assert scaler.step(optimizer) is None
-        assert scaler.last is not None
-        assert scaler.last.stepped() is not overflow
-        scaler.update()
-        optimizer.zero_grad()
-
-
 def test_one_scaler_per_loss_moves_each_by_its_own() -> None:
     (first, one), (second, two) = one_weight(), one_weight()
     scalers = scaler_of(), scaler_of()

@@ -18,11 +18,15 @@ from support.nets import LEVELS, make_net
 PACKAGES = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-@pytest.fixture(params=PACKAGES)
+@pytest.fixture(params=["lightning"])
 def lightning(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The plugin is the same class for both packages; a test of what differs names ``EITHER``."""
     package = pytest.importorskip(PACKAGES[request.param])
     ours = importlib.import_module(f"halfpeak.integrations.{request.param}")
     return SimpleNamespace(package=package, precision=ours.HalfpeakFabricPrecision)
+
+
+EITHER = pytest.mark.parametrize("lightning", PACKAGES, indirect=True)
 
 
 def setup(lightning: SimpleNamespace, level: str, build: Any = adamw) -> SimpleNamespace:
@@ -74,6 +78,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(lightning: SimpleNamespace, level: st
     assert resumed.precision.state_dict() == whole.precision.state_dict()
 
 
+@EITHER
 def test_a_closure(lightning: SimpleNamespace) -> None:
     run = setup(lightning, "O2", lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
     x, y = batches()[1]
@@ -91,6 +96,7 @@ def test_a_closure(lightning: SimpleNamespace) -> None:
     assert losses[-1] < losses[0]
 
 
+@EITHER
 def test_backward_before_connect_says_what_to_write(lightning: SimpleNamespace) -> None:
     precision = lightning.precision("O2")
     fabric = lightning.package.Fabric(accelerator="cpu", devices=1, plugins=precision)

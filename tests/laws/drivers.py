@@ -63,7 +63,11 @@ class Case:
 FACTORIES: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     **OPTIMIZERS,
     "FusedAdamW": partial(fused.FusedAdamW, lr=1e-3, eps=1e-4),
+    "remainder": partial(fused.FusedAdamW, lr=1e-3, eps=1e-4, master="remainder", moments=torch.bfloat16),
+    "8 bits": partial(fused.FusedAdamW, lr=1e-3, eps=1e-4, master="remainder8", moments="int8"),
     "FusedSGD": partial(fused.FusedSGD, lr=0.05, momentum=0.9, dampening=0.3),
+    "FusedLAMB": partial(fused.FusedLAMB, lr=1e-3),
+    "FusedNovoGrad": partial(fused.FusedNovoGrad, lr=1e-3),
 }
 
 

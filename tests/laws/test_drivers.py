@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfpeak import amp
 from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing, through_a_file
-from support.nets import make_batch
+from support.nets import LEVELS, MASTERED, make_batch
 from support.snapshot import values
 from support.states import differences
 
@@ -97,11 +97,15 @@ def test_it_takes_the_steps_of_the_engine(case: Case) -> None:
     assert run.values() == engine.values()
 
 
-EVERY_KIND = cases(
-    windows=((3, 0.05),),
-    optimizers=("sgd", "adamw-fused", "adam-foreach", "FusedSGD"),
-    where=lambda driver: driver is DRIVERS["native"],
-)
+EVERY_KIND = [
+    Case(driver="native", level=level, optimizer=optimizer, every=3, clip=0.05)
+    for optimizer, levels in {
+        **dict.fromkeys(("sgd", "adamw-fused", "adam-foreach", "FusedSGD"), LEVELS),
+        **dict.fromkeys(("FusedLAMB", "FusedNovoGrad"), MASTERED),
+        **dict.fromkeys(("remainder", "8 bits"), ("O5",)),
+    }.items()
+    for level in levels
+]
 
 
 @pytest.mark.parametrize("case", cases() + EVERY_KIND, ids=ids)

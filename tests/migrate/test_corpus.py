@@ -15,8 +15,8 @@ pytest.importorskip("libcst")
 from halfpeak.migrate import TARGETS, Target, rewrite
 from halfpeak.runner import EpochBasedRunner, Fp16OptimizerHook
 from migrate.scripts import CORPUS, SCRIPTS, rewritten, run, same, source
+from support.nets import LEVELS
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 BY_LEVEL = ("dcgan", "function", "glue", "imagenet", "quiet", "segmentation", "swav", "trainer", "uniter")
 """Scripts that take ``--opt-level``."""
 

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from halfpeak import Engine
 from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.state.loss_scaler import LossScaler
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+from support.nets import LEVELS as LEVELS
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

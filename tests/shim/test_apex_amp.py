@@ -38,19 +38,6 @@ def train(model: nn.Module, optimizer: Any, amp: Any, steps: int = 3) -> list[fl
     return losses
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_is_bit_for_bit_the_native_one(level: str) -> None:
-    from apex import amp
-
-    results: list[Any] = []
-    for front_end in (amp, native):
-        model, optimizer = make()
-        model, optimizer = front_end.initialize(model, optimizer, opt_level=level, verbosity=0)
-        losses = train(model, optimizer, front_end)
-        results.append((losses, [value.tolist() for value in model.state_dict().values()]))
-    assert results[0] == results[1]
-
-
 def test_it_is_a_package() -> None:
     """DeepSpeed prints ``__path__``, timm looks into ``__dict__``."""
     from apex import amp
@@ -73,29 +60,6 @@ def test_helpers() -> None:
     assert utils.maybe_half([torch.ones(1)])[0].dtype is torch.float16
     assert utils.maybe_float(torch.ones(1).half(), "weight", False).dtype is torch.float32
     assert utils.type_string(torch.ones(1).half()) == "HalfTensor"
-
-
-def test_scalers_can_be_read_and_written() -> None:
-    """DeepLearningExamples raise the first scale, UNITER and byteps read it."""
-    from apex import amp
-    from apex.amp import _amp_state
-
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
-    first, second = _amp_state.loss_scalers
-    assert first.loss_scale() == first._loss_scale == 65536.0
-    assert (first.dynamic, first._unskipped, first._scale_seq_len, first._has_overflow) == (
-        True,
-        0,
-        2000,
-        False,
-    )
-    first._loss_scale = 2.0**10
-    first._scale_seq_len = 1
-    train(model, optimizer, amp, 1)
-    assert (first.loss_scale(), second.loss_scale()) == (2.0**11, 65536.0)
-    assert _amp_state.opt_properties.opt_level == "O2"
-    assert _amp_state.opt_properties.enabled
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -21,6 +21,13 @@ INTERPRETED = pytest.mark.skipif(
 )
 """Kernels run on the CPU, in triton's interpreter."""
 
+INTERPRETER_WARNS = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+"""It computes in numpy, which warns of what the tests of infinite gradients are about."""
+
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED),
     pytest.param("cuda", marks=pytest.mark.gpu),
