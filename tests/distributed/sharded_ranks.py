@@ -200,6 +200,14 @@ def refusals(rank: int) -> dict[str, str]:
         halfpeak.prepare(model, adamw(model), "O2")
         fully_shard(model)
 
+    def sharded_later() -> None:
+        model = net()
+        engine = halfpeak.prepare(model, adamw(model), "O4")
+        torch_fully_shard(model)
+        with engine.forward():
+            loss = model(batch(0)).square().mean()
+        engine.backward(loss)
+
     def low() -> None:
         fully_shard(net().bfloat16(), "O5")
 
@@ -235,6 +243,7 @@ def refusals(rank: int) -> dict[str, str]:
     for call in (
         twice,
         prepared_before,
+        sharded_later,
         low,
         unknown_block,
         own_policy,

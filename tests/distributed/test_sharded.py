@@ -52,6 +52,7 @@ def test_every_front_end_skips_on_all_ranks(ranks: Seen, front_end: str) -> None
     [
         ("twice", "OrderError: FSDPNet is sharded already"),
         ("prepared_before", "OrderError: Net was prepared before it was sharded"),
+        ("sharded_later", "OrderError: the model was sharded after it was prepared"),
         ("low", "ParameterError: parameter stem.weight is low"),
         ("unknown_block", "ConfigError: blocks='Layer' is no part of Net; its modules are Block,"),
         ("own_policy", "ConfigError: mp_policy= is what the level gives"),

@@ -163,8 +163,9 @@ class TestOrder:
     def test_a_step_without_gradients_moves_nothing(self, level: str) -> None:
         engine = prepared(level)
         before = state_hash(engine.models, engine.optimizers)
-        assert engine.step().stepped()
+        assert not engine.step().stepped()
         assert state_hash(engine.models, engine.optimizers) == before
+        assert (int(engine.num_steps), int(engine.num_skipped), engine.micro_step) == (0, 0, 1)
 
     @pytest.mark.parametrize("zero", ["optimizer", "model", "both"])
     @pytest.mark.parametrize("level", LEVELS)

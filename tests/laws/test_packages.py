@@ -122,6 +122,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("core/torch_compat.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("fused/flat/layout.py", "data"): "small parameters move into flat buffers and stay the same objects",
     ("fused/state_dtypes/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
+    ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from halfpeak.core.errors import StateError
+from halfpeak.core.errors import OrderError, StateError
+from halfpeak.distributed.optimizer_state import with_initial_moments, without_initial_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
@@ -20,16 +21,35 @@ from halfpeak.engine.gradients.window import (
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.validation import VERSION, check_state, check_window
+from halfpeak.ops.shards import has_process_group, has_shards
 from halfpeak.state.loss_scaler import LossScaler
 
 
 def save_state(context: EngineContext) -> dict[str, Any]:
-    """The state: tensors and plain values only. Tensors are live, as in torch; save or copy them before going on."""
+    """The state: tensors and plain values only. Tensors are live, as in torch; save or copy them before going on.
+
+    With a process group it holds moments for parameters that were never stepped, too: a distributed checkpoint is read into
+    the tensors of a state.
+
+    Raises:
+        OrderError: a window is open over shards, whose gradients FSDP2 holds where nobody can read them.
+    """
+    if any(one.is_open and has_shards(one.table().main_params) for one in context.prepared):
+        raise OrderError(
+            "a window is open, and its gradients lie in buffers of FSDP2 that cannot be saved; save at the end of a window "
+            "(after a step with result.boundary), or call engine.abort() first"
+        )
+    optimizers = [optimizer.state_dict() for optimizer in context.optimizers]
+    if has_process_group():
+        optimizers = [
+            with_initial_moments(optimizer, state)
+            for optimizer, state in zip(context.optimizers, optimizers, strict=True)
+        ]
     return {
         "version": VERSION,
         "level": context.config.properties.opt_level,
         "models": [model.state_dict() for model in context.models],
-        "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],
+        "optimizers": optimizers,
         "scalers": [scaler.state_dict() for scaler in context.scalers],
         "counters": context.record.state_dict(),
         "buffers": context.stats.saved(),
@@ -49,7 +69,7 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
         model.load_state_dict(saved)
     for optimizer, saved in zip(context.optimizers, state["optimizers"], strict=True):
         # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
-        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.load_state_dict(copy.deepcopy(without_initial_moments(saved)))
     for scaler, scale in zip(context.scalers, scales, strict=True):
         scaler.state = scale
     context.record.load_state_dict(state["counters"])

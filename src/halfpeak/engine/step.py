@@ -174,14 +174,15 @@ class TrainStep:
             optimizer = self._fused_of(prepared)
             fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
+            has_gradients = True
             if decision is not None:
                 found_inf: Tensor | bool = decision.found_inf
                 norm = None if limit_of_norm(self._config.clip) is None else decision.grad_norm
                 result = decision.found_inf
             else:
-                found_infs, norm = self._unscale_and_clip(prepared, fused)
+                found_infs, norm, has_gradients = self._unscale_and_clip(prepared, fused)
                 self.reducer.all_reduce_(found_infs)
-                found_inf = self._decide(found_infs, prepared)
+                found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)
             with disable_casts():
@@ -191,7 +192,7 @@ class TrainStep:
             self.poll_stuck(None if decision is None else decision.stuck)
             if collapse is not None:
                 raise collapse
-        return StepResult(result, self._scale, norm)
+        return StepResult(result, self._scale, norm, has_gradients=has_gradients)
 
     def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
         """The optimizer whose step may be given gradients beside ``.grad``: a fused one, alone, and no hook that would look."""
@@ -235,13 +236,19 @@ class TrainStep:
 
     def _unscale_and_clip(
         self, prepared: Sequence[PreparedOptimizer], fused: FusedGrads | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """``found_inf`` of the step and of each loss, and the norm before clipping.  # f32[1 + losses], f32[] or None"""
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """``found_inf`` of the step and of each loss, the norm before clipping, and whether there is a gradient.
+
+        Ranks that decide together count their steps together, whichever of them has gradients.
+        """  # f32[1 + losses], f32[] or None
+        has_gradients = True
         if fused is None:
             for one in prepared:
                 one.unscale_pending()
             found_infs = self.unscaled_found_infs(prepared)
-            norm = self._config.clip(_main_grads(prepared))
+            grads = _main_grads(prepared)
+            has_gradients = bool(grads) or not self.reducer.is_local
+            norm = self._config.clip(grads)
         else:
             (one,) = prepared
             squares, found_inf = fused.measure()
@@ -251,7 +258,7 @@ class TrainStep:
             fused.hand_over(clip_coef)
         if norm is not None:
             _find_infinite(norm, found_infs)
-        return found_infs, norm
+        return found_infs, norm, has_gradients
 
     def unscaled_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
         """Whether a gradient of the window was not finite: of the step, then of each loss.  # f32[1 + losses]
@@ -268,7 +275,9 @@ class TrainStep:
             self._collapse.note_nonfinite(prepared if bool(found_infs[0]) else ())
         return found_infs
 
-    def _decide(self, found_infs: Tensor, prepared: Sequence[PreparedOptimizer]) -> Tensor | bool:
+    def _decide(
+        self, found_infs: Tensor, prepared: Sequence[PreparedOptimizer], *, has_gradients: bool
+    ) -> Tensor | bool:
         """Whether to skip: a bool, or a tensor for optimizers whose own kernels skip."""
         found_inf: Tensor | bool = found_infs[0]
         if self._stuck.value > 0 or not all(takes_found_inf(one.optimizer) for one in prepared):
@@ -277,7 +286,7 @@ class TrainStep:
         elif is_on_host(found_infs[0]):
             # A kernel that is given found_inf counts its step and takes that back, parameter by parameter.
             found_inf = bool(read_host(found_infs[0]))
-        self._record.begin(found_infs, found_inf, _params_of(prepared))
+        self._record.begin(found_infs, found_inf, _params_of(prepared), has_gradients=has_gradients)
         return found_inf
 
     def _collapse_ahead(

@@ -71,7 +71,12 @@ class StepRecord:
         return torch.stack([step, *(found_inf.to(first.device) for _, found_inf in self._found_infs)])
 
     def begin(
-        self, found_infs: Tensor, found_inf: Tensor | bool, parameters: Iterable[Tensor] | None
+        self,
+        found_infs: Tensor,
+        found_inf: Tensor | bool,
+        parameters: Iterable[Tensor] | None,
+        *,
+        has_gradients: bool = True,
     ) -> None:
         """Compute the consequences of a step that is about to be taken.
 
@@ -79,8 +84,11 @@ class StepRecord:
             found_infs: what :meth:`found_infs` gave.  # f32[1 + losses]
             found_inf: its first element, as a bool where the host knows it.
             parameters: what the step is of; None for all that the engine trains.
+            has_gradients: False where there is nothing to step: neither a step nor a skip.
         """
-        if isinstance(found_inf, bool):
+        if not has_gradients:
+            num_steps, num_skipped = self.num_steps, self.num_skipped
+        elif isinstance(found_inf, bool):
             num_steps, num_skipped = self.num_steps + (not found_inf), self.num_skipped + found_inf
         else:
             skips = found_infs[0].to(torch.int32)

@@ -15,6 +15,7 @@ from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.policy import Policy
 from halfpeak.distributed.fsdp import check_shards
+from halfpeak.distributed.optimizer_state import has_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.fused.base import FusedOptimizer
@@ -176,6 +177,7 @@ def check_state(context: EngineContext, state: object) -> None:
     optimizers = _listed(known["optimizers"], "optimizers", len(context.prepared))
     for optimizer, saved in zip(context.optimizers, optimizers, strict=True):
         check_optimizer(optimizer, saved)
+    _check_moments(context.optimizers, optimizers, _mapping(known["counters"], "the counters"))
     for scaler, saved in zip(
         context.scalers, _listed(known["scalers"], "scalers", len(context.scalers)), strict=True
     ):
@@ -186,6 +188,25 @@ def check_state(context: EngineContext, state: object) -> None:
     for flat in _listed(known["buffers"], "saved statistics"):
         _require_tensor(flat, "a saved statistic")
     check_window(context, known["window"])
+
+
+def _check_moments(
+    optimizers: Sequence[Optimizer], saved: Sequence[Any], counters: Mapping[Any, Any]
+) -> None:
+    """A state in which optimizers have stepped holds what one of them keeps from step to step.
+
+    Raises:
+        StateError: it does not: the run would go on with moments of zero.
+    """
+    if (
+        counters.get("taken")
+        and not any(state["state"] for state in saved)
+        and any(map(has_moments, optimizers))
+    ):
+        raise StateError(
+            f"the state is of {counters['taken']} steps and holds no moments of any optimizer; a distributed checkpoint is "
+            "read into the tensors that are there: call torch.distributed.init_process_group before dcp.load"
+        )
 
 
 def check_optimizer(optimizer: Optimizer, saved: object) -> None:

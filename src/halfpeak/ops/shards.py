@@ -19,14 +19,14 @@ def is_shard(tensor: Tensor) -> bool:
     return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
+def has_process_group() -> bool:
+    """Whether this process has joined others, or is ready to."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def has_shards(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors is a shard. Without a process group there is none, and nothing is looked at."""
-    return (
-        dist.is_available()
-        and dist.is_initialized()
-        and not set(map(type, tensors)) <= _PLAIN
-        and any(map(is_shard, tensors))
-    )
+    return has_process_group() and not set(map(type, tensors)) <= _PLAIN and any(map(is_shard, tensors))
 
 
 def local_of(tensors: Iterable[Any]) -> list[Tensor]:

@@ -117,7 +117,7 @@ class FP16_Optimizer:
         """
         self._require_unscaled("step")
         if closure is None:
-            self._last_overflow = not self._engine.step().stepped()
+            self._last_overflow = bool(self._engine.step().found_inf)
             if self._last_overflow:
                 maybe_print(
                     overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale),

@@ -13,7 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
+from halfpeak.distributed.fsdp import is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
@@ -29,6 +31,7 @@ from halfpeak.engine.gradients.window import (
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.shards import is_shard
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import params_of
 
@@ -342,6 +345,7 @@ class UnmanagedGrads:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
+        self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
         self._found: list[Tensor] = []
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
@@ -354,6 +358,7 @@ class UnmanagedGrads:
     def add_model(self, model: nn.Module) -> None:
         """Look after one more model."""
         self._models.append(model)
+        self._known_ids.update(map(id, model.parameters()))
         self._known_pairs = []
 
     @untraced
@@ -362,6 +367,9 @@ class UnmanagedGrads:
 
         Args:
             prepared: the optimizers whose parameters are left to them.
+
+        Raises:
+            OrderError: the models were sharded after they were prepared.
         """
         # Where none is left, somebody has called zero_grad() in the middle of a window.
         waits = self._stashed is not None and any(grad is not None for grad in gradients_of(self._found))
@@ -398,12 +406,27 @@ class UnmanagedGrads:
         if _same(pairs, self._known_pairs) and _same(_values(self._tables), self._values):
             return
         stepped = {id(parameter) for own in pairs for parameter in own.model_params}
-        found = {id(p): p for model in self._models for p in model.parameters() if id(p) not in stepped}
-        self._found = list(found.values())
-        self._known_pairs = pairs
+        own = {id(p): p for model in self._models for p in model.parameters()}
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
+        gone = self._known_ids & stepped - own.keys()
+        if gone and (any(map(is_shard, own.values())) or any(map(is_fully_sharded, modules))):
+            self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
+        self._found = [parameter for key, parameter in own.items() if key not in stepped]
+        self._known_pairs = pairs
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._values = _values(self._tables)
+
+    def _refuse_replaced(self, gone: Iterable[Tensor]) -> None:
+        """FSDP2 has shards and gathered weights take turns in a model; only shards that came later replace plain parameters.
+
+        Raises:
+            OrderError: they did, so nothing would move the model.
+        """
+        if not all(map(is_shard, gone)):
+            raise OrderError(
+                "the model was sharded after it was prepared, so the optimizer holds parameters that are no longer part of "
+                "it and would move nothing; call fully_shard or parallelize_module first, build the optimizer, then prepare"
+            )
 
 
 def _taken_off(parameter: Tensor) -> Tensor | None:

@@ -1,0 +1,141 @@
+"""The ranks of ``test_dcp.py``: each trains, saves, loads and goes on, and saves what it saw. Arguments: ranks, folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfpeak
+from distributed.launching import fork_ranks
+from distributed.sharded_ranks import batch, full, net
+from halfpeak.distributed import fully_shard
+
+KINDS = ("shards", "copies", "alone")
+"""FSDP2, DistributedDataParallel, and one rank by itself with whole batches."""
+
+
+class Run:
+    """A model of one kind with its engine."""
+
+    def __init__(self, kind: str, level: str, every: int = 1) -> None:
+        self.parts = 1 if kind == "alone" else dist.get_world_size()
+        self.part = dist.get_rank() % self.parts
+        self.model: nn.Module = fully_shard(net(), level) if kind == "shards" else net()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        scale = halfpeak.ScaleConfig(init=1024.0)
+        self.engine = halfpeak.prepare(self.model, optimizer, level, clip=0.5, scale=scale, accumulate=every)
+        self.wrapped = DistributedDataParallel(self.model) if kind == "copies" else self.model
+        self.no_dist = kind == "alone"
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            with self.engine.forward(None if self.no_dist else self.wrapped):
+                loss = self.wrapped(batch(step).chunk(self.parts)[self.part]).float().square().mean()
+            self.engine.backward(loss * float("inf") if step == 1 else loss)
+            self.engine.step()
+
+    def save(self, folder: Path) -> None:
+        if not self.no_dist or dist.get_rank() == 0:
+            dcp.save({"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist)
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        dcp.load({"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist)
+
+    def seen(self) -> dict[str, Any]:
+        engine = self.engine
+        state = engine.state_dict()
+        return {
+            "values": [full(value) for value in self.model.state_dict().values()],
+            "moments": [full(entry["exp_avg_sq"]) for entry in state["optimizers"][0]["state"].values()],
+            "steps": [float(entry["step"]) for entry in state["optimizers"][0]["state"].values()],
+            "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
+            "scale": engine.read_scale(),
+        }
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Level, who saves, who loads."""
+    yield from product(("O2", "O5"), KINDS, KINDS)
+    yield from product(("O0", "O1"), ("shards",), ("shards",))
+
+
+def resumed(level: str, source: str, target: str, folder: Path) -> dict[str, Any]:
+    run = Run(source, level)
+    run.train(range(3))
+    run.save(folder)
+    saved = run.seen()
+    run.train(range(3, 6))
+    other = Run(target, level)
+    other.load(folder)
+    loaded = other.seen()
+    other.train(range(3, 6))
+    return {"saved": saved, "loaded": loaded, "straight": run.seen(), "resumed": other.seen()}
+
+
+def unstepped(folder: Path) -> dict[str, Any]:
+    """A checkpoint from before the first step: who loads it trains as who saved it."""
+    run = Run("shards", "O2")
+    run.save(folder)
+    other = Run("shards", "O2")
+    other.load(folder)
+    for one in (run, other):
+        one.train(range(2))
+    return {"straight": run.seen(), "resumed": other.seen()}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What would lose gradients or moments in silence."""
+
+    def open_window() -> None:
+        run = Run("shards", "O2", every=2)
+        run.train(range(1))
+        run.engine.state_dict()
+
+    def no_moments() -> None:
+        run = Run("alone", "O2")
+        run.train(range(1))
+        state = run.engine.state_dict()
+        state["optimizers"][0]["state"] = {}
+        run.engine.load_state_dict(state)
+
+    found: dict[str, str] = {}
+    for call in (open_window, no_moments):
+        try:
+            call()
+            found[call.__name__] = "nothing"
+        except halfpeak.HalfpeakError as error:
+            found[call.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    seen: dict[str, Any] = {
+        " ".join(case): resumed(*case, folder / f"run{number}") for number, case in enumerate(cases())
+    }
+    seen["unstepped"] = unstepped(folder / "unstepped")
+    seen["refusals"] = refusals(folder)
+    torch.save(seen, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(rank_main))

@@ -1,0 +1,50 @@
+"""torch.distributed.checkpoint of an engine: bitwise for ranks of one kind, to rounding between kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.dcp_ranks import cases
+from distributed.launching import Seen, launch
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("dcp_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    numbers = all(one[key] == other[key] for key in ("counters", "scale", "steps"))
+    return numbers and all(
+        torch.equal(a, b) for key in ("values", "moments") for a, b in zip(one[key], other[key], strict=True)
+    )
+
+
+@pytest.mark.parametrize(("level", "source", "target"), list(cases()))
+def test_who_loads_goes_on_where_the_other_was(ranks: Seen, level: str, source: str, target: str) -> None:
+    for seen in ranks[f"{level} {source} {target}"]:
+        assert same(seen["saved"], seen["loaded"])
+        if source == target:
+            assert same(seen["straight"], seen["resumed"])
+        else:
+            close = 1e-3 if level == "O2" else 1e-2
+            for a, b in zip(seen["straight"]["values"], seen["resumed"]["values"], strict=True):
+                torch.testing.assert_close(a, b, atol=close, rtol=0)
+
+
+def test_a_checkpoint_from_before_the_first_step(ranks: Seen) -> None:
+    assert all(same(seen["straight"], seen["resumed"]) for seen in ranks["unstepped"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("open_window", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
+        ("no_moments", "StateError: the state is of 1 steps and holds no moments"),
+    ],
+)
+def test_what_would_lose_something_is_refused(ranks: Seen, name: str, text: str) -> None:
+    assert [seen[name][: len(text)] for seen in ranks["refusals"]] == [text] * 2
