@@ -336,3 +336,45 @@ def test_a_deep_copy_of_the_argument_would_cast_the_same() -> None:
     value = HOLDERS["nested"]()
     left, right = cast_tree(value, LOW), cast_tree(copy.deepcopy(value), LOW)
     assert all(torch.equal(a, b) for a, b in zip(leaves(left), leaves(right), strict=True))
+
+
+@dataclass
+class Sample:
+    """Knows how to move, and would cast its labels."""
+
+    x: Any
+    label: Any
+
+    def to(self, dtype: torch.dtype) -> Sample:
+        return Sample(self.x.to(dtype), self.label.to(dtype))
+
+
+def labelled(kind: str) -> tuple[Any, Callable[[Any], tuple[Tensor, Tensor]]]:
+    """A batch of a kind that others define, with numbers and labels, and how to read both."""
+    x, label = torch.ones(2), torch.tensor([1, 2])
+    if kind == "BatchEncoding":
+        return pytest.importorskip("transformers").BatchEncoding({"x": x, "label": label}), lambda b: (
+            b["x"],
+            b["label"],
+        )
+    if kind == "dataclass":
+        return Sample(x, label), lambda b: (b.x, b.label)
+    structures = pytest.importorskip("mmengine.structures")
+    inner = structures.BaseDataElement(x=x, label=label, metainfo={"path": "a.png"})
+    if kind == "BaseDataElement":
+        return inner, lambda b: (b.x, b.label)
+    if kind == "InstanceData":
+        return structures.InstanceData(x=x, label=label), lambda b: (b.x, b.label)
+    return [structures.BaseDataElement(inner=inner)], lambda b: (b[0].inner.x, b[0].inner.label)
+
+
+@pytest.mark.parametrize("kind", ["BatchEncoding", "dataclass", "BaseDataElement", "InstanceData", "nested"])
+def test_labels_in_batches_of_other_libraries_stay_integers(kind: str) -> None:
+    batch, read = labelled(kind)
+    cast = cast_tree(batch, torch.float16)
+    assert type(cast) is type(batch)
+    assert [one.dtype for one in read(cast)] == [torch.float16, torch.int64]
+    assert [one.dtype for one in read(batch)] == [torch.float32, torch.int64]
+    assert cast_tree(cast, torch.float16) is cast
+    if kind == "BaseDataElement":
+        assert cast.path == "a.png"

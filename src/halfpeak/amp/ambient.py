@@ -18,6 +18,7 @@ from torch import nn
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts
+from halfpeak.core.torch_compat import traced_inline
 
 
 @contextmanager
@@ -140,6 +141,7 @@ class _OwnCasts:
     def __reduce__(self) -> tuple[type[_OwnCasts], tuple[None]]:
         return _OwnCasts, (None,)
 
+    @traced_inline
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before forward."""
         own = None if _amp_state.suspended.depth else self._casts
@@ -147,6 +149,7 @@ class _OwnCasts:
         scope.__enter__()
         self._open.append(scope)
 
+    @traced_inline
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After forward, also when it raised."""
         if self._open:

@@ -20,7 +20,7 @@ from halfpeak.core.policy import NormRule
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import is_low_model, wrapper_of
+from halfpeak.engine.validation import is_low_model, uncompiled, wrapper_of
 
 
 def initialize(
@@ -159,7 +159,7 @@ def _check_models(models: Any) -> list[nn.Module]:
     for model in listed:
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"models must be torch.nn.Module objects, not {type(model).__name__}")
-        wrapper = wrapper_of(model)
+        wrapper = wrapper_of(uncompiled(model))
         if wrapper is not None:
             raise ParameterWrapped(wrapper)
         low = None if _amp_state.allow_incoming_model_not_fp32 else is_low_model(model)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.torch_compat import traced_inline
 from halfpeak.ops.shards import is_shard
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -95,6 +96,7 @@ class CastInputs:
 
     dtype: torch.dtype
 
+    @traced_inline
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,6 +111,7 @@ class CastOutput:
 
     dtype: torch.dtype
 
+    @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Cast."""
         return cast_tree(output, self.dtype)

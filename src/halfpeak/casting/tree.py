@@ -17,9 +17,9 @@ Leaf: TypeAlias = Callable[[Any], Any]
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every real floating-point tensor in it cast to ``dtype``; differentiable.
 
-    Lists, deques, tuples, named tuples, sets, dicts and their subclasses (``OrderedDict``, ``ModelOutput``), and
-    dataclasses are rebuilt in their own type; one that holds nothing to cast stays the same object. An object with a
-    method ``to`` (a custom batch, a ``PackedSequence``) casts itself. Integer, boolean and complex tensors,
+    Lists, deques, tuples, named tuples, sets, mappings (``OrderedDict``, ``ModelOutput``, ``BatchEncoding``), dataclasses and
+    mmengine's data elements are rebuilt in their own type; one that holds nothing to cast stays the same object. Any other
+    object with a method ``to`` (a custom batch, a ``PackedSequence``) casts itself. Integer, boolean and complex tensors,
     strings, arrays, modules, generators and everything else stay as they are.
 
     >>> import collections, torch
@@ -46,16 +46,18 @@ def map_tree(value: Any, leaf: Leaf) -> Any:
         return leaf(value)
     if value is None or isinstance(value, (bool, int, float, str, bytes, bytearray, nn.Module, torch.Size)):
         return value
-    if callable(getattr(value, "to", None)):
-        return value if isinstance(value, type) else leaf(value)
     if isinstance(value, Mapping):
         return _cast_mapping(value, leaf)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, leaf)
+    if callable(getattr(value, "to", None)):
+        if callable(getattr(value, "set_data", None)) and callable(getattr(value, "items", None)):
+            return _cast_data_element(value, leaf)
+        return value if isinstance(value, type) else leaf(value)
     if isinstance(value, MutableSequence):
         return _assign(value, enumerate(value), leaf)
     if isinstance(value, (tuple, set, frozenset)):
         return _rebuild(value, leaf)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, leaf)
     return value
 
 
@@ -100,6 +102,16 @@ def _cast_dataclass(value: Any, leaf: Leaf) -> Any:
     rebuilt = copy.copy(value)
     for name, cast in changed:
         object.__setattr__(rebuilt, name, cast)
+    return rebuilt
+
+
+def _cast_data_element(value: Any, leaf: Leaf) -> Any:
+    """mmengine's ``BaseDataElement``, whose own ``to(dtype)`` would cast labels too."""
+    changed = {name: cast for name, item in value.items() if (cast := map_tree(item, leaf)) is not item}
+    if not changed:
+        return value
+    rebuilt = value.new()
+    rebuilt.set_data(changed)
     return rebuilt
 
 

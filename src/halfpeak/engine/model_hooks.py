@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_norms
 from halfpeak.core.policy import Policy
+from halfpeak.core.torch_compat import traced_inline
 from halfpeak.state.batch_norm import BatchNormStats, norms_of
 from halfpeak.state.masters import Masters
 from halfpeak.state.state_dict_hooks import hook_state_dict
@@ -76,6 +77,7 @@ class BeforeForward(_WeakHook):
     Afterwards would be too late: a parameter must not change between forward and backward.
     """
 
+    @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up; a compiled forward pass leaves it to the next backward pass."""
         if self._method is not None and not is_compiling():

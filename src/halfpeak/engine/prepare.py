@@ -23,7 +23,7 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.model_hooks import hook
 from halfpeak.engine.optimizer import prepared_of
-from halfpeak.engine.validation import check_models, check_optimizers, check_remainders
+from halfpeak.engine.validation import check_models, check_optimizers, check_remainders, uncompiled
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import Clip, parse_clip
@@ -61,9 +61,9 @@ def prepare(
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 
-    Call it after the models are on their device, before ``DistributedDataParallel`` or ``torch.compile`` wraps them, and after
-    :func:`halfpeak.distributed.fully_shard`, whose float32 shards stay what the optimizer steps.
-    Everything is checked first: a refused call leaves models and optimizers as they were.
+    Call it after the models are on their device, before ``DistributedDataParallel`` wraps them, and after
+    :func:`halfpeak.distributed.fully_shard`, whose float32 shards stay what the optimizer steps; ``torch.compile`` may come
+    before or after. Everything is checked first: a refused call leaves models and optimizers as they were.
 
     Args:
         models: one module or several.
@@ -155,6 +155,7 @@ def build(
         reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
     """
     policy = config.policy
+    models = [uncompiled(model) for model in models]
     check_models(models, policy)
     check_optimizers(optimizers, models, policy)
     check_remainders(optimizers, policy)

@@ -151,6 +151,13 @@ def wrapper_of(model: nn.Module) -> str | None:
     return None
 
 
+def uncompiled(model: Any) -> Any:
+    """The module that ``torch.compile(model)`` wraps, or ``model`` itself. What was compiled is traced anew when it runs."""
+    while isinstance(model, nn.Module) and (wrapper_of(model) or "").endswith(".OptimizedModule"):
+        model = model._orig_mod
+    return model
+
+
 def is_low_model(model: nn.Module) -> str | None:
     """The name of the first low parameter or buffer, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
