@@ -428,3 +428,18 @@ def test_under_amp_it_learns(name: str, level: str) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_sgd_needs_a_rate_for_every_group_and_takes_it_from_there() -> None:
+    from apex.optimizers import FusedSGD
+
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = FusedSGD(
+        [{"params": [weight], "lr": rate} for weight, rate in zip(weights, (0.1, 0.5), strict=True)]
+    )
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [weight[0].item() for weight in weights] == pytest.approx([0.9, 0.5])
+    with pytest.raises(ValueError, match="has no lr"):
+        FusedSGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:]}], momentum=0.9)

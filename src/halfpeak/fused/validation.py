@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 
@@ -31,9 +32,14 @@ def check_group(group: Mapping[str, Any]) -> None:
     halfpeak.core.errors.ConfigError: lr=-1.0 must be a number of at least 0
 
     Raises:
-        ConfigError: a value is out of its range. The message names both.
+        ConfigError: a value is out of its range, or missing. The message names both.
         ConfigTypeError: a value is no number.
     """
+    for name, value in group.items():
+        if value is required:
+            raise ConfigError(
+                f"a group has no {name}, and there is no default; write {name}=0.1 for all of them"
+            )
     for name in AT_LEAST_ZERO:
         if name in group and not _number(name, group[name]) >= 0:
             raise ConfigError(f"{name}={group[name]!r} must be a number of at least 0")

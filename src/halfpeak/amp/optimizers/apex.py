@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from halfpeak import fused
 from halfpeak.amp.optimizers.internal_masters import ApexStateLayout, InternalMasters, no_amsgrad
@@ -166,7 +167,7 @@ class FusedSGD(ApexStateLayout):
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
+        lr: learning rate; required unless every group has its own.
         momentum: what is left of the buffer at each step.
         dampening: the share of a gradient that does not enter the buffer; the first gradient enters whole.
         weight_decay: weight decay.
@@ -181,6 +182,7 @@ class FusedSGD(ApexStateLayout):
 
     Raises:
         ConfigError: a value is out of its range.
+        ValueError: a group without ``lr``, and no default.
     """
 
     copied = (
@@ -194,7 +196,7 @@ class FusedSGD(ApexStateLayout):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
+        lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
