@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import is_on_host, read_host
 
 
@@ -211,13 +212,15 @@ def require_scale(name: str, value: object) -> float:
         ConfigError: anything else.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r} must be a finite number above zero; write {name}=1024.0")
+        raise ConfigError(
+            f"{name}={short_repr(value)} must be a finite number above zero; write {name}=1024.0"
+        )
     limits = torch.finfo(torch.float32)
     if not limits.tiny <= value <= limits.max:
-        raise ConfigError(f"{name}={value!r} is not a normal float32 number; write {name}=1024.0")
+        raise ConfigError(f"{name}={short_repr(value)} is not a normal float32 number; write {name}=1024.0")
     return float(value)
 
 
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ConfigError(f"{name}={value!r} must be an integer from 1 to 2**31 - 1")
+        raise ConfigError(f"{name}={short_repr(value)} must be an integer from 1 to 2**31 - 1")

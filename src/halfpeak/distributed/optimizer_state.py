@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from halfpeak.core.state_checks import is_dense, is_number, require_mapping
+
+_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,10 +37,17 @@ def without_initial_moments(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state without what was never stepped, which an optimizer makes by itself; keys as the optimizer numbers them.
 
     A distributed checkpoint writes every key as a string, and puts plain values back under that.
+
+    Raises:
+        StateError: it is no state of an optimizer.
     """
+    rows = require_mapping(
+        require_mapping(state, "an optimizer's state").get("state"), "the state of an optimizer's parameters"
+    )
     known: dict[Any, dict[str, Any]] = {}
-    for key, entry in state["state"].items():
-        known.setdefault(int(key) if str(key).isdigit() else key, {}).update(entry)
+    for key, entry in rows.items():
+        index = int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
+        known.setdefault(index, {}).update(require_mapping(entry, "the state of a parameter"))
     return {**state, "state": {i: entry for i, entry in known.items() if not _is_unstepped(entry)}}
 
 
@@ -67,4 +79,7 @@ def has_moments(optimizer: Optimizer) -> bool:
 
 
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:
-    return "step" in entry and float(entry["step"]) == 0
+    step = entry.get("step")
+    if isinstance(step, Tensor):
+        return is_dense(step) and step.numel() == 1 and step.item() == 0
+    return is_number(step) and step == 0

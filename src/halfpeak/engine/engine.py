@@ -33,6 +33,7 @@ from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
 from halfpeak.engine.model_hooks import hook_forward, hook_loads, owner_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.engine.state_checks import check_window
 from halfpeak.engine.state_dict import (
     load_loop_state,
     load_state,
@@ -44,7 +45,6 @@ from halfpeak.engine.state_dict import (
 from halfpeak.engine.step import OnFoundInf, TrainStep
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.engine.sync import synchronising
-from halfpeak.engine.validation import check_window
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler

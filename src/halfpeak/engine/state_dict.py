@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from halfpeak.core.errors import OrderError, StateError
+from halfpeak.core.errors import OrderError
+from halfpeak.core.state_checks import copied
 from halfpeak.distributed.optimizer_state import with_initial_moments, without_initial_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPairs
@@ -20,7 +21,7 @@ from halfpeak.engine.gradients.window import (
     after_delayed_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.engine.validation import VERSION, check_state, check_window
+from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window
 from halfpeak.ops.shards import has_process_group, has_shards
 from halfpeak.state.loss_scaler import LossScaler
 
@@ -65,11 +66,14 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
     """
     check_state(context, state)
     scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
+    # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
+    optimizers = [
+        copied(without_initial_moments(saved), "an optimizer's state") for saved in state["optimizers"]
+    ]
     for model, saved in zip(context.models, state["models"], strict=True):
         model.load_state_dict(saved)
-    for optimizer, saved in zip(context.optimizers, state["optimizers"], strict=True):
-        # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
-        optimizer.load_state_dict(copy.deepcopy(without_initial_moments(saved)))
+    for optimizer, saved in zip(context.optimizers, optimizers, strict=True):
+        optimizer.load_state_dict(saved)
     for scaler, scale in zip(context.scalers, scales, strict=True):
         scaler.state = scale
     context.record.load_state_dict(state["counters"])
@@ -96,13 +100,8 @@ def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
     Raises:
         StateError: the state does not fit. Nothing was loaded.
     """
-    if len(state["scalers"]) != len(context.scalers):
-        raise StateError(
-            f"the state holds {len(state['scalers'])} loss scales, this run {len(context.scalers)}"
-        )
+    check_loop_state(context, state)
     scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
-    if state["window"] is not None:
-        check_window(context, state["window"])
     context.record.load_state_dict(state["counters"])
     for scaler, scale in zip(context.scalers, scales, strict=True):
         scaler.state = scale if scaler.config.dynamic else scale._replace(scale=scaler.state.scale)
@@ -136,7 +135,9 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         _load_one(prepared, saved, context.scalers, scales)
     context.record.discard()
     for index, found_inf in state["losses"].items():
-        context.record.add_found_inf(context.scalers[index], found_inf.to(context.device, copy=True))
+        context.record.add_found_inf(
+            context.scalers[index], found_inf.to(context.device, torch.float32, copy=True)
+        )
 
 
 def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
@@ -187,14 +188,14 @@ def _load_one(
     for index, grad in saved["parked"].items():
         model = table.all_pairs[index].model
         stashed[id(model)] = grad.detach().to(model.device, copy=True)
-    found_inf = saved["found_inf"].to(prepared.found_inf.device, copy=True)
+    found_inf = saved["found_inf"].to(prepared.found_inf.device, torch.float32, copy=True)
     holding = sorted({*saved["true_sized"], *saved["scaled"]})
     pairs = table.pairs_of(ParamPairs(table.all_pairs[index] for index in holding))
     if saved["phase"] == "UNSCALED":
         prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient())))
     elif saved["phase"] == "SCALED":
         index, scale = saved["frozen"]
-        scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, copy=True))
+        scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, torch.float32, copy=True))
         prepared.set_window(after_delayed_backward(Empty(found_inf), pairs, scalers[index], scale, stashed))
     else:
         prepared.window = Empty(found_inf)

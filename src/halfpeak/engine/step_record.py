@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleState, advance
+from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.fused.decision import StepDecision
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.loss_scaler import LossScaler
@@ -163,9 +164,23 @@ class StepRecord:
         """The counters. Waits for the device."""
         return {"taken": int(self.num_steps), "skipped": int(self.num_skipped), "index": self.micro_step}
 
+    def parse(self, state: object) -> tuple[int, int, int]:
+        """The counters that :meth:`load_state_dict` would restore. Changes nothing.
+
+        Raises:
+            StateError: a counter is missing, unknown or out of range.
+        """
+        known = require_mapping(state, "the counters", ("taken", "skipped", "index"))
+        taken, skipped, index = (require_count(known[name], name) for name in ("taken", "skipped", "index"))
+        return taken, skipped, index
+
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counters; what was outstanding is dropped."""
+        """Restore the counters; what was outstanding is dropped.
+
+        Raises:
+            StateError: as :meth:`parse` does. Nothing was loaded.
+        """
+        taken, skipped, self.micro_step = self.parse(state)
         self.discard()
-        self.num_steps = torch.full_like(self.num_steps, state["taken"])
-        self.num_skipped = torch.full_like(self.num_skipped, state["skipped"])
-        self.micro_step = state["index"]
+        self.num_steps = torch.full_like(self.num_steps, taken)
+        self.num_skipped = torch.full_like(self.num_skipped, skipped)

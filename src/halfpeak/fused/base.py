@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ParameterError
+from halfpeak.core.errors import ConfigError, ParameterError, StateError
+from halfpeak.core.optimizer_state import check_optimizer_state
 from halfpeak.fused.backends.base import Backend, DeviceBackend, DeviceStep, GradStats, UpdateList
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton import TritonBackend
@@ -184,8 +185,15 @@ class FusedOptimizer(Optimizer, ABC):
         """Check what :meth:`load_state_dict` would load.
 
         Raises:
-            StateError: a tensor has another shape than its parameter, or a dtype that cannot be read here.
+            StateError: a hyper-parameter is out of its range; a tensor has another shape than its parameter, or a dtype that
+                cannot be read here.
         """
+        check_optimizer_state(self, state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            try:
+                check_group({**group, **saved})
+            except ConfigError as error:
+                raise StateError(f"{error} in the state's parameter group") from None
         rows = zip(params_of(self), self._rules_of_targets(), rows_of(state_dict), strict=False)
         for target, rule, (index, row) in rows:
             check_row(index, row, rule, target)

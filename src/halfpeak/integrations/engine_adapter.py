@@ -15,9 +15,11 @@ from halfpeak.casting.casts import OpCasts
 from halfpeak.casting.scope import restoring_scopes
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
+from halfpeak.engine.state_checks import check_buffers
 from halfpeak.optim.unwrap import check_can_convert, reconnect
 
 _STATE_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
@@ -168,11 +170,10 @@ def _checked(state: object) -> Mapping[str, Any]:
     # Files written before the statistics were saved have no "buffers".
     known: Mapping[str, Any] = {"buffers": [], **state} if isinstance(state, Mapping) else {}
     if set(known) != set(_STATE_KEYS):
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise StateError(f"the state of a level in a loop has the keys {sorted(_STATE_KEYS)}, not {found}")
-    buffers = known["buffers"]
-    if not isinstance(buffers, list) or not all(isinstance(flat, Tensor) for flat in buffers):
-        raise StateError(f"the saved statistics must be a list of tensors, not {type(buffers).__name__}")
+        raise StateError(
+            f"the state of a level in a loop has the keys {sorted(_STATE_KEYS)}, not {short_repr(state)}"
+        )
+    check_buffers(known["buffers"])
     return known
 
 

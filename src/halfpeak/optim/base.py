@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import ConfigTypeError
-from halfpeak.engine.validation import check_optimizer
+from halfpeak.engine.state_checks import check_optimizer
 
 
 class BaseOptimWrapper(Optimizer, ABC):

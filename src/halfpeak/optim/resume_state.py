@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.validation import check_optimizer
+from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.base import BaseOptimWrapper
 
 RESUME_KEY: Final = "halfpeak"

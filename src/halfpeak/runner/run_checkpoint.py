@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import StateError
-from halfpeak.engine.validation import check_optimizer
+from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.resume_state import RESUME_KEY, has_open_window
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.runner import optimizers

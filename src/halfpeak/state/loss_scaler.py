@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
+from halfpeak.core.state_checks import require_count, require_mapping
 
 
 class LossScaler:
@@ -78,20 +79,14 @@ class LossScaler:
 
     def parse(self, state: Mapping[str, Any]) -> ScaleState:
         """The state that :meth:`load_state_dict` would load. Changes nothing."""
-        expected = set(ScaleState._fields)
-        if not isinstance(state, Mapping) or set(state) != expected:
-            raise StateError(f"a loss scaler's state has the keys {sorted(expected)}, not {_keys(state)}")
+        require_mapping(state, "a loss scaler's state", ScaleState._fields)
         try:
             scale = require_scale("scale", state["scale"])
         except ConfigError as error:
             raise StateError(str(error)) from None
         for name in ("clean", "grace", "stuck"):
-            value = state[name]
-            # One below what int32 holds, so that counting on does not wrap round.
-            if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 2**31 - 1:
-                raise StateError(f"{name}={value!r} in a loss scaler's state must be an integer")
-            if value < 0 and name != "grace":
-                raise StateError(f"{name}={value!r} in a loss scaler's state must not be negative")
+            least = 2 - 2**31 if name == "grace" else 0
+            require_count(state[name], f"{name} in a loss scaler's state", least)
         old = self.state
         return ScaleState(
             scale=torch.full_like(old.scale, scale),
@@ -108,7 +103,3 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """
     wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
     return wide * scale.to(loss.device)
-
-
-def _keys(state: object) -> object:
-    return sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.flat.buffers import flat
 from halfpeak.fused.flat.layout import params_of
 from halfpeak.fused.rules.base import Rule
@@ -33,11 +34,19 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
         StateError: a tensor has another shape than it has here, or is stored in a format that this rule does not read.
     """
     parts = {part.name: part for part in rule.storage}
+    numbers = {"step", *rule.state_names[len(rule.state_names) - rule.per_param_scalars :]}
     for name, value in row.items():
-        # A count, or a norm, is one number.
-        if not isinstance(value, Tensor) or not value.dim():
-            continue
         part = parts.get(name)
+        if (
+            value is None
+            or name in numbers
+            or (part is None and not (isinstance(value, Tensor) and value.dim()))
+        ):
+            continue
+        if not isinstance(value, Tensor):
+            raise StateError(
+                f"the state {name!r} of parameter {index} is {short_repr(value)} and should be a tensor"
+            )
         is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
         if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
             raise StateError(

@@ -1,0 +1,227 @@
+"""What an optimizer's state dict must be before it is loaded.
+
+torch checks the sizes of the groups and takes the rest as it comes: what does not fit raises in the middle of loading, or in
+a later step, or steps wrong memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import (
+    is_dense,
+    is_number,
+    require_list,
+    require_mapping,
+    require_number,
+    require_tensor,
+)
+
+_ADAM: Final = ("step", "exp_avg", "exp_avg_sq")
+_ROWS: Final[Mapping[type[Optimizer], tuple[str, ...]]] = {
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.NAdam: (*_ADAM, "mu_product"),
+    torch.optim.RAdam: _ADAM,
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.SparseAdam: _ADAM,
+}
+"""What torch's optimizers keep for every parameter that was stepped, and read without asking."""
+
+_WHEN_SET: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""What they keep besides, by the hyper-parameter that asks for it."""
+
+_SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
+"""State tensors with one number for a parameter."""
+
+_PER_ELEMENT: Final = {*_WHEN_SET.values(), *chain.from_iterable(_ROWS.values())} - _SCALARS
+"""State tensors with one number for each element of a parameter."""
+
+_AT_LEAST_ZERO: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum", "lr_decay", "step"})
+
+_ALWAYS_SAVED: Final = frozenset(
+    {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "etas"}
+)
+"""Hyper-parameters without which no optimizer that has them can step; others came with later versions of torch."""
+
+_DEEPEST: Final = 16
+_QUOTE: Final = "'"
+
+
+def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
+    """Check that a state dict fits an optimizer: its groups, its hyper-parameters and the state of each parameter.
+
+    What this optimizer has itself says what it must be; where it has not stepped yet, the names that torch's optimizers use
+    do.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    >>> state = optimizer.state_dict()
+    >>> state["state"] = {0: {"momentum_buffer": torch.ones(3)}}
+    >>> check_optimizer_state(optimizer, state)
+    Traceback (most recent call last):
+        ...
+    halfpeak.core.errors.StateError: momentum_buffer of parameter 0 is (3,) in the state and should be (2,)
+
+    Raises:
+        StateError: it does not fit.
+    """
+    known = require_mapping(saved, "an optimizer's state")
+    if not {"state", "param_groups"} <= set(known):
+        raise StateError(
+            "an optimizer's state must have 'state' and 'param_groups'; pass optimizer.state_dict()"
+        )
+    groups = [
+        require_mapping(group, "a parameter group")
+        for group in require_list(known["param_groups"], "parameter groups")
+    ]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    given = [len(require_list(group.get("params"), "parameters of a group")) for group in groups]
+    if sizes != given:
+        raise StateError(
+            f"the optimizer's groups hold {short_repr(sizes)} parameters, those of the state {short_repr(given)}"
+        )
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        _check_group(own, group, optimizer.defaults)
+    places = dict(_places(optimizer, groups))
+    rows = require_mapping(known["state"], "the state of an optimizer's parameters")
+    for index, row in rows.items():
+        if index in places:
+            _check_row(
+                optimizer, index, *places[index], require_mapping(row, f"the state of parameter {index}")
+            )
+        elif not isinstance(index, str):
+            raise StateError(f"the state is of a parameter {short_repr(index)}, which no group of it names")
+    if type(optimizer) in _ROWS:
+        # torch asks the first of them whether steps are counted in tensors.
+        steps = [isinstance(row.get("step"), Tensor) for index, row in rows.items() if index in places]
+        if steps and not (all(steps) or (not any(steps) and all(rows.values()))):
+            raise StateError("some parameters of the state count their steps in tensors, and others do not")
+
+
+def _places(
+    optimizer: Optimizer, groups: Sequence[Mapping[Any, Any]]
+) -> Iterator[tuple[int | str, tuple[Tensor, Mapping[Any, Any]]]]:
+    """Each parameter and its group in the state, by its name there: torch pairs them in their order."""
+    seen: set[int | str] = set()
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, name in zip(own["params"], group["params"], strict=True):
+            # Distributed checkpoints call parameters by the names that they have in the model.
+            if isinstance(name, bool) or not isinstance(name, (int, str)) or name in seen:
+                raise StateError(
+                    f"parameter {short_repr(name)} of the state must be a number, and named once"
+                )
+            seen.add(name)
+            yield name, (parameter, group)
+
+
+def _check_group(own: Mapping[str, Any], group: Mapping[Any, Any], defaults: Mapping[str, Any]) -> None:
+    missing = _ALWAYS_SAVED & {name for name, value in defaults.items() if value is not None} - set(group)
+    if missing:
+        raise StateError(f"a parameter group of the state has no {', '.join(sorted(missing))}")
+    for name, value in group.items():
+        if not isinstance(name, str):
+            raise StateError(
+                f"a parameter group of the state has the key {short_repr(name)}, which is no name"
+            )
+        if name in own and name != "params":
+            _check_hyper_parameter(name, own[name], value)
+        elif name in _AT_LEAST_ZERO:
+            require_number(value, f"{name} in the state's parameter group", least=0.0)
+
+
+def _check_hyper_parameter(name: str, own: object, value: object) -> None:
+    """A hyper-parameter is of the kind that the optimizer has, where that is a plain one."""
+    what = f"{name} in the state's parameter group"
+    if is_number(own) or isinstance(own, Tensor):
+        require_number(value, what, least=0.0 if name in _AT_LEAST_ZERO and own >= 0 else -math.inf)
+    elif (
+        isinstance(own, (tuple, list))
+        and own
+        and all(is_number(one) or isinstance(one, Tensor) for one in own)
+    ):
+        for part in require_list(value, name, len(own)):
+            if require_number(part, what) >= 1 and name == "betas":
+                raise StateError(f"{what} must be below 1, not {short_repr(value)}")
+    elif isinstance(own, bool) and not (value is None or isinstance(value, bool)):
+        raise StateError(f"{what} must be True or False, not {short_repr(value)}")
+    elif own is None and not (value is None or isinstance(value, (bool, int, float, str))):
+        raise StateError(f"{what} must be a plain value, not {short_repr(value)}")
+
+
+def _check_row(
+    optimizer: Optimizer, index: object, parameter: Tensor, group: Mapping[Any, Any], row: Mapping[Any, Any]
+) -> None:
+    own, required = optimizer.state.get(parameter, {}), _ROWS.get(type(optimizer), ())
+    if required and row:
+        required = (*required, *(name for switch, name in _WHEN_SET.items() if group.get(switch)))
+        missing = [name for name in required if name not in row]
+        if missing:
+            raise StateError(f"the state of parameter {index} has no {', '.join(missing)}")
+    for name, value in row.items():
+        what, mine = f"{short_repr(name).strip(_QUOTE)} of parameter {index}", own.get(name)
+        if name in _SCALARS or is_number(mine):
+            require_number(value, what, least=0.0 if name in _SCALARS else -math.inf)
+            if (
+                name in required
+                and isinstance(value, Tensor)
+                and value.dtype not in (torch.float32, torch.float64)
+            ):
+                raise StateError(f"{what} is {value.dtype} in the state and should be torch.float32")
+        elif name in required:
+            _require_own_memory(require_tensor(value, what, like=parameter), what)
+        else:
+            _check_values(value, what)
+            # Layer-wise optimizers keep one number under the same name.
+            is_each = name in _PER_ELEMENT and isinstance(value, Tensor) and value.dim()
+            expected = mine.shape if isinstance(mine, Tensor) else parameter.shape if is_each else None
+            if isinstance(value, Tensor) and expected is not None and value.shape != expected:
+                raise StateError(
+                    f"{what} is {tuple(value.shape)} in the state and should be {tuple(expected)}"
+                )
+            if isinstance(mine, Tensor) and not (value is None or isinstance(value, Tensor)):
+                raise StateError(f"{what} is {short_repr(value)} in the state and should be a tensor")
+
+
+def _check_values(value: object, what: str) -> None:
+    """Numbers and tensors, in containers that are not shared: torch walks through them, each as often as it meets it."""
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    seen: set[int] = set()
+    while waiting:
+        one, depth = waiting.pop()
+        if one is None or isinstance(one, (bool, int, float)):
+            continue
+        if isinstance(one, Tensor):
+            _require_own_memory(one, what)
+        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen and depth < _DEEPEST:
+            seen.add(id(one))
+            waiting.extend((part, depth + 1) for part in (one.values() if isinstance(one, dict) else one))
+        else:
+            raise StateError(f"{what} is or holds {short_repr(one)}; it must be of numbers and tensors")
+
+
+def _require_own_memory(value: Tensor, what: str) -> None:
+    """A state is stepped in place, so each element must have an address of its own."""
+    span = 1
+    for stride, size in (
+        sorted(zip(value.stride(), value.shape, strict=True)) if is_dense(value) else [(0, 2)]
+    ):
+        if size > 1 and stride < span:
+            raise StateError(
+                f"{what} is {short_repr(value)} that is not dense, or whose elements share memory"
+            )
+        span += stride * (size - 1)

@@ -1,0 +1,139 @@
+"""What the values of a state dict must be. Every function here only looks, so a refusal has changed nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
+
+
+def require_mapping(value: object, what: str, keys: Collection[str] | None = None) -> Mapping[Any, Any]:
+    """``value`` as a dict; with ``keys``, one that has these and no others.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise StateError(f"{what} must be a dict, not {short_repr(value)}; pass what state_dict() gave")
+    if keys is not None and set(value) != set(keys):
+        missing = sorted(set(keys) - set(value))
+        unknown = [short_repr(key) for key in value if key not in keys]
+        raise StateError(
+            f"{what} has the keys {sorted(keys)}, and here are {', '.join(missing) or 'none'} missing and "
+            f"{', '.join(unknown[:5]) or 'none'} unknown; pass what state_dict() gave"
+        )
+    return value
+
+
+def require_list(value: object, what: str, length: int | None = None) -> Sequence[Any]:
+    """``value`` as a list or tuple, of ``length`` if given.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise StateError(f"the {what} of the state must be a list, not {short_repr(value)}")
+    if length is not None and len(value) != length:
+        raise StateError(f"the state holds {len(value)} {what}, and here are {length}")
+    return value
+
+
+def require_count(value: object, what: str, least: int = 0) -> int:
+    """``value`` as an integer that int32 can hold and count on from.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31 - 1:
+        raise StateError(f"{what} must be an integer from {least} to 2**31 - 2, not {short_repr(value)}")
+    return value
+
+
+def require_number(value: object, what: str, *, least: float = -math.inf) -> float:
+    """``value``, a number or a tensor of one element, as a float that is not NaN and at least ``least``.
+
+    Raises:
+        StateError: it is something else.
+    """
+    number = math.nan
+    if isinstance(value, Tensor):
+        if is_dense(value) and value.numel() == 1 and not value.is_complex():
+            number = float(value)
+    elif is_number(value) and abs(value) < 2**63:
+        number = float(value)
+    elif isinstance(value, float):
+        number = value
+    if not number >= least:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise StateError(f"{what} must be a number{bound}, not {_shown(value)}")
+    return number
+
+
+def require_tensor(
+    value: object, what: str, *, like: Tensor | None = None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """``value`` as a tensor that can be copied into another.
+
+    Args:
+        value: any.
+        what: it is, for the message.
+        like: its shape and kind of number (floating, complex, neither) are required.
+        shape: required instead, of floating-point numbers.
+
+    Raises:
+        StateError: it is something else, or has no dense memory: sparse, quantized, nested, on the meta device.
+    """
+    if not isinstance(value, Tensor):
+        raise StateError(f"{what} is {short_repr(value)} in the state and should be a tensor")
+    if not is_dense(value):
+        raise StateError(f"{what} is {_shown(value)} in the state and should be a dense tensor")
+    shape = tuple(like.shape) if like is not None else shape
+    if shape is not None and tuple(value.shape) != shape:
+        raise StateError(f"{what} is {tuple(value.shape)} in the state and should be {shape}")
+    is_floating = like is None or like.is_floating_point()
+    is_complex = like is not None and like.is_complex()
+    if (value.is_floating_point(), value.is_complex()) != (is_floating, is_complex):
+        expected = "floating-point numbers" if like is None else str(like.dtype)
+        raise StateError(f"{what} is {value.dtype} in the state and should be {expected}")
+    return value
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether it has memory, with an address for each element."""
+    return (
+        value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_quantized
+        and value.device.type != "meta"
+    )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is an int or a float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def copied(state: Any, what: str) -> Any:
+    """A copy of a state that shares no tensor with it.
+
+    Raises:
+        StateError: it cannot be copied: it is nested too deeply, or holds a tensor that is part of a graph.
+    """
+    try:
+        return copy.deepcopy(state)
+    except Exception as error:
+        raise StateError(f"{what} cannot be copied: {str(error)[:200]}; pass plain data") from error
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, Tensor) or is_dense(value):
+        return f"{value.item()}" if isinstance(value, Tensor) and value.numel() == 1 else short_repr(value)
+    kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+    return f"{short_repr(value)} ({kind}, {value.device})"

@@ -1,0 +1,207 @@
+"""What a saved state must be to be loaded into an engine. Every function here only looks, so a refusal has changed nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import check_optimizer_state
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import (
+    is_number,
+    require_count,
+    require_list,
+    require_mapping,
+    require_number,
+    require_tensor,
+)
+from halfpeak.distributed.optimizer_state import has_moments, without_initial_moments
+from halfpeak.engine.context import EngineContext
+from halfpeak.engine.gradients.params import ParamPair
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.fused.base import FusedOptimizer
+
+VERSION: Final = 1
+_KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
+_LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
+_WINDOW_KEYS: Final = ("phase", "found_inf", "true_sized", "scaled", "frozen", "parked")
+_GRADS_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "CLEAN": (),
+    "UNSCALED": ("true_sized",),
+    "SCALED": ("true_sized", "scaled", "parked"),
+}
+"""Which gradients a window holds, by its phase."""
+
+
+def check_state(context: EngineContext, state: object) -> None:
+    """Check what :func:`halfpeak.engine.state_dict.load_state` would restore.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    known = require_mapping(state, "an engine's state", _KEYS)
+    check_version(known["version"], VERSION)
+    models = require_list(known["models"], "models", len(context.models))
+    for model, saved in zip(context.models, models, strict=True):
+        check_model(model, saved)
+    optimizers = require_list(known["optimizers"], "optimizers", len(context.prepared))
+    for optimizer, saved in zip(context.optimizers, optimizers, strict=True):
+        check_optimizer(optimizer, without_initial_moments(saved))
+    _check_run(context, known)
+    _check_moments(context.optimizers, optimizers, known["counters"]["taken"])
+    check_window(context, known["window"])
+
+
+def check_loop_state(context: EngineContext, state: object) -> None:
+    """Check what :func:`halfpeak.engine.state_dict.load_loop_state` would restore.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    known = require_mapping(state, "the state of a level in a loop", _LOOP_KEYS)
+    _check_run(context, known)
+    if known["window"] is not None:
+        check_window(context, known["window"])
+
+
+def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
+    """A state in which optimizers have stepped holds what one of them keeps from step to step.
+
+    Raises:
+        StateError: it does not: the run would go on with moments of zero.
+    """
+    if taken and not any(state["state"] for state in saved) and any(map(has_moments, optimizers)):
+        raise StateError(
+            f"the state is of {taken} steps and holds no moments of any optimizer; a distributed checkpoint is read into the "
+            "tensors that are there: call torch.distributed.init_process_group before dcp.load"
+        )
+
+
+def check_version(value: object, version: int) -> None:
+    """Check the version that a state names.
+
+    Raises:
+        StateError: it is another one.
+    """
+    if not is_number(value) or value != version:
+        raise StateError(
+            f"state version {short_repr(value)} is not {version}; it was saved by another halfpeak"
+        )
+
+
+def check_model(model: nn.Module, saved: object) -> None:
+    """Check a model's state before it is loaded, as strictly as ``load_state_dict(strict=True)`` is.
+
+    Raises:
+        StateError: a tensor is missing, unknown, of another shape or kind; or has no dense memory.
+    """
+    own = model.state_dict()
+    given = require_mapping(saved, "a model's state", own)
+    for key, value in own.items():
+        if isinstance(value, Tensor):
+            # A lazy module has no shape before its first forward pass.
+            require_tensor(given[key], key, like=given[key] if is_lazy(value) else value)
+    metadata = require_mapping(getattr(given, "_metadata", {}), "the metadata of a model's state")
+    for part in metadata.values():
+        version = require_mapping(part, "the metadata of a module").get("version")
+        if version is not None:
+            require_count(version, "the version of a module")
+
+
+def check_optimizer(optimizer: Optimizer, saved: object) -> None:
+    """Check an optimizer's state before it is loaded.
+
+    Raises:
+        StateError: its groups or its tensors have other sizes, or something in it is no data.
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.check_state(require_mapping(saved, "an optimizer's state"))
+    else:
+        check_optimizer_state(optimizer, saved)
+
+
+def check_window(context: EngineContext, window: object) -> None:
+    """Check what :func:`halfpeak.engine.state_dict.load_window` would restore.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    known = require_mapping(window, "the state's window", ("lanes", "losses"))
+    windows = require_list(known["lanes"], "optimizers in its window", len(context.prepared))
+    for prepared, saved in zip(context.prepared, windows, strict=True):
+        _check_one_window(prepared, saved, len(context.scalers))
+    for index, found_inf in require_mapping(known["losses"], "the losses of the state's window").items():
+        _require_loss(index, len(context.scalers))
+        require_tensor(found_inf, "the found_inf of a loss", shape=())
+
+
+def check_buffers(saved: object) -> None:
+    """Check saved batch-norm statistics.
+
+    Raises:
+        StateError: they are no list of tensors. Their sizes are not looked at: what does not fit is left out.
+    """
+    for flat in require_list(saved, "saved statistics"):
+        # Counts of batches are among them.
+        require_tensor(flat, "a saved statistic", like=flat if isinstance(flat, Tensor) else None)
+
+
+def _check_run(context: EngineContext, known: Mapping[Any, Any]) -> None:
+    """Check what a whole state and that of a loop both hold."""
+    scalers = require_list(known["scalers"], "loss scales", len(context.scalers))
+    for scaler, saved in zip(context.scalers, scalers, strict=True):
+        scaler.parse(saved)
+    context.record.parse(known["counters"])
+    check_buffers(known["buffers"])
+
+
+def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) -> None:
+    saved = require_mapping(window, "a window of the state", _WINDOW_KEYS)
+    phase, scale = saved["phase"], saved["frozen"]
+    if not isinstance(phase, str) or phase not in _GRADS_OF:
+        raise StateError(
+            f"unknown phase {short_repr(phase)} in the state's window; allowed: {', '.join(_GRADS_OF)}"
+        )
+    if (phase == "SCALED") != (scale is not None):
+        raise StateError(
+            f"the state's window is {phase} and its scale {short_repr(scale)}; only SCALED gradients have one"
+        )
+    require_tensor(saved["found_inf"], "found_inf", shape=())
+    pairs = prepared.table().all_pairs
+    for name in ("true_sized", "scaled", "parked"):
+        grads = require_mapping(saved[name], f"the {name} gradients of the state's window")
+        if grads and name not in _GRADS_OF[phase]:
+            raise StateError(f"the state's window is {phase} and holds {name} gradients")
+        for index, grad in grads.items():
+            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(pairs):
+                raise StateError(
+                    f"gradient {short_repr(index)} ({name}) of the state's window fits no parameter"
+                )
+            _check_gradient(grad, f"gradient {index} ({name})", pairs[index], name == "scaled")
+    if scale is not None:
+        loss, value = require_list(scale, "parts of a waiting scale", 2)
+        _require_loss(loss, losses)
+        require_tensor(value, "a waiting scale", shape=())
+        if not 0 < require_number(value, "a waiting scale") < float("inf"):
+            raise StateError(f"a waiting scale must be finite and above zero, not {float(value)}")
+
+
+def _check_gradient(grad: object, what: str, pair: ParamPair, is_scaled: bool) -> None:
+    owner = pair.model if is_scaled else pair.main
+    if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == owner.shape:
+        is_it = grad.dtype == owner.dtype and grad.device.type != "meta"
+    else:
+        is_it = require_tensor(grad, what, like=owner).dtype == owner.dtype
+    if not is_it:
+        raise StateError(f"{what} is {short_repr(grad)} in the state and its parameter is {owner.dtype}")
+
+
+def _require_loss(index: object, losses: int) -> None:
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < losses:
+        raise StateError(f"the state's window names loss {short_repr(index)} of {losses}")
