@@ -100,7 +100,7 @@ def test_a_state_of_another_model() -> None:
             parameter.grad = torch.ones_like(parameter)
     first.step()
     with pytest.raises(
-        StateError, match=r"'exp_avg' of parameter 0 has shape \(3,\), and the parameter \(2, 2\)"
+        StateError, match=r"exp_avg of parameter 0 is \(3,\) in the state and should be \(2, 2\)"
     ):
         second.load_state_dict(first.state_dict())
     assert not second.state
@@ -112,7 +112,7 @@ def test_a_load_that_does_not_fit_changes_nothing() -> None:
     parameter.grad = torch.ones(3)
     optimizer.step()
     before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    with pytest.raises(ValueError, match="parameter group"):
+    with pytest.raises(ValueError, match="groups hold"):
         optimizer.load_state_dict(FusedAdamW([weight(), weight()]).state_dict())
     assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in before.items())
 
