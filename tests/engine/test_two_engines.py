@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfpeak
+from halfpeak.engine.optimizer import prepared_here
 from halfpeak.fused import FusedAdamW
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -73,3 +75,13 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
             optimizer.zero_grad()
     tolerance = {"O0": 1e-6}.get(level, 0.03)
     assert all(_furthest(*pair) <= tolerance for pair in zip(networks, plain, strict=True))
+
+
+def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
+    """What a step has found lives until it has gone through it, although only a cycle holds it."""
+    forgotten = nn.Linear(2, 2)
+    forgotten.engine = halfpeak.prepare(forgotten, _sgd(forgotten), "O0")  # type: ignore[assignment]
+    found = prepared_here()
+    del forgotten
+    gc.collect()
+    assert all(one.optimizer is optimizer for one, optimizer in found.items())

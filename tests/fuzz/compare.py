@@ -146,7 +146,7 @@ class Comparison:
         event = EVENTS[planned.name]
         if not event.fits(self.config):
             return
-        reason = known(self.config, planned)
+        reason = known(self.config, planned, self.subject.micro)
         if reason is not None:
             self.counts.left_out[planned.name] += 1
             self.counts.known[reason] += 1

@@ -16,12 +16,13 @@ from halfpeak import fused
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
-# eps is large enough for float16, in which O3 steps.
+# eps is large enough for float16, in which O3 steps. Torch's fused SGD with momentum fails where a parameter gets its first
+# gradient later than others, and reads memory that nobody has written where weights are low, on the CPU.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4, amsgrad=True),
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4, fused=True),
@@ -128,9 +129,7 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
     pick = random.Random(seed)
     level = pick.choice(LEVELS)
     heads = pick.choice((1, 1, 2))
-    # Torch's fused SGD with momentum reads memory that nobody has written where weights are low, on the CPU.
-    fitting = [name for name in OPTIMIZERS if (level, name) != ("O3", "SGD fused")]
-    optimizers = tuple(pick.choice(fitting) for _ in range(pick.choice((1, 1, 1, 2))))
+    optimizers = tuple(pick.choice(list(OPTIMIZERS)) for _ in range(pick.choice((1, 1, 1, 2))))
     accumulate = pick.choice((1, 1, 2, 3))
     iterations = accumulate * pick.randint(2, 5)
     scale = {

@@ -315,7 +315,7 @@ def _(run: Run, pick: random.Random) -> None:
 def _(run: Run, pick: random.Random) -> None:
     state = {name: value.clone() for name, value in run.model.state_dict().items()}
     flags = [parameter.requires_grad for parameter in parameters(run)]
-    run.model.load_state_dict(state, assign=True)
+    run.load_values(state, assign=True)
     for parameter, flag in zip(parameters(run), flags, strict=True):
         parameter.requires_grad_(flag)
 
@@ -374,7 +374,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("go back to what was saved", OUTSIDE)
 def _(run: Run, pick: random.Random) -> None:
-    if run.keep.get("structure") == run.structure():
+    if run.structure() is not None and run.keep.get("structure") == run.structure():
         run.load(run.keep["saved"])
 
 

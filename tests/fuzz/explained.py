@@ -50,12 +50,18 @@ def tolerance_of(config: Config) -> Tolerance:
     return EXACT
 
 
-def known(config: Config, planned: Planned) -> str | None:
-    """Why an event is left out of a configuration: what halfpeak is known to do wrongly there, until it is mended."""
+def known(config: Config, planned: Planned, micro: int) -> str | None:
+    """Why an event is left out of a configuration: what halfpeak is known to do wrongly there, until it is mended.
+
+    Args:
+        config: of the run.
+        planned: the event.
+        micro: completed calls of ``step``.
+    """
     name, masters = planned.name, config.has_masters
-    place = planned.at % config.accumulate
-    inside = place > 0 or (config.accumulate > 1 and planned.moment != "before forward")
-    between_passes = place > 0 if planned.moment == "before forward" else place < config.accumulate - 1
+    place = micro % config.accumulate
+    inside = place > 0 or (config.accumulate > 1 and planned.moment in ("before backward", "before step"))
+    between_passes = place > 0 if planned.moment != "before step" else place < config.accumulate - 1
     if name.startswith("gradients ") and between_passes and not masters:
         return "edits between the passes of a window over float32 weights drop its earlier passes"
     if masters and name in ("freeze through the groups", "toggle an optimizer"):
@@ -68,7 +74,7 @@ def known(config: Config, planned: Planned) -> str | None:
         return "the model does not follow"
     if masters and name.startswith("zero_grad of the model"):
         return "does not reach masters"
-    if name.startswith("zero_grad") and config.is_fused:
+    if name.startswith("zero_grad") and (config.is_fused or (between_passes and not masters)):
         return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
     if name == "add a group" and inside:
         return "the earlier gradients of its window are lost"

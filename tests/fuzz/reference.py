@@ -219,7 +219,7 @@ class Reference:
         if (self.micro + 1) % self.config.accumulate:
             self.micro += 1
             return Result(False, scale=self.scales[0].scale)
-        self.sync()
+        self._follow()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         found = any(self.found[o] for o in chosen)
         norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
@@ -309,6 +309,9 @@ class Reference:
     def sync(self) -> None:
         """Weights and masters agree; parameters that came lately get masters."""
         self._adopt()
+        self._follow()
+
+    def _follow(self) -> None:
         for pair in self.pairs.values():
             pair.sync()
 
@@ -341,9 +344,9 @@ class Reference:
             state[name] = value.detach().float() if value.dtype in LOW and self.widens else value.detach()
         return state
 
-    def load_values(self, values: dict[str, Tensor]) -> None:
+    def load_values(self, values: dict[str, Tensor], *, assign: bool = False) -> None:
         """What ``model.load_state_dict()`` does with :meth:`values`: masters take every digit."""
-        self.model.load_state_dict(values)
+        self.model.load_state_dict(values, assign=assign)
         if self.stats is not None:
             # A skipped step goes back to what was loaded.
             self.stats = [buffer.clone() for buffer in self._statistics()]
@@ -391,18 +394,23 @@ class Reference:
         self.stats = state["stats"]
         self.left = [None] * len(self.optimizers)
 
-    def structure(self) -> Structure:
-        """Which parameters stand where, and which are trainable."""
+    def structure(self) -> Structure | None:
+        """Which parameters stand where, and which are trainable; None where the optimizers' are not the model's any more."""
         return structure_of(self)
 
     def restarted(self) -> Reference:
         """A new run, which goes on where this one is."""
-        fresh = Reference(self.config, self.structure())
+        structure = self.structure()
+        if structure is None:
+            return self
+        fresh = Reference(self.config, structure)
         fresh.load(self.state())
         return fresh
 
     def copied(self) -> Reference:
         """An independent run that is where this one is; hooks on optimizers stay here, as in ``copy.deepcopy`` of one."""
+        if self.structure() is None:
+            return self
         self.sync()
         twin = copy.deepcopy(self)
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
@@ -497,7 +505,8 @@ class Reference:
         if not grads:
             return 0.0
         # In float32 whatever they are, as everything that is done with gradients.
-        norms = torch._foreach_norm([grad.float() for grad in grads])
+        filled = sorted(grads, key=lambda grad: grad.numel() == 0)
+        norms = torch._foreach_norm([grad.float() for grad in filled])
         norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for grad in grads:
@@ -579,9 +588,14 @@ def first_structure(config: Config, model: nn.Module) -> Structure:
     return Structure(groups, {name: p.requires_grad for name, p in model.named_parameters()})
 
 
-def structure_of(run: Any) -> Structure:
+def structure_of(run: Any) -> Structure | None:
     """As a run is now."""
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    stepped = [
+        main for optimizer in run.optimizers for group in optimizer.param_groups for main in group["params"]
+    ]
+    if any(id(run.model_of(main)) not in names for main in stepped):
+        return None
     groups = [
         [[names[id(run.model_of(main))] for main in group["params"]] for group in optimizer.param_groups]
         for optimizer in run.optimizers

@@ -78,15 +78,20 @@ class Subject:
     def load(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
 
-    def structure(self) -> Structure:
+    def structure(self) -> Structure | None:
         return structure_of(self)
 
     def restarted(self) -> Subject:
-        fresh = Subject(self.config, self.structure())
+        structure = self.structure()
+        if structure is None:
+            return self
+        fresh = Subject(self.config, structure)
         fresh.load(self.state())
         return fresh
 
     def copied(self) -> Subject:
+        if self.structure() is None:
+            return self
         twin = copy.copy(self)
         twin.engine = copy.deepcopy(self.engine)
         twin.model = twin.engine.model
@@ -104,8 +109,8 @@ class Subject:
     def micro(self) -> int:
         return self.engine.micro_step
 
-    def load_values(self, values: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(values)
+    def load_values(self, values: dict[str, Tensor], *, assign: bool = False) -> None:
+        self.model.load_state_dict(values, assign=assign)
 
     def zero_model(self) -> None:
         self.model.zero_grad()

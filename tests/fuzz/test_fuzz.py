@@ -34,7 +34,7 @@ def drawn(name: str, start: int) -> Iterator[Config]:
 
 def can_happen(config: Config, name: str) -> bool:
     planned = [event for event in config.events if event.name == name]
-    return EVENTS[name].fits(config) and not all(known(config, event) for event in planned)
+    return EVENTS[name].fits(config) and not all(known(config, event, event.at) for event in planned)
 
 
 def test_a_wrong_engine_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

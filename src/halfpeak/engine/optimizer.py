@@ -325,9 +325,9 @@ class PreparedOptimizer:
                 self.drop()  # Nothing would unscale them any more.
             self.masters.release(optimizer)
 
-    def is_trained_here(self) -> bool:
-        """Whether this thread trains the optimizer, and it still exists."""
-        return self.thread == threading.get_ident() and self._optimizer() is not None
+    def trained_here(self) -> Optimizer | None:
+        """The optimizer, if this thread trains it and it still exists."""
+        return self._optimizer() if self.thread == threading.get_ident() else None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -397,9 +397,13 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
     return None
 
 
-def prepared_here() -> list[PreparedOptimizer]:
-    """What watches every optimizer of every engine that this thread trains, in the order they were prepared."""
-    return [one for one in list(_PREPARED) if one.is_trained_here()]
+def prepared_here() -> dict[PreparedOptimizer, Optimizer]:
+    """What watches every optimizer of every engine that this thread trains, in the order they were prepared.
+
+    With the optimizers, which must not be collected while somebody goes through them.
+    """
+    alive = ((one, one.trained_here()) for one in list(_PREPARED))
+    return {one: optimizer for one, optimizer in alive if optimizer is not None}
 
 
 _PREPARED: Final[weakref.WeakKeyDictionary[PreparedOptimizer, None]] = weakref.WeakKeyDictionary()

@@ -471,7 +471,7 @@ class TrainStep:
 
 
 @untraced
-def _trained_here(prepared: Sequence[PreparedOptimizer]) -> list[PreparedOptimizer]:
+def _trained_here(prepared: Sequence[PreparedOptimizer]) -> dict[PreparedOptimizer, Optimizer]:
     """The optimizers that this thread trains, of all engines; from now on ``prepared`` are among them."""
     for one in prepared:
         one.thread = get_ident()
