@@ -90,13 +90,13 @@ def act(run: Run, planned: Planned) -> Any:
 # Which parameters are trained.
 
 
-@event("freeze", ANY)
+@event("freeze", (BEFORE, BETWEEN, AFTER))
 def _(run: Run, pick: random.Random) -> None:
     pick.choice(parameters(run)).requires_grad_(False)
     parameters(run)[-1].requires_grad_()  # a loss needs something to be a function of
 
 
-@event("unfreeze", ANY)
+@event("unfreeze", (BEFORE, BETWEEN, AFTER))
 def _(run: Run, pick: random.Random) -> None:
     run.model.requires_grad_()
 

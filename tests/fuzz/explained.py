@@ -76,12 +76,6 @@ def known(config: Config, planned: Planned, micro: int) -> str | None:
         return "does not reach masters"
     if name.startswith("zero_grad") and (config.is_fused or (between_passes and not masters)):
         return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
-    if name == "add a group" and inside:
+    if name == "add a group" and (inside or planned.moment in ("before backward", "before step")):
         return "the earlier gradients of its window are lost"
-    if (
-        masters
-        and planned.moment == "before step"
-        and name.startswith(("weights", "load_state_dict of what"))
-    ):
-        return "the step overwrites them"
     return None

@@ -505,8 +505,7 @@ class Reference:
         if not grads:
             return 0.0
         # In float32 whatever they are, as everything that is done with gradients.
-        filled = sorted(grads, key=lambda grad: grad.numel() == 0)
-        norms = torch._foreach_norm([grad.float() for grad in filled])
+        norms = torch._foreach_norm([grad.float() for grad in grads if grad.numel()])
         norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for grad in grads:

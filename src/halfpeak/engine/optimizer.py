@@ -333,6 +333,8 @@ class PreparedOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepArguments | None:
         self.ended = None
+        # Weights that were clamped or loaded since the backward pass are what is stepped.
+        self.masters.refresh()
         closure, rebuild = take_closure(args, kwargs)
         # Running before it is decided: an exception in the decision must not leave its consequences behind.
         self.running = call = replace(self.running or StepCall(None), progress=None)
