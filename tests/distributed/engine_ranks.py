@@ -96,6 +96,27 @@ def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
     return {**seen_of(engine, outcomes), "collectives": counting.count}
 
 
+def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
+    """Rank 0 alone loads what the masters know beyond the weights; DDP hands on the weights."""
+    state = {name: value + 1e-5 for name, value in net().state_dict().items()}
+    runs: list[dict[str, Any]] = []
+    for loads in (rank == 0, True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=1024.0))
+        if loads:
+            model.load_state_dict(state)
+        wrapped = DistributedDataParallel(model)
+        outcomes: list[bool] = []
+        for step in range(WINDOWS):
+            with engine.forward(wrapped):
+                loss = wrapped(batch(rank, step)).float().square().mean()
+            engine.backward(loss)
+            outcomes.append(engine.step().stepped())
+        runs.append(seen_of(engine, outcomes))
+    return {"by first": runs[0]["masters"], "by all": runs[1]["masters"]}
+
+
 def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -106,6 +127,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
                 table[name] = partial(parallel, level=level, every=every, poisoned=poisoned)
         for poisoned in (False, True):
             table[f"local {level} {poisoned}"] = partial(rank_local, level=level, poisoned=poisoned)
+    for level in ("O2", "O5"):
+        table[f"loaded by first {level}"] = partial(loaded_by_first, level=level)
     return table
 
 

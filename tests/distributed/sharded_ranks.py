@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -28,6 +28,7 @@ from halfpeak.optim import ApexOptimWrapper
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed")
+INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
 FRONT_ENDS = ("amp", "GradScaler", "wrapper")
 STEPS = 6
 BATCH = 16
@@ -146,6 +147,40 @@ def cases() -> Iterator[tuple[str, str, int, bool]]:
     yield from product(LEVELS, ("shards",), (1,), (False,))
     yield from product(LEVELS, ("shards",), (3,), (True,))
     yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,))
+
+
+def windowed(rank: int, level: str, how: str | None) -> list[Tensor]:
+    """A window of three passes, after one that ended in its second pass by ``abort()`` or an exception in the backward."""
+    model, parts = sharded(level, "shards")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=3)
+
+    def run(step: int) -> None:
+        with engine.forward(model):
+            loss = model(batch(step).chunk(parts)[rank]).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on every rank")
+
+    if how is not None:
+        run(7)
+    if how == "abort":
+        run(8)
+        engine.abort()
+    elif how == "exception":
+        handle = model.blocks[0].register_full_backward_hook(fail)  # type: ignore[index,union-attr]
+        with suppress(ArithmeticError):
+            run(8)
+        handle.remove()
+    for step in range(3):
+        run(step)
+    return [full(p) for p in model.parameters()]
+
+
+def interrupted(rank: int, level: str, how: str) -> dict[str, Any]:
+    return {"interrupted": windowed(rank, level, how), "calm": windowed(rank, level, None)}
 
 
 def by_front_end(rank: int, front_end: str) -> list[bool]:
@@ -270,6 +305,8 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
     }
     for front_end in FRONT_ENDS:
         table[front_end] = partial(by_front_end, front_end=front_end)
+    for level, how in INTERRUPTED:
+        table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
     table["refusals"] = refusals
     return table
 

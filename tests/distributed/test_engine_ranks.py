@@ -61,5 +61,13 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
     assert first["collectives"] == other["collectives"] == WINDOWS
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str) -> None:
+    first, other = ranks[f"loaded by first {level}"]
+    assert len(first["by first"]) > 0
+    assert same(first["by first"], other["by first"])
+    assert same(first["by first"], first["by all"])
+
+
 def test_every_scenario_ran(ranks: Seen) -> None:
     assert ranks.keys() == scenarios().keys()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed.launching import Seen, launch
-from distributed.sharded_ranks import FRONT_ENDS, STEPS, cases, one_process, scenarios
+from distributed.sharded_ranks import FRONT_ENDS, INTERRUPTED, STEPS, cases, one_process, scenarios
 
 CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
 """How far a weight may be from that of one process, which adds up its losses in another order in the level's dtype."""
@@ -40,6 +40,12 @@ def test_ranks_train_as_one_process(ranks: Seen, level: str, layout: str, every:
     assert max(map(float, distances)) < CLOSE[level]
     for norm, expected in zip(first["norms"], one["norms"], strict=True):
         assert norm == pytest.approx(expected, rel=2e-2, nan_ok=True)
+
+
+@pytest.mark.parametrize(("level", "how"), INTERRUPTED)
+def test_nothing_is_left_of_an_interrupted_window(ranks: Seen, level: str, how: str) -> None:
+    for seen in ranks[f"interrupted {level} {how}"]:
+        assert all(map(torch.equal, seen["interrupted"], seen["calm"]))
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -33,6 +33,7 @@ HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextV
 
 DISTRIBUTED = {
     "distributed/fsdp.py": "fully_shard is torch's, by level",
+    "distributed/replicas.py": "all ranks get the masters of the first, as DistributedDataParallel gives them its weights",
     "ops/shards.py": "found_inf and norms over the ranks that hold parts of one tensor",
     "state/found_inf.py": "one all-reduce of found_inf per step",
     "shim/cuda_on_cpu.py": "a script's nccl becomes gloo while the CPU plays its device",
@@ -108,6 +109,7 @@ def test_quiet_packages_do_not_write_on_objects_of_others() -> None:
 
 
 _CONVERT = "converting a model in place is its job, and writing .data keeps the parameters' identity"
+_WINDOW = "FSDP2 has no way to drop the gradients of a window that is not finished"
 _GRAD = "gradients live on parameters: torch's optimizers read them there and nowhere else"
 
 FOREIGN_WRITES: dict[tuple[str, str], str] = {
@@ -122,6 +124,9 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("core/torch_compat.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("fused/flat/layout.py", "data"): "small parameters move into flat buffers and stay the same objects",
     ("fused/state_dtypes/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
+    ("distributed/fsdp.py", "_partial_reduce_output"): _WINDOW,
+    ("distributed/fsdp.py", "unsharded_accumulated_grad"): _WINDOW,
+    ("distributed/fsdp.py", "grad"): _WINDOW,
     ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,

@@ -105,6 +105,24 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return callable(getattr(module, "set_requires_gradient_sync", None))
 
 
+def drop_gradients(model: nn.Module) -> None:
+    """Drop what FSDP2 holds of an unfinished window or of a pass that raised: ``zero_grad()`` reaches none of it."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            for group in _groups_of(module):
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    if gathered is not None:
+                        gathered.grad = None
+    for root in _roots(model):
+        # Of torch 2.12. Before, an exception inside a forward or backward pass cannot be recovered from.
+        reset = getattr(root, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+
+
 def check_shards(model: nn.Module, policy: Policy) -> None:
     """Check that sharded parameters are float32 and are gathered in the dtype that the policy stores.
 
@@ -141,6 +159,22 @@ def _gathered_dtypes(
                 dtype = None if owner is None else low or parameter.dtype
                 expected = torch.float32 if is_kept_fp32(module, policy.norms) else policy.param
                 yield f"{path}.{name}".lstrip("."), dtype, expected
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """What FSDP2 gathers together for a module. There is no public way to it, and none to drop gradients."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that FSDP2 gathers."""
+    if is_fully_sharded(module):
+        return [module]
+    return [root for child in module.children() for root in _roots(child)]
 
 
 def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:

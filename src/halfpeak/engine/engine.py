@@ -22,6 +22,7 @@ from halfpeak.core.errors import LossIdError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.distributed.replicas import broadcast_masters
 from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
@@ -116,6 +117,7 @@ class Engine:
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._optimizers = tuple(optimizers) if config.engine_steps else ()
         self._synchronised = True
+        self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self.compiled_step: CompiledStep | None = None
 
@@ -130,9 +132,13 @@ class Engine:
 
         Args:
             wrapped: the ``DistributedDataParallel`` (or FSDP2) module around the model, if there is one. Inside a
-                window its gradients stay local and scaled until the last backward pass.
+                window its gradients stay local and scaled until the last backward pass. The first time that it is seen, all
+                ranks get the masters of the first, as they get its weights when the model is wrapped.
         """
         config = self.context.config
+        if wrapped is not None and wrapped is not self._wrapped and not is_dynamo_compiling():
+            broadcast_masters(self.context.masters, wrapped)
+            self._wrapped = wrapped
         with ExitStack() as stack:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():

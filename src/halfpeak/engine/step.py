@@ -149,7 +149,7 @@ class TrainStep:
             if not scope.rollback():
                 self.drop_window(prepared)
             elif scope.has_begun:
-                self._unmanaged.rollback()
+                self._unmanaged.drop()
             raise
 
     # The step.
@@ -425,7 +425,7 @@ class TrainStep:
         """Without its gradients a window begins anew: half of one must not be stepped as a whole."""
         self._record.discard()
         self._record.restart_window(self._config.accumulation.every)
-        self._unmanaged.rollback()
+        self._unmanaged.drop()
         for one in prepared:
             one.drop()
 

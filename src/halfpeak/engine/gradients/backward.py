@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
-from halfpeak.distributed.fsdp import is_fully_sharded
+from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
@@ -31,7 +31,7 @@ from halfpeak.engine.gradients.window import (
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import gradients_of
-from halfpeak.ops.shards import is_shard
+from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import params_of
 
@@ -383,6 +383,13 @@ class UnmanagedGrads:
         for parameter, grad in zip(self._found, self._stashed or (), strict=False):
             parameter.grad = grad
         self._stashed = None
+
+    def drop(self) -> None:
+        """:meth:`rollback`, and drop what the models hold of the window out of the optimizers' sight."""
+        self.rollback()
+        if has_process_group():
+            for model in self._models:
+                drop_gradients(model)
 
     @untraced
     def accumulate(self, scale: Tensor) -> None:

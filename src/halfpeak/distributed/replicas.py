@@ -1,0 +1,34 @@
+"""Copies of a model on several ranks (``DistributedDataParallel``): their masters are equal, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from halfpeak.state.masters import Masters
+
+
+def broadcast_masters(masters: Masters, wrapped: Any) -> None:
+    """Give all ranks the masters of the first, of the parameters that ``wrapped`` keeps equal.
+
+    ``DistributedDataParallel`` broadcasts low weights. Where rank 0 alone has loaded a checkpoint, the masters of the others
+    would be these weights widened, and would never be equal to its own again.
+
+    Args:
+        masters: of this rank's engine.
+        wrapped: a ``DistributedDataParallel``; anything else is left alone.
+    """
+    group, ignored = getattr(wrapped, "process_group", None), getattr(wrapped, "parameters_to_ignore", None)
+    if group is None or ignored is None or dist.get_world_size(group) == 1:
+        return
+    masters.refresh()
+    first = dist.get_global_rank(group, 0)
+    for name, parameter in wrapped.module.named_parameters():
+        value = None if name in ignored else masters.value_of(parameter)
+        if value is not None:
+            value = value.detach()
+            with torch.no_grad():
+                dist.broadcast(value, src=first, group=group)
+            masters.take(parameter, value)
