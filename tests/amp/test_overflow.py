@@ -204,7 +204,7 @@ class TestSeveralLossesAndOptimizers:
 
 
 class TestScaleHistory:
-    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seed", range(5))
     def test_is_apex_s(self, seed: int) -> None:
         draw = random.Random(seed)
         low = draw.choice([None, 1.0, 2.0**10, 2.0**17])
@@ -251,18 +251,6 @@ class TestScaleHistory:
         assert scales() == [start]
         assert amp._amp_state.min_loss_scale == low
         assert amp._amp_state.max_loss_scale == high
-
-    def test_bounds_do_not_touch_a_static_scale(self) -> None:
-        setup("O2", loss_scale=2.0**20, min_loss_scale=2.0, max_loss_scale=4.0)
-        assert scales() == [2.0**20]
-
-    def test_a_static_scale_counts_and_stays(self) -> None:
-        (net,), (optimizer,) = setup("O2", loss_scale=128.0)
-        for _ in range(3):
-            backward(net, optimizer)
-        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 3}
-        backward(net, optimizer, overflow=True)
-        assert scales() == [128.0]
 
 
 class TestCollapse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -248,38 +247,6 @@ class TestEnd:
         fresh = Trainee(level)
         fresh.step(0)
         assert fresh.result() == expected
-
-
-class TestOptimizerStepAtO1:
-    @pytest.mark.parametrize("level", ["O1", "O4"])
-    def test_runs_without_casts(self, level: str) -> None:
-        seen: list[torch.dtype] = []
-
-        class Probe(torch.optim.SGD):
-            def step(self, closure: Callable[[], Any] | None = None) -> Any:
-                seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-                return super().step(closure)
-
-        net = make_net()
-        optimizer = Probe(net.parameters(), lr=0.1)
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-        optimizer.step()
-        assert seen == [torch.float32]
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is not torch.float32
-
-    @pytest.mark.parametrize("level", ["O1", "O4"])
-    def test_an_exception_inside_leaves_casts_on(self, level: str) -> None:
-        class Failing(torch.optim.SGD):
-            def step(self, closure: Callable[[], Any] | None = None) -> Any:
-                raise ZeroDivisionError
-
-        net = make_net()
-        optimizer = Failing(net.parameters(), lr=0.1)
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is not torch.float32
 
 
 def _two_layers(level: str | None, *, together: bool = True) -> tuple[list[nn.Module], list[torch.optim.SGD]]:

@@ -6,12 +6,14 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fused.formulas import lamb, novograd
 from halfpeak.core.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
@@ -86,50 +88,6 @@ def adagrad(*, decay: float, mode: int) -> Formula:
     return formula
 
 
-def lamb(*, decay: float, mode: int, everywhere: bool) -> Formula:
-    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
-        lr, beta1, beta2, eps, limit = 0.05, 0.8, 0.95, 1e-6, 1.0
-        first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
-        for t, batch in enumerate(batches, 1):
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in batch))
-            divisor = norm / limit if norm > limit else 1.0
-            for i, w in enumerate(weights):
-                g = batch[i].double() / divisor + (decay * w if mode == 0 else 0.0)
-                first[i] = beta1 * first[i] + (1 - beta1) * g
-                second[i] = beta2 * second[i] + (1 - beta2) * g * g
-                update = first[i] / (1 - beta1**t) / ((second[i] / (1 - beta2**t)).sqrt() + eps)
-                update = update + (decay * w if mode == 1 else 0.0)
-                ratio = float(w.norm() / update.norm()) if everywhere or decay else 1.0
-                weights[i] = w - lr * ratio * update
-        return weights
-
-    return formula
-
-
-def novograd(*, decay: float, inside: bool, norm_type: int) -> Formula:
-    def formula(weights: list[Tensor], batches: list[list[Tensor]]) -> list[Tensor]:
-        lr, beta1, beta2, eps = 0.05, 0.8, 0.95, 1e-6
-        moments, norms = [torch.zeros_like(w) for w in weights], [0.0] * len(weights)
-        for t, batch in enumerate(batches, 1):
-            for i, w in enumerate(weights):
-                g = batch[i].double()
-                now = float(g.abs().max() if norm_type == 0 else g.norm())
-                before = now if t == 1 else norms[i]
-                if norm_type == 0:
-                    norms[i] = beta2 * before + (1 - beta2) * now
-                else:
-                    norms[i] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
-                divisor = norms[i] / math.sqrt(1 - beta2**t) + eps
-                if inside:
-                    g = g / divisor + decay * w
-                moments[i] = beta1 * moments[i] + (1 - beta1) * g
-                m = moments[i] / (1 - beta1**t)
-                weights[i] = w - lr * (m if inside else m / divisor + decay * w)
-        return weights
-
-    return formula
-
-
 BETAS = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
@@ -156,8 +114,9 @@ def cases() -> Iterator[Any]:
                     "adam_w_mode": bool(mode),
                     "use_nvlamb": everywhere,
                 }
-                yield "FusedLAMB", options, lamb(decay=decay, mode=mode, everywhere=everywhere)
-                yield "FusedMixedPrecisionLamb", options, lamb(decay=decay, mode=mode, everywhere=everywhere)
+                formula = partial(lamb, lr=0.05, decay=decay, decoupled=mode == 1, everywhere=everywhere)
+                yield "FusedLAMB", options, formula
+                yield "FusedMixedPrecisionLamb", options, formula
         for momentum, dampening, nesterov in ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)):
             for late in (True, False):
                 options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
@@ -171,7 +130,7 @@ def cases() -> Iterator[Any]:
                 yield (
                     "FusedNovoGrad",
                     {**BETAS, "weight_decay": decay, "reg_inside_moment": inside, "norm_type": norm_type},
-                    novograd(decay=decay, inside=inside, norm_type=norm_type),
+                    partial(novograd, lr=0.05, decay=decay, inside=inside, inf=norm_type == 0),
                 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import OrderedDict
 from typing import Any
 
@@ -145,17 +143,6 @@ def test_values_share_memory_with_the_masters_as_in_torch() -> None:
     assert not state["weight"].requires_grad
 
 
-def test_a_write_to_a_parameter_is_in_the_next_state_dict() -> None:
-    model = nn.Linear(2, 2)
-    masters, exact = exact_low(model)
-    masters.refresh()
-    with torch.no_grad():
-        model.weight[0].fill_(7.0)
-    state = model.state_dict()
-    assert state["weight"][0].tolist() == [7.0, 7.0]
-    assert torch.equal(state["weight"][1], exact["weight"][1])
-
-
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("strict", [True, False])
 def test_loading_is_exact_and_round_trips(dtype: torch.dtype, strict: bool) -> None:
@@ -267,30 +254,6 @@ def test_parametrizations(parametrize: Any) -> None:
     model.load_state_dict(state)
     masters.refresh()
     assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters)
-
-
-def copies(model: nn.Module) -> list[nn.Module]:
-    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-
-
-def test_copies_speak_float32_for_themselves() -> None:
-    model = nested()
-    masters, exact = exact_low(model)
-    for again in copies(model):
-        own = {**dict(again.named_parameters()), **dict(again.named_buffers())}
-        for name, value in again.state_dict().items():
-            if isinstance(value, Tensor):
-                assert torch.equal(value, own[name].float() if own[name].is_floating_point() else own[name])
-        with torch.no_grad():
-            for parameter in again.parameters():
-                parameter.zero_()
-        again.load_state_dict({name: torch.ones_like(value) for name, value in exact.items()}, strict=False)
-        assert all((parameter == 1).all() for parameter in again.parameters())
-    masters.refresh()
-    parameters = dict(model.named_parameters())
-    assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters), (
-        "the model is untouched"
-    )
 
 
 def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> None:
