@@ -282,10 +282,9 @@ def detect(folder: Path, *arguments: str) -> dict[str, Any]:
     [
         (("--fp16", "hook"), "torch.float16"),
         (("--fp16", "autocast"), "torch.float32"),
-        (("--fp16", "apex"), "torch.float32"),
         (("--fp16", "apex", "--opt-level", "O2"), "torch.float16"),
     ],
-    ids=["hook", "autocast", "apex O1", "apex O2"],
+    ids=["hook", "autocast", "apex O2"],
 )
 def test_a_detection_script_of_mmcv_1_runs_unedited(
     tmp_path: Path, arguments: tuple[str, ...], dtype: str

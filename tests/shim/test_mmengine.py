@@ -287,11 +287,10 @@ def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "kind", "owners"),
     [
-        (("--shim", "mmengine"), "AmpOptimWrapper", ["halfpeak"]),
         (("--shim", "mmengine"), "several", ["halfpeak", "halfpeak"]),
         (("--device", "cpu"), "ApexOptimWrapper", ["mmengine"]),
     ],
-    ids=["one wrapper", "several wrappers", "mmengine's own over our apex"],
+    ids=["several wrappers", "mmengine's own over our apex"],
 )
 def test_a_script_runs_unedited(
     tmp_path: Path, options: tuple[str, ...], kind: str, owners: list[str]
