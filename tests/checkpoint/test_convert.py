@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,34 +21,15 @@ from checkpoint.loops import (
     ScalerLoop,
     make_model,
 )
-from halfpeak import amp
 from halfpeak.checkpoint import convert, load, load_plain, save
 from halfpeak.checkpoint.formats import FORMS, TARGETS
 from halfpeak.checkpoint.match_params import match_params
 from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
 from runner import zoo
+from support.states import differences
 
 FLOAT32 = (EngineLoop, AmpLoop, ScalerLoop, MmengineLoop)
 O2 = (EngineO2Loop, AmpO2Loop)
-
-
-@pytest.fixture(autouse=True)
-def fresh_session(process_left_as_found: None) -> Iterator[None]:
-    """amp keeps its runs in the process."""
-    amp._amp_state.__init__()
-    yield
-    amp._amp_state.__init__()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal, tensors bit for bit."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def saved(loop: Loop, path: Path, steps: int = 4) -> Path:
@@ -68,7 +47,7 @@ def test_a_run_in_float32_changes_library(before: type[Loop], after: type[Loop],
     assert whole["scale"] == (64.0, 1), "two overflows, the last in step 7"
     other = after()
     other.load(load_plain(tmp_path / "b.pt"))
-    assert same(other.run(range(4, 9)).end(), whole)
+    assert not differences(other.run(range(4, 9)).end(), whole)
 
 
 @pytest.mark.parametrize("after", O2)
@@ -88,7 +67,7 @@ def test_a_run_with_masters_changes_library(before: type[Loop], after: type[Loop
     end = other.run(range(4, 9)).end()
     if before is Fp16Loop:
         end = {name: v.half().float() if isinstance(v, Tensor) else v for name, v in end.items()}
-    assert same(end, whole)
+    assert not differences(end, whole)
 
 
 @pytest.mark.parametrize("form", [form for form in TARGETS if form != "weights"])
@@ -102,7 +81,7 @@ def test_an_engine_survives_every_form(loop: type[EngineLoop], form: str, tmp_pa
     there, back = load_plain(source), load(tmp_path / "back.pt")
     # What lies between two windows is taken from the model when it is loaded, and a folder has no room for counters.
     without = {"buffers"} if form != "accelerate" else {"buffers", "counters"}
-    assert all(same(there[key], back[key]) for key in there.keys() - without)
+    assert not any(differences(there[key], back[key]) for key in there.keys() - without)
 
 
 @pytest.mark.parametrize("loop", [Fp16Loop, AmpO2Loop, EngineO2Loop])
@@ -125,7 +104,7 @@ def test_weights_without_masters_are_widened(tmp_path: Path) -> None:
     torch.save({"state_dict": {**low, "count": torch.tensor(3)}, "epoch": 4}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
     expected = {**{name: value.float() for name, value in low.items()}, "count": torch.tensor(3)}
-    assert same(dict(load(tmp_path / "w.pt")), expected)
+    assert not differences(dict(load(tmp_path / "w.pt")), expected)
 
 
 def test_the_input_is_not_changed(tmp_path: Path) -> None:
@@ -175,7 +154,7 @@ def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"'net_D' \(weights\)"):
         convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
     convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt", drop=["net_G"])
-    assert same(dict(load(tmp_path / "w.pt")), dict(parts["model"]))
+    assert not differences(dict(load(tmp_path / "w.pt")), dict(parts["model"]))
 
 
 def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
@@ -189,8 +168,10 @@ def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
     other.resume(tmp_path / "b.pth")
     saved, back = load(source), load(tmp_path / "b.pth")
     assert (other.epoch, other.iter) == (saved["meta"]["epoch"], saved["meta"]["iter"])
-    assert same(dict(other.model.state_dict()), dict(saved["state_dict"]))
-    assert same(back["optimizer"], {key: saved["optimizer"][key] for key in ("state", "param_groups")})
+    assert not differences(dict(other.model.state_dict()), dict(saved["state_dict"]))
+    assert not differences(
+        back["optimizer"], {key: saved["optimizer"][key] for key in ("state", "param_groups")}
+    )
     assert back["meta"]["fp16"]["loss_scaler"]["scale"] == saved["meta"]["fp16"]["loss_scaler"]["cur_scale"]
 
 
@@ -250,7 +231,7 @@ def test_an_open_window_is_not_lost_in_silence(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"'window' \(gradients of an open accumulation window\)"):
         convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
     convert(tmp_path / "a.pt", "engine", tmp_path / "c.pt")
-    assert same(load(tmp_path / "c.pt")["window"], loop.save()["window"])
+    assert not differences(load(tmp_path / "c.pt")["window"], loop.save()["window"])
 
 
 def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

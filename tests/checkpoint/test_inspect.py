@@ -6,7 +6,7 @@ import argparse
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,20 +28,11 @@ from checkpoint.loops import (
     ScalerLoop,
 )
 from checkpoint.payloads import archive
-from halfpeak import amp
 from halfpeak.checkpoint import Report, convert, inspect, load, save
 from halfpeak.checkpoint.formats import FORMS
 from halfpeak.checkpoint.inspection import ScalerReport
 from halfpeak.core.errors import CheckpointError, HalfpeakError
 from runner import zoo
-
-
-@pytest.fixture(autouse=True)
-def fresh_session(process_left_as_found: None) -> Iterator[None]:
-    """amp keeps its runs in the process."""
-    amp._amp_state.__init__()
-    yield
-    amp._amp_state.__init__()
 
 
 @pytest.mark.parametrize(

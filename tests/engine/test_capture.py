@@ -19,6 +19,7 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import is_installed, kernels
 from support.graph import emulate_graphs
+from support.states import differences
 from support.triton import DEVICES, INTERPRETER_WARNS, round_as_devices_do
 
 pytestmark = INTERPRETER_WARNS
@@ -68,21 +69,6 @@ class Run:
         return copy.deepcopy(self.engine.state_dict())
 
 
-def assert_same(one: Any, two: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, two)
-    elif isinstance(one, dict):
-        assert list(one) == list(two)
-        for key in one:
-            assert_same(one[key], two[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == two
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +106,7 @@ def test_replays_are_the_steps(level: str, device: str) -> None:
         assert result.grad_norm is not None
         assert result_again.grad_norm is not None
         assert torch.equal(result.grad_norm, result_again.grad_norm) or step == bad
-    assert_same(plain.state(), graphed.state())
+    assert not differences(plain.state(), graphed.state())
     assert plain.engine.micro_step == graphed.engine.micro_step == 7
 
 
@@ -141,7 +127,7 @@ def test_replays_are_the_steps_of_every_rule_and_form(name: str, device: str) ->
     for step, factor in enumerate((float("inf"), 1.0), 1):
         plain.step(step, factor)
         captured(*graphed.batch(step, factor))
-    assert_same(plain.state(), graphed.state())
+    assert not differences(plain.state(), graphed.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,7 +137,7 @@ def test_capturing_trains_nothing(device: str) -> None:
         run.step(step)
     before, generator = run.state(), torch.get_rng_state()
     run.capture()
-    assert_same(before, run.state())
+    assert not differences(before, run.state())
     assert torch.equal(generator, torch.get_rng_state())
     assert not run.engine.is_open
     assert all(p.grad is None for group in run.optimizer.param_groups for p in group["params"])
@@ -174,13 +160,13 @@ def test_a_loss_function_that_raises_leaves_no_trace(good: int, device: str) -> 
         run.engine.capture(failing, *run.batch(99))
     if good < WARM_UPS or device == "cuda":
         # The emulation has run the forward pass that it was recording.
-        assert_same(before, run.state())
+        assert not differences(before, run.state())
     plain = Run(device)
     if good < WARM_UPS:
         for step in range(2):
             plain.step(step)
         run.step(1)
-        assert_same(plain.state(), run.state())
+        assert not differences(plain.state(), run.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,7 +176,7 @@ def test_before_the_first_step_too(device: str) -> None:
     for step in range(3):
         plain.step(step)
         captured(*graphed.batch(step))
-    assert_same(plain.state(), graphed.state())
+    assert not differences(plain.state(), graphed.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,7 +191,7 @@ def test_hyper_parameters_and_the_scale_are_data(device: str) -> None:
                 run.engine.scalers[0].set_scale(64.0)
         plain.step(step)
         captured(*graphed.batch(step))
-    assert_same(plain.state(), graphed.state())
+    assert not differences(plain.state(), graphed.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,7 +204,7 @@ def test_ordinary_steps_and_replays_take_turns(device: str) -> None:
             graphed.step(step)
         else:
             captured(*graphed.batch(step))
-    assert_same(plain.state(), graphed.state())
+    assert not differences(plain.state(), graphed.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -231,7 +217,7 @@ def test_a_resumed_run_goes_on_in_the_graph_or_says_that_it_cannot(device: str) 
     run.engine.load_state_dict(saved)
     with pytest.raises(OrderError, match=r"capture\(\.\.\.\) again"):
         captured(*run.batch(1))
-    assert_same(saved, run.state())
+    assert not differences(saved, run.state())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,9 @@ from support.nets import OPTIMIZERS, make_net, poison
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 
 from halfpeak.integrations.accelerate import Accelerator, AcceleratorScaler  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate keeps its state in classes."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 class Run:

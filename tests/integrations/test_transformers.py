@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,8 @@ from support.nets import LEVELS
 
 transformers = pytest.importorskip("transformers")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
 from halfpeak.integrations.transformers import HalfpeakTrainer  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate keeps its state in classes."""
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def make_model() -> Any:

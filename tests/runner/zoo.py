@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from halfpeak import runner
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from support import states
 
 SAMPLES, BATCH, EPOCHS = 11, 3, 3
 LENGTH = EPOCHS * -(-SAMPLES // BATCH)
@@ -140,30 +140,13 @@ def run(made: Any, *, validated: bool = False) -> Any:
     return made.checkpoint()
 
 
-def leaves(state: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested dicts and lists with its path, but for clocks and the names of folders."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if key not in ("time", "data_time", "hook_msgs"):
-                yield from leaves(value, f"{where}.{key}")
-    elif isinstance(state, (list, tuple)):
-        for index, value in enumerate(state):
-            yield from leaves(value, f"{where}[{index}]")
-    else:
-        yield where, state
-
-
 def differences(first: Any, second: Any) -> list[str]:
-    """The paths at which two states are not the same, bit for bit."""
-    one, other = dict(leaves(first)), dict(leaves(second))
-    return sorted(
-        path
-        for path in one.keys() | other.keys()
-        if path not in one or path not in other or not same(one[path], other[path])
-    )
+    """The paths at which two states are not the same, bit for bit, but for clocks and the names of folders."""
+    return states.differences(lasting(first), lasting(second))
 
 
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return isinstance(second, Tensor) and first.dtype is second.dtype and torch.equal(first, second)
-    return first == second or (first != first and second != second)
+def lasting(state: Any) -> Any:
+    if isinstance(state, dict):
+        kept = state.keys() - {"time", "data_time", "hook_msgs"}
+        return {key: lasting(value) for key, value in state.items() if key in kept}
+    return [lasting(value) for value in state] if isinstance(state, (list, tuple)) else state

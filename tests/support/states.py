@@ -31,4 +31,4 @@ def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
