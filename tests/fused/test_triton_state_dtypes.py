@@ -105,8 +105,13 @@ def train(make: Any, device: str, dtype: torch.dtype, steps: int = 2) -> list[to
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rule", "form"), CASES)
+@pytest.mark.parametrize(
+    ("rule", "form", "dtype"),
+    [
+        *((rule, form, torch.bfloat16) for rule, form in CASES),
+        *(("AdamW", form, torch.float32) for form in ("bfloat16 moments", "8 bits")),
+    ],
+)
 def test_the_update_has_the_bits_of_the_codecs(
     rule: str, form: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
