@@ -19,7 +19,7 @@ from halfpeak.casting.modules import (
     convert_network,
     converted_parameters,
     hook_boundary,
-    hook_norms,
+    hook_kept,
     is_kept_fp32,
     is_prepared,
 )
@@ -181,7 +181,7 @@ def test_a_kept_norm_computes_in_float32_and_returns_low(layer: str, dtype: torc
     norm, seen = LAYERS[layer][0](), []
     exact = copy.deepcopy(norm)
     model = convert_network(nn.Sequential(nn.Identity(), norm), dtype, "all")
-    handles = hook_norms(model, LOW_POLICY[dtype])
+    handles = hook_kept(model, LOW_POLICY[dtype])
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     x = (torch.randn(INPUTS[layer]) * 3).to(dtype)
     output = model(x)
@@ -198,7 +198,7 @@ def test_a_kept_norm_computes_in_float32_and_returns_low(layer: str, dtype: torc
 @pytest.mark.parametrize("make", [lambda: nn.BatchNorm2d(4), lambda: nn.SyncBatchNorm(4)])
 def test_a_kept_batch_norm_takes_low_inputs_itself(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     model = convert_network(nn.Sequential(make()), dtype, "all").eval()
-    assert hook_norms(model, LOW_POLICY[dtype]) == []
+    assert hook_kept(model, LOW_POLICY[dtype]) == []
     if isinstance(model[0], nn.SyncBatchNorm):
         return  # runs on accelerators only
     x = torch.randn(2, 4, 3, 3).to(dtype)
@@ -216,7 +216,7 @@ def test_a_kept_batch_norm_takes_low_inputs_itself(make: Callable[[], nn.Module]
 )
 def test_where_no_norm_needs_a_hook(policy: Policy) -> None:
     model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3))
-    assert hook_norms(model, policy) == []
+    assert hook_kept(model, policy) == []
 
 
 @pytest.mark.parametrize("layer", INPUTS)
@@ -225,7 +225,7 @@ def test_a_model_that_is_itself_a_norm(layer: str) -> None:
     exact = copy.deepcopy(model)
     convert_network(model, FP16, "all")
     hook_boundary(model, LOW_POLICY[FP16])
-    hook_norms(model, LOW_POLICY[FP16])
+    hook_kept(model, LOW_POLICY[FP16])
     x = torch.randn(INPUTS[layer])
     output = model(x)
     assert output.dtype is FP32
@@ -297,7 +297,7 @@ def test_gradients_cross_the_boundary() -> None:
 def low_model() -> nn.Module:
     model = convert_network(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3)), BF16, "all")
     hook_boundary(model, LOW_POLICY[BF16])
-    hook_norms(model, LOW_POLICY[BF16])
+    hook_kept(model, LOW_POLICY[BF16])
     return model.eval()
 
 

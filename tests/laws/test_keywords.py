@@ -28,6 +28,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "restore_buffers": {"restore_buffers": False},
     "op_lists": {"level": "O4", "op_lists": "torch"},
     "keep_gradient_memory": {"keep_gradient_memory": False},
+    "keep_fp32": {"keep_fp32": ["0"]},
     "group": {"group": "world"},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""

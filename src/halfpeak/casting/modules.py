@@ -6,8 +6,10 @@ deep copy or a pickle of the model casts for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.suspend import resume, suspend_until_return
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.ops.shards import is_shard
 
@@ -37,6 +40,40 @@ def is_kept_fp32(module: nn.Module, norms: NormRule) -> bool:
     return isinstance(module, _NORMS)
 
 
+def matches(entry: KeepFp32, name: str, module: nn.Module) -> bool:
+    """Whether an entry of ``keep_fp32`` means a module.
+
+    >>> matches("head.*", "head.0", nn.ReLU()), matches(nn.Linear, "head.0", nn.ReLU())
+    (True, False)
+    """
+    if isinstance(entry, str):
+        return fnmatchcase(name, entry)
+    return isinstance(module, entry) if isinstance(entry, type) else bool(entry(name, module))
+
+
+def kept_by_user(network: nn.Module, keep: Sequence[KeepFp32]) -> list[nn.Module]:
+    """The outermost modules that ``keep_fp32`` means: these and all inside them stay float32."""
+    kept: list[nn.Module] = []
+    inside: set[int] = set()
+    for name, module in network.named_modules() if keep else ():
+        if id(module) not in inside and any(matches(entry, name, module) for entry in keep):
+            kept.append(module)
+            inside.update(map(id, module.modules()))
+    return kept
+
+
+def _low_modules(
+    network: nn.Module, dtype: torch.dtype, norms: NormRule, keep: Sequence[KeepFp32]
+) -> Iterator[nn.Module]:
+    """The modules whose own tensors are cast to ``dtype``."""
+    kept = {
+        id(part)
+        for module in kept_by_user(network, keep if dtype in LOW else ())
+        for part in module.modules()
+    }
+    return (m for m in network.modules() if id(m) not in kept and not is_kept_fp32(m, norms))
+
+
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the module's own parameters, their gradients and its buffers in place; children are left alone.
 
@@ -53,16 +90,19 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def convert_network(network: nn.Module, dtype: torch.dtype, norms: NormRule = "batchnorm") -> nn.Module:
-    """Cast every module of ``network`` but the normalisation layers that ``norms`` keeps; returns ``network``.
+def convert_network(
+    network: nn.Module,
+    dtype: torch.dtype,
+    norms: NormRule = "batchnorm",
+    keep_fp32: Sequence[KeepFp32] = (),
+) -> nn.Module:
+    """Cast every module of ``network`` but those that ``norms`` and ``keep_fp32`` keep; returns ``network``.
 
     >>> network = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
     >>> [p.dtype for p in network.parameters()][1:3]
     [torch.float16, torch.float32]
     """
-    for module in network.modules():
-        if is_kept_fp32(module, norms):
-            continue
+    for module in _low_modules(network, dtype, norms, keep_fp32):
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -78,15 +118,16 @@ def is_convertible(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype in LOW or tensor.dtype is torch.float32
 
 
-def converted_parameters(network: nn.Module, dtype: torch.dtype, norms: NormRule) -> Iterator[nn.Parameter]:
+def converted_parameters(
+    network: nn.Module, dtype: torch.dtype, norms: NormRule, keep_fp32: Sequence[KeepFp32] = ()
+) -> Iterator[nn.Parameter]:
     """The parameters that :func:`convert_network` would cast, each once. Changes nothing."""
     seen: set[int] = set()
-    for module in network.modules():
-        if not is_kept_fp32(module, norms):
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in seen and is_convertible(parameter, dtype):
-                    seen.add(id(parameter))
-                    yield parameter
+    for module in _low_modules(network, dtype, norms, keep_fp32):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen and is_convertible(parameter, dtype):
+                seen.add(id(parameter))
+                yield parameter
 
 
 # Without slots: the compiler of torch 2.11 reads the __dict__ of a hook.
@@ -117,6 +158,24 @@ class CastOutput:
         return cast_tree(output, self.dtype)
 
 
+@dataclass(frozen=True)
+class SuspendCasts:
+    """A forward pre-hook after which operations are not cast, until :class:`ResumeCasts` or an exception ends the call."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Suspend."""
+        suspend_until_return(sys._getframe(1))
+
+
+@dataclass(frozen=True)
+class ResumeCasts:
+    """A forward hook that ends what :class:`SuspendCasts` began."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Resume."""
+        resume()
+
+
 def is_prepared(module: nn.Module) -> bool:
     """Whether casting hooks of this file sit on the module."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -127,7 +186,8 @@ def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """Cast the model's inputs to what it stores and its outputs to what the policy returns."""
     handles: list[RemovableHandle] = []
     if policy.param is not None:
-        stored = torch.float32 if _needs_fp32_inputs(model, policy.norms) else policy.param
+        kept = any(module is model for module in kept_by_user(model, policy.keep_fp32))
+        stored = torch.float32 if kept or _needs_fp32_inputs(model, policy.norms) else policy.param
         handles.append(model.register_forward_pre_hook(CastInputs(stored), with_kwargs=True))
     if policy.output is not None:
         # First among the hooks, so that the user's own hooks see what the caller will see.
@@ -135,18 +195,26 @@ def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     return handles
 
 
-def hook_norms(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Let the normalisation layers that stay float32 in a low model compute in float32 and return the low dtype.
+def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Let the modules that stay float32 compute in float32: in a low model they return the low dtype.
 
     Batch norm needs no hook: its kernels take low inputs with float32 weights on every device. Other layers would fail
     or differ between devices.
     """
-    if policy.param is None or policy.param not in LOW:
-        return []
+    kept = kept_by_user(model, policy.keep_fp32)
     handles: list[RemovableHandle] = []
-    for module in model.modules():
+    if policy.per_op:
+        for module in kept:
+            handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(SuspendCasts(), with_kwargs=True))
+            handles.append(module.register_forward_hook(ResumeCasts(), prepend=True))
+    if policy.param is None or policy.param not in LOW:
+        return handles
+    inside = {id(part) for module in kept for part in module.modules()}
+    norms = [m for m in model.modules() if id(m) not in inside and _needs_fp32_inputs(m, policy.norms)]
+    for module in (*kept, *norms):
         # Where the model itself is such a layer, hook_boundary casts.
-        if module is not model and _needs_fp32_inputs(module, policy.norms):
+        if module is not model:
             handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(CastOutput(policy.param), prepend=True))
     return handles

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -13,6 +14,10 @@ NormRule = Literal["all", "batchnorm", "none"]
 ``"all"``: every batch, instance, layer, group and RMS norm. ``"batchnorm"``: affine batch norms only, which is apex's
 rule. ``"none"``: no layer.
 """
+
+KeepFp32: TypeAlias = "type[Any] | str | Callable[[str, Any], bool]"
+"""Which modules stay float32, with all that is in them: those of a class, those whose qualified name fits a pattern of
+:mod:`fnmatch` (``"head.*"``), or those for which a function of name and module is true."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,7 @@ class Policy:
         masters: whether the optimizer steps float32 copies of the low parameters.
         norms: which normalisation layers stay float32 (see :data:`NormRule`).
         per_op: cast per operation (O1, O4) rather than per module (O0, O2, O3, O5).
+        keep_fp32: which other modules are stored and computed in float32 (see :data:`KeepFp32`).
 
     >>> Policy(param=torch.bfloat16, compute=torch.bfloat16, output=torch.float32, masters=True).norms
     'all'
@@ -37,3 +43,4 @@ class Policy:
     masters: bool = False
     norms: NormRule = "all"
     per_op: bool = False
+    keep_fp32: tuple[KeepFp32, ...] = ()

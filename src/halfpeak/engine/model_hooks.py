@@ -10,7 +10,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.modules import hook_boundary, hook_norms
+from halfpeak.casting.modules import hook_boundary, hook_kept
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.state.batch_norm import BatchNormStats, norms_of
@@ -20,7 +20,7 @@ from halfpeak.state.state_dict_hooks import hook_state_dict
 
 def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
     """Put the hooks on a model that its policy asks for."""
-    handles = [*hook_boundary(model, policy), *hook_norms(model, policy)]
+    handles = [*hook_boundary(model, policy), *hook_kept(model, policy)]
     if policy.param is not None or policy.masters:
         handles += hook_state_dict(model, masters)
     return handles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,13 +18,20 @@ from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import resolve
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.model_hooks import hook
 from halfpeak.engine.optimizer import prepared_of
-from halfpeak.engine.validation import check_models, check_optimizers, check_remainders, uncompiled
+from halfpeak.engine.validation import (
+    check_keep_fp32,
+    check_models,
+    check_optimizers,
+    check_remainders,
+    parse_keep_fp32,
+    uncompiled,
+)
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import Clip, parse_clip
@@ -57,6 +65,7 @@ def prepare(
     shadow_weights: bool | None = None,
     release_gradients: bool | None = None,
     keep_gradient_memory: bool | None = None,
+    keep_fp32: Sequence[KeepFp32] = (),
     group: Group = None,
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
@@ -90,6 +99,8 @@ def prepare(
             parameter. None keeps it on the CPU, where mapping new memory would take longer than all else that is done
             with gradients: with torch's optimizers, and with those of :mod:`halfpeak.fused` where ``accumulate`` sums in
             it, but never with remainders, which are for who needs the memory.
+        keep_fp32: modules that are stored and computed in float32, with all inside them: classes, patterns of qualified names
+            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
 
@@ -120,7 +131,9 @@ def prepare(
     )
     config = EngineConfig(
         properties=properties,
-        policy=properties.policy(norms=norms, output=cast_model_outputs),
+        policy=replace(
+            properties.policy(norms=norms, output=cast_model_outputs), keep_fp32=parse_keep_fp32(keep_fp32)
+        ),
         scale=properties.scale_config(scale),
         num_losses=num_losses,
         accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
@@ -157,6 +170,7 @@ def build(
     policy = config.policy
     models = [uncompiled(model) for model in models]
     check_models(models, policy)
+    check_keep_fp32(models, policy)
     check_optimizers(optimizers, models, policy)
     check_remainders(optimizers, policy)
     casting: AbstractContextManager[Any] = nullcontext()
@@ -213,6 +227,10 @@ def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | Non
         raise ConfigError(
             f"op_lists={op_lists!r} is for casts per operation; leave it out, or use level 'O1' or 'O4'"
         )
+    if policy.keep_fp32:
+        raise ConfigError(
+            "keep_fp32 suspends halfpeak's own casts per operation, not torch.autocast's; write op_lists='apex'"
+        )
     return "torch"
 
 
@@ -242,7 +260,7 @@ def _exact_values(
     return {
         id(parameter): parameter.data
         for model in models
-        for parameter in converted_parameters(model, policy.param, policy.norms)
+        for parameter in converted_parameters(model, policy.param, policy.norms, policy.keep_fp32)
         if id(parameter) in trained and parameter.dtype is torch.float32
     }
 
@@ -256,7 +274,7 @@ def _convert(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
         undo.callback(setattr, tensor, "data", tensor.data)
         if tensor.grad is not None:
             undo.callback(setattr, tensor.grad, "data", tensor.grad.data)
-    convert_network(model, policy.param, policy.norms)
+    convert_network(model, policy.param, policy.norms, policy.keep_fp32)
 
 
 def _cast_state(optimizer: Optimizer) -> None:

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfpeak.casting.modules import is_prepared
-from halfpeak.core.dtypes import is_low
+from halfpeak.casting.modules import is_prepared, kept_by_user, matches
+from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
-from halfpeak.core.policy import Policy
+from halfpeak.core.policy import KeepFp32, Policy
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.state.masters import params_of
@@ -155,3 +155,46 @@ def is_low_model(model: nn.Module) -> str | None:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return f"{name} ({tensor.dtype})"
     return None
+
+
+def parse_keep_fp32(keep: Any) -> tuple[KeepFp32, ...]:
+    """The entries of ``keep_fp32``.
+
+    Raises:
+        ConfigTypeError: not a list, or an entry of another type.
+    """
+    entries: tuple[Any, ...] | None = tuple(keep) if isinstance(keep, (list, tuple, set, frozenset)) else None
+    if entries is None or not all(isinstance(entry, str) or callable(entry) for entry in entries):
+        raise ConfigTypeError(
+            f"keep_fp32={keep!r} must be a list of module classes, patterns of names, or functions of name and module; "
+            'write keep_fp32=[nn.LayerNorm, "head.*"]'
+        )
+    return entries
+
+
+def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Check that every entry of ``keep_fp32`` means a module, and that none shares a weight with one that is cast.
+
+    Raises:
+        ConfigError: the message names the entry, or the modules.
+    """
+    named = [item for model in models for item in model.named_modules()]
+    for entry in policy.keep_fp32:
+        if not any(matches(entry, name, module) for name, module in named):
+            known = ", ".join(repr(name) for name, _ in named[1:9])
+            raise ConfigError(f"keep_fp32: {entry!r} is none of the modules; they are called {known}, ...")
+    if policy.param not in LOW:
+        return
+    for model in models:
+        inside = {id(part) for module in kept_by_user(model, policy.keep_fp32) for part in module.modules()}
+        owners: dict[int, str] = {}
+        for keeps in (True, False):
+            for name, module in model.named_modules():
+                for parameter in module.parameters(recurse=False) if (id(module) in inside) == keeps else ():
+                    if keeps:
+                        owners[id(parameter)] = name
+                    elif id(parameter) in owners:
+                        raise ConfigError(
+                            f"keep_fp32 keeps {owners[id(parameter)]!r}, which shares a weight with {name!r}; write "
+                            f"keep_fp32=[{owners[id(parameter)]!r}, {name!r}]"
+                        )

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on
-from halfpeak.casting.modules import convert_network, hook_boundary, hook_norms, is_prepared
+from halfpeak.casting.modules import convert_network, hook_boundary, hook_kept, is_prepared
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
 from halfpeak.engine.engine import Engine, engine_of
+from halfpeak.engine.validation import uncompiled
 from halfpeak.insight.advice import suggestion_for
 from halfpeak.insight.replay import Float32, stand_ins, undisturbed
 from halfpeak.insight.report import Diagnosis, Frame, Reason, Where
@@ -29,6 +30,9 @@ Closure = Callable[[], Tensor]
 
 AROUND = 4
 """How many calls before and after the guilty one a report shows."""
+
+MOST_TRIED = 8
+"""Tensors with minus infinity of which it is tried whether they are to blame."""
 
 SMALLEST_EXPONENT = -14
 """Of the loss scales that are tried, as :class:`~halfpeak.ScaleConfig` has it: with less, gradients of one are subnormal."""
@@ -136,7 +140,7 @@ def _of_model(model: nn.Module, level: str) -> _Subject:
         try:
             if policy.param is not None:
                 convert_network(model, policy.param, policy.norms)
-            handles += [*hook_boundary(model, policy), *hook_norms(model, policy)]
+            handles += [*hook_boundary(model, policy), *hook_kept(model, policy)]
             with casts_on(OpCasts(policy.compute) if policy.per_op and policy.compute is not None else None):
                 yield
         finally:
@@ -153,9 +157,9 @@ def _itself(parameter: nn.Parameter) -> Tensor:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The module inside of ``torch.compile`` and ``DistributedDataParallel``."""
-    inner: Any = model
-    while type(inner).__name__ in ("OptimizedModule", "DistributedDataParallel"):
-        inner = inner._orig_mod if type(inner).__name__ == "OptimizedModule" else inner.module
+    inner: Any = uncompiled(model)
+    while type(inner).__name__ == "DistributedDataParallel":
+        inner = uncompiled(inner.module)
     return inner
 
 
@@ -171,16 +175,16 @@ class _Replay:
         self._closure = closure
         self._rewind = rewind
 
-    def trace(self, *, float32: bool = False, unmasked: frozenset[Key] = frozenset()) -> Trace:
+    def trace(self, *, float32: bool = False, unmasked: Key | None = None) -> Trace:
         """What a run was: as in training, or in float32.
 
         Args:
             float32: everything in it. The trace is then cut short where the closure raises, as it may with dtypes of its own.
-            unmasked: inputs of modules that get ones for what is not finite in them.
+            unmasked: an input or output of a module that gets ones for what is not finite in it.
         """
 
         def replace(key: Key, tensor: Tensor) -> Tensor:
-            return torch.where(tensor.isfinite(), tensor, 1.0) if key in unmasked else tensor
+            return torch.where(tensor.isfinite(), tensor, 1.0) if key == unmasked else tensor
 
         with self._running(float32=float32) as models:
             tracer = Tracer(models, replace=replace if unmasked else None)
@@ -284,28 +288,31 @@ def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
     if wide.is_finite:  # what float32 has as well, and yet is finite in the end, is a mask or its like
         harmless = {event.key for event in wide.events if not event.is_finite}
         bad = [event for event in bad if event.key not in harmless]
-    plain = [event for event in bad if event.summary is not None and not event.summary.is_mask_like]
-    forward = [event for event in plain if event.kind in ("input", "weight", "output", "loss")]
-    first = forward[0] if forward else None
-    if first is None or first.kind == "loss":
-        # Minus infinity may have gone all the way: what nobody has made finite again.
-        masks = [event for event in bad if event.summary is not None and event.summary.is_mask_like]
-        first = next((event for event in masks if not _is_absorbed(event, low)), first)
-    if first is None:
-        first = plain[0] if plain else bad[0] if bad else None
-    if first is None:
-        # A gradient that is not finite, and no derivative that made it: a hook of the user's on a weight.
+    plain = [event for event in bad if not event.is_mask_like]
+    plain.sort(key=lambda event: event.kind in ("grad_output", "grad_input"))
+    if not plain:
+        # A gradient that is not finite, and nothing that made it.
         return _Suspect("backward", "", "grad_output[0]", low.loss or low.events[-1])
-    if first.kind == "output":
-        first = _mask_behind(first, low, replay) or first
-    return _blame(first, low)
+    first = plain[0]
+    return _blame(_origin(first, bad, replay) or first)
 
 
-def _blame(event: Event, low: Trace) -> _Suspect:
+def _origin(first: Event, bad: Sequence[Event], replay: _Replay) -> Event | None:
+    """The minus infinity from which ``first`` comes, or None; whether it does is tried, as a softmax takes masks away."""
+    before = bad[: next(index for index, event in enumerate(bad) if event is first)]
+    tensors = {event.data: event for event in reversed(before) if event.is_mask_like}
+    for event in list(reversed(tensors.values()))[:MOST_TRIED]:
+        tried = replay.trace(float32=True, unmasked=event.key).find(first.key)
+        if tried is not None and tried.is_finite:
+            return event
+    return None
+
+
+def _blame(event: Event) -> _Suspect:
     key, kind = event.key, event.kind
     if kind == "loss":
         return _Suspect("loss", "", "loss", event)
-    if kind == "weight":
+    if kind in ("weight", "buffer"):
         return _Suspect("weight", key.module, key.tensor, event)
     if kind == "output":
         return _Suspect("forward", key.module, key.tensor, event)
@@ -316,26 +323,6 @@ def _blame(event: Event, low: Trace) -> _Suspect:
         child = key.module.removeprefix(f"{parent.module}.") if parent.module else key.module
         return _Suspect("forward", parent.module, f"{child}.{key.tensor}", event)
     return _Suspect("backward", key.module, key.tensor, event)
-
-
-def _is_absorbed(event: Event, low: Trace) -> bool:
-    """Whether a module that was given this tensor made something finite of it."""
-    calls = [e.call for e in low.events if e.kind == "input" and e.data == event.data]
-    outputs = [e for e in low.events if e.kind == "output" and any(e.call is call for call in calls)]
-    return bool(outputs) and all(e.is_finite for e in outputs)
-
-
-def _mask_behind(output: Event, low: Trace, replay: _Replay) -> Event | None:
-    """The minus infinity that an output comes from, or None where the module is to blame: that is tried."""
-    inputs = [e for e in low.events if e.call is output.call and e.kind == "input" and not e.is_finite]
-    if not inputs:
-        return None
-    tried = replay.trace(float32=True, unmasked=frozenset(e.key for e in inputs))
-    found = tried.find(output.key)
-    if found is None or not found.is_finite:
-        return None
-    makers = [e for e in low.events if e.kind in ("output", "input") and e.data == inputs[0].data]
-    return makers[0]
 
 
 def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
@@ -390,7 +377,7 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
     by_call: dict[int, list[Event]] = {}
     weights: dict[str, list[Event]] = {}
     for event in trace.events:
-        if event.kind == "weight":
+        if event.kind in ("weight", "buffer"):
             weights.setdefault(event.key.module, []).append(event)
         elif event.call is not None:
             by_call.setdefault(id(event.call), []).append(event)
@@ -408,4 +395,12 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-_ORDER: Final = {"input": 0, "weight": 1, "output": 2, "grad_output": 3, "grad_input": 4, "loss": 5}
+_ORDER: Final = {
+    "input": 0,
+    "weight": 1,
+    "buffer": 1,
+    "output": 2,
+    "grad_output": 3,
+    "grad_input": 4,
+    "loss": 5,
+}

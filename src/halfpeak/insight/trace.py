@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.tree import map_tree
 
-Kind = Literal["input", "weight", "output", "grad_output", "grad_input", "loss"]
+Kind = Literal["input", "weight", "buffer", "output", "grad_output", "grad_input", "loss"]
 """What an event is about."""
 
 
@@ -124,6 +124,15 @@ class Event:
         """Whether every element is."""
         return self.summary is None or self.summary.is_finite
 
+    @property
+    def is_mask_like(self) -> bool:
+        """Whether it may be a mask that is added to scores: no weight, and nothing but minus infinity in it."""
+        return (
+            self.kind in ("input", "output", "buffer")
+            and self.summary is not None
+            and self.summary.is_mask_like
+        )
+
 
 @dataclass(slots=True)
 class Trace:
@@ -157,7 +166,7 @@ class Trace:
 
 
 Replace = Callable[[Key, Tensor], Tensor]
-"""Gives what a module is to be given in place of an input."""
+"""Gives what stands in for an input or an output of a module."""
 
 
 class Tracer:
@@ -165,7 +174,7 @@ class Tracer:
 
     Args:
         models: what is looked at.
-        replace: asked for every input of every module; None leaves them.
+        replace: asked for every input and output of every module; None leaves them.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None = None) -> None:
@@ -253,20 +262,20 @@ class Tracer:
                 self._see_weight(owner, attribute, weight, call)
         if self._replace is None:
             return None
-        known = {id(tensor): Key(name, number, tensor_name) for tensor_name, tensor in inputs}
+        keys = {id(tensor): Key(name, number, tensor_name) for tensor_name, tensor in inputs}
+        return self._replaced(args, keys), self._replaced(kwargs, keys)
+
+    def _replaced(self, value: Any, keys: Mapping[int, Key]) -> Any:
         replace = self._replace
+        assert replace is not None
+        return map_tree(value, lambda leaf: replace(keys[id(leaf)], leaf) if id(leaf) in keys else leaf)
 
-        def replaced(leaf: Any) -> Any:
-            return replace(known[id(leaf)], leaf) if id(leaf) in known else leaf
-
-        return map_tree(args, replaced), map_tree(kwargs, replaced)
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # Calls that raised, and checkpoints that stop early, are still on the stack.
         while self._stack and self._stack[-1].module not in self._names[id(module)]:
             self._stack.pop()
         if not self._stack:
-            return
+            return None
         call = self._stack.pop()
         call.last = torch.autograd._get_sequence_nr()
         outputs = list(
@@ -277,17 +286,20 @@ class Tracer:
             self.trace.calls.append(call)
             if not self._stack:
                 self._hook_nodes([tensor for _, tensor in outputs])
-            return
+            return None
         for owner, attribute, weight in self._weights:
             # What no call of its own has used, such as the output projection inside of an attention.
             if id(weight) not in self._checked and owner.startswith(f"{call.module}." if call.module else ""):
                 self._see_weight(owner, attribute, weight, call)
-        for name, tensor in outputs:
-            self._see("output", Key(call.module, call.number, name), call, tensor)
+        keys = {id(tensor): Key(call.module, call.number, name) for name, tensor in outputs}
+        for _, tensor in outputs:
+            self._see("output", keys[id(tensor)], call, tensor)
+        return None if self._replace is None else self._replaced(output, keys)
 
     def _see_weight(self, owner: str, attribute: str, weight: Tensor, call: Call) -> None:
         self._checked.add(id(weight))
-        self._see("weight", Key(owner, 0, attribute), call, weight)
+        kind: Kind = "weight" if isinstance(weight, nn.Parameter) else "buffer"
+        self._see(kind, Key(owner, 0, attribute), call, weight)
 
     def _see(self, kind: Kind, key: Key, call: Call | None, tensor: Tensor, operation: str = "") -> Event:
         event = Event(kind, key, call, _data(tensor), operation)

@@ -1,0 +1,110 @@
+"""Modules that a user keeps in float32: what they store, compute and return, and which wishes are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from support.nets import LOW
+
+
+class Spy(nn.Module):
+    """A linear layer that notes the dtypes of its input and of its product."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.seen = [x.dtype, y.dtype]
+        if self.fails:
+            raise ArithmeticError
+        return y
+
+
+def prepared(level: str, **options: Any) -> tuple[nn.Sequential, halfpeak.Engine]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Spy(), Spy(), Spy())
+    return model, halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level, **options)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("entry", ["1", "[12]", "1*", lambda name, module: name == "1"])
+def test_what_is_kept_computes_in_float32(level: str, entry: Any) -> None:
+    model, engine = prepared(level, keep_fp32=[entry])
+    for _ in range(2):
+        with engine.forward():
+            loss = model(torch.ones(2, 4)).float().square().mean()
+        engine.backward(loss / 2**20)
+        assert engine.step().stepped()
+    kept = [1, 2] if entry == "[12]" else [1]
+    for number, spy in enumerate(model):
+        assert spy.seen[-1] is (torch.float32 if number in kept else LOW[level])
+        own_low = level in ("O2", "O3", "O5") and number not in kept
+        assert spy.linear.weight.dtype is (LOW[level] if own_low else torch.float32)
+    assert model[1].seen[0] is torch.float32
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_class_means_all_of_its_modules(level: str) -> None:
+    model, engine = prepared(level, keep_fp32=[Spy])
+    with engine.forward():
+        assert model(torch.ones(2, 4)).dtype is torch.float32
+    assert all(spy.seen == [torch.float32] * 2 for spy in model)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_diagnose_suggests_helps(level: str) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 1)
+        )
+        nn.init.ones_(model[0].weight)
+        nn.init.constant_(model[1][0].weight, 300.0)
+        return model
+
+    x = torch.full((2, 4), 300.0)
+    model = build()
+    found = halfpeak.diagnose(model, lambda: model(x).float().mean() / 2**10, level=level)
+    assert found.module == "1.0"
+    assert 'keep_fp32=["1.0"]' in found.suggestion
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # With the layer behind it, which takes what it gives in float32.
+    engine = halfpeak.prepare(model, optimizer, level, keep_fp32=["1"])
+    assert halfpeak.diagnose(engine, lambda: model(x).float().mean() / 2**10).where is None
+
+
+def test_an_exception_in_a_kept_module_leaves_casts_on() -> None:
+    model, engine = prepared("O1", keep_fp32=["1"])
+    model[1].fails = True
+    with engine.forward():
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(2, 4))
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_fp32": ["haed.*"]}, r"'haed.\*' is none of the modules; they are called '0'"),
+        ({"keep_fp32": "0"}, "must be a list"),
+        ({"keep_fp32": [3]}, "must be a list"),
+        ({"keep_fp32": ["0"], "level": "O4", "op_lists": "torch"}, "op_lists='apex'"),
+        ({"keep_fp32": ["2"]}, "keeps '2', which shares a weight with '0'; write keep_fp32="),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    with pytest.raises(halfpeak.ConfigError, match=message):
+        halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
