@@ -91,6 +91,24 @@ class Edits(cst.CSTTransformer):
         return updated.with_changes(body=body, footer=[*_comments(waiting), *updated.footer])
 
 
+def parse_line(text: str) -> cst.SimpleStatementLine:
+    """A line of code as a statement."""
+    parsed = cst.parse_statement(text)
+    assert isinstance(parsed, cst.SimpleStatementLine)
+    return parsed
+
+
+def in_place_of_line(
+    old: cst.SimpleStatementLine, lines: Sequence[cst.SimpleStatementLine], lost: Sequence[cst.EmptyLine] = ()
+) -> list[cst.SimpleStatementLine]:
+    """Lines in the place of one, whose comments stay with the first; ``lost`` are put above it too."""
+    if not lines:
+        return []
+    leading = [*old.leading_lines, *lost]
+    first = lines[0].with_changes(leading_lines=leading, trailing_whitespace=old.trailing_whitespace)
+    return [first, *lines[1:]]
+
+
 def _lines_of(removed: Any) -> list[cst.EmptyLine]:
     """The empty lines and comments of a statement that is removed."""
     ends = removed.trailing_whitespace if isinstance(removed, cst.SimpleStatementLine) else None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
 from halfpeak.migrate.tree import Import, Tree, walk
 
 
@@ -62,9 +62,7 @@ class ImportRewrite:
         lost = [
             one for one in _comments(updated.body[0]) if not any(one in _comments(line) for line in lines)
         ]
-        leading = [*updated.leading_lines, *(cst.EmptyLine(comment=cst.Comment(one)) for one in lost)]
-        ends = {"leading_lines": leading, "trailing_whitespace": updated.trailing_whitespace}
-        return [lines[0].with_changes(**ends), *lines[1:]] if lines else []
+        return in_place_of_line(updated, lines, [cst.EmptyLine(comment=cst.Comment(one)) for one in lost])
 
     def parts(self, updated: cst.BaseSmallStatement, known: Collection[str]) -> list[cst.BaseSmallStatement]:
         """The statements that take the place of this one."""
@@ -79,7 +77,7 @@ class ImportRewrite:
         if kept:
             last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
             parts.append(updated.with_changes(names=[*kept[:-1], last]))
-        return parts + [_statement(text) for text in _statements(entries)]
+        return parts + [parse_line(text).body[0] for text in _statements(entries)]
 
     @property
     def _aliases(self) -> Sequence[cst.ImportAlias]:
@@ -146,9 +144,3 @@ def _statements(entries: Sequence[ImportedName]) -> list[str]:
     return texts + [
         f"from {module} import {', '.join(dict.fromkeys(names))}" for module, names in grouped.items()
     ]
-
-
-def _statement(text: str) -> cst.BaseSmallStatement:
-    line = cst.parse_statement(text)
-    assert isinstance(line, cst.SimpleStatementLine)
-    return line.body[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from halfpeak.checkpoint.temporary import temporary
 from halfpeak.core.errors import ConfigError
 from halfpeak.migrate.findings import Finding, Target
 from halfpeak.migrate.rewrite import Rewritten, rewrite, unreadable, uses_amp_of_another_file
@@ -83,17 +83,13 @@ def replace(path: Path, content: bytes) -> None:
     """
     target = path.resolve()
     mode = target.stat().st_mode
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(mode & 0o7777)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with temporary(target) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.chmod(file.name, mode & 0o7777)
+        os.replace(file.name, target)
 
 
 def _under(folder: Path) -> Iterator[Path]:

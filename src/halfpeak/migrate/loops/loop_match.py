@@ -102,6 +102,11 @@ class LoopMatch:
         return _blocks(self.passes)
 
 
+def not_supported(use: Use, reason: str, write: str = _KEEP_AMP) -> NotSupported:
+    """Why a use of amp is not certain, quoted by its name."""
+    return NotSupported(use.node, use.name, reason, write)
+
+
 def uses_of_amp(tree: Tree) -> dict[str, list[Use]]:
     """The uses of amp's names, apex's or halfpeak's. Uses of the module itself are under the empty name."""
     found: dict[str, list[Use]] = {}
@@ -126,20 +131,20 @@ def match_loop(tree: Tree) -> LoopMatch | None:
     for name, several in uses.items():
         for use in several:
             if use.doubt:
-                raise NotSupported(use.node, use.name, use.doubt, "import it in one place")
+                raise not_supported(use, use.doubt, "import it in one place")
             if name not in _KNOWN:
                 reason = "the code does more with amp than train"
-                raise NotSupported(use.node, use.name, reason, _KEEP_AMP)
+                raise not_supported(use, reason)
     calls = uses.get("initialize", [])
     if len(calls) != 1:
         use = calls[-1] if calls else next(iter(uses.values()))[0]
         reason = "amp is initialised more than once" if calls else "amp.initialize is called in another file"
-        raise NotSupported(use.node, use.name, reason, _KEEP_AMP)
+        raise not_supported(use, reason)
     (use,) = calls
     initialize = _initialize(tree, use)
     passes = [_backward_pass(tree, one, initialize) for one in uses.get("scale_loss", ())]
     if not passes:
-        raise NotSupported(use.node, use.name, "amp.scale_loss is not called in this file", _KEEP_AMP)
+        raise not_supported(use, "amp.scale_loss is not called in this file")
     steps = list(_steps(tree, initialize, _blocks(passes)))
     match = LoopMatch(initialize=initialize, passes=passes, steps=steps, uses=uses)
     for block in match.blocks():
@@ -159,7 +164,7 @@ def _blocks(passes: Sequence[BackwardPass]) -> list[Block]:
 def _initialize(tree: Tree, use: Use) -> Initialize:
     call, statement = tree.call_of(use.node), tree.line_of(use.node)
     if call is None or statement is None:
-        raise NotSupported(use.node, use.name, "it is not called in a statement of its own", _KEEP_AMP)
+        raise not_supported(use, "it is not called in a statement of its own")
     small = statement.body[0]
     value = small.value if isinstance(small, cst.Assign | cst.Expr) else None
     unpack = "write model, optimizer = amp.initialize(...)"
@@ -219,9 +224,8 @@ def _check_unconditional(tree: Tree, statement: cst.SimpleStatementLine, use: Us
         if isinstance(above, cst.If | cst.For | cst.While | cst.ExceptHandler | cst.Else | cst.Finally):
             if isinstance(above, cst.If) and "__name__" in tree.code(above.test):
                 continue
-            raise NotSupported(
-                use.node,
-                use.name,
+            raise not_supported(
+                use,
                 "it is called under a condition, and the engine is needed in either case",
                 'keep halfpeak.amp, or write engine = halfpeak.prepare(model, optimizer, level if condition else "O0")',
             )
@@ -237,7 +241,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
         or item.asname is None
         or not isinstance(statement, cst.With)
     ):
-        raise NotSupported(use.node, use.name, "it is not the head of a with statement", _KEEP_AMP)
+        raise not_supported(use, "it is not the head of a with statement")
     positional = [arg.value for arg in call.args if not arg.keyword]
     given = dict(zip(("loss", "optimizers", "loss_id", "model"), positional, strict=False))
     given |= {name: arg.value for arg in call.args if (name := keyword_of(arg)) is not None}
@@ -249,7 +253,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
     scaled = tree.code(item.asname.name)
     args = _backward_args(statement, scaled)
     if args is None or len(statement.items) != 1:
-        raise NotSupported(use.node, use.name, f"the block does more than {scaled}.backward()", _KEEP_AMP)
+        raise not_supported(use, f"the block does more than {scaled}.backward()")
     number = initialize.numbers.get(tree.code(given["optimizers"]))
     if number is None:
         raise NotSupported(call, use.name, "its optimizer is not one of amp.initialize's by name", _KEEP_AMP)
@@ -260,7 +264,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
     )
     if mentions != 2 * passes:
         reason = f"{scaled} is used outside the block too"
-        raise NotSupported(use.node, use.name, reason, "use the loss itself")
+        raise not_supported(use, reason, "use the loss itself")
     block, index = _place(tree, statement)
     return BackwardPass(
         statement=statement,

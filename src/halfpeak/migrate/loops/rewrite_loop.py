@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
 from halfpeak.migrate.findings import NotSupported
 from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
 from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch
@@ -15,22 +15,10 @@ from halfpeak.migrate.loops.loss_expr import computes, forward_ranges
 from halfpeak.migrate.tree import Import, Tree
 
 
-def line(text: str) -> cst.SimpleStatementLine:
-    """Parse one line of code."""
-    parsed = cst.parse_statement(text)
-    assert isinstance(parsed, cst.SimpleStatementLine)
-    return parsed
-
-
 def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.SimpleStatementLine]]:
     """Put other statements in the place of a line; the first keeps its comments."""
-
-    def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
-        lines = [line(text) for text in texts]
-        ends = {"leading_lines": updated.leading_lines, "trailing_whitespace": updated.trailing_whitespace}
-        return [lines[0].with_changes(**ends), *lines[1:]] if lines else []
-
-    return change
+    lines = [parse_line(text) for text in texts]
+    return lambda updated: in_place_of_line(updated, lines)
 
 
 def in_place_of(old: cst.With | cst.SimpleStatementLine, *texts: str) -> Callable[[Any], list[Any]]:

@@ -8,9 +8,9 @@ import libcst as cst
 
 from halfpeak.migrate.calls import keyword_of
 from halfpeak.migrate.edits import Edits
-from halfpeak.migrate.findings import Finding, NotSupported
+from halfpeak.migrate.findings import Finding
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, Initialize, LoopMatch
+from halfpeak.migrate.loops.loop_match import BackwardPass, Initialize, LoopMatch, not_supported
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
     drop_imports,
@@ -73,12 +73,10 @@ def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
             write = (
                 f"write scaler.{name} yourself; halfpeak.checkpoint.scaler_states translates states of apex"
             )
-            raise NotSupported(
-                use.node, use.name, "checkpoints of apex have another form than GradScaler's", write
-            )
+            raise not_supported(use, "checkpoints of apex have another form than GradScaler's", write)
     for use in match.uses.get("disable_casts", ()):
         write = 'write with torch.autocast("cuda", enabled=False), and cast its inputs'
-        raise NotSupported(use.node, use.name, "torch casts no input back inside it", write)
+        raise not_supported(use, "torch casts no input back inside it", write)
     refs.pass_on(edits)
     drop_imports(tree, match, edits, [ImportedName("torch")], kept=())
     return edits, []
@@ -88,18 +86,15 @@ def _check(tree: Tree, initialize: Initialize) -> None:
     use, level = initialize.use, initialize.level
     write = "write --to halfpeak, which has every level"
     if level is None:
-        raise NotSupported(use.node, use.name, "the opt level is not known before the program runs", write)
+        raise not_supported(use, "the opt level is not known before the program runs", write)
     if level not in _CONTEXTS:
-        raise NotSupported(
-            use.node,
-            use.name,
-            f"torch.amp cannot express {level}: it never casts weights or keeps masters",
-            write,
+        raise not_supported(
+            use, f"torch.amp cannot express {level}: it never casts weights or keeps masters", write
         )
     for name, arg in initialize.keywords.items():
         value = tree.code(arg.value).replace("'", '"')
         if name not in _DEFAULTS or _DEFAULTS[name] not in (None, value):
-            raise NotSupported(use.node, use.name, f"torch.amp has nothing for {name}={value}", write)
+            raise not_supported(use, f"torch.amp has nothing for {name}={value}", write)
 
 
 def _backward(tree: Tree, match: LoopMatch, one: BackwardPass, scaler: str) -> list[str]:
@@ -138,8 +133,6 @@ def _replace_master_params(tree: Tree, match: LoopMatch, edits: Edits) -> None:
     for use in match.uses.get("master_params", ()):
         call = tree.call_of(use.node)
         if call is None or len(call.args) != 1:
-            raise NotSupported(
-                use.node, use.name, "it is not a plain call", "write the optimizer's parameters"
-            )
+            raise not_supported(use, "it is not a plain call", "write the optimizer's parameters")
         text = f'[p for group in {tree.code(call.args[0].value)}.param_groups for p in group["params"]]'
         edits.replace(call, lambda updated, text=text: cst.parse_expression(text))

@@ -8,15 +8,14 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from halfpeak.migrate.calls import argument, ending_as, keyword_of
-from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.edits import Edits, parse_line
 from halfpeak.migrate.findings import Finding, NotSupported
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, LoopMatch
+from halfpeak.migrate.loops.loop_match import BackwardPass, LoopMatch, not_supported
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
     drop_imports,
     in_place_of,
-    line,
     require_named_loss,
     same_line,
     wrap_forward,
@@ -107,9 +106,7 @@ def _prepare(tree: Tree, match: LoopMatch, refs: RefNames):
     unknown = initialize.keywords.keys() - _KEPT - _GONE
     if unknown:
         use = initialize.use
-        raise NotSupported(
-            use.node, use.name, f"prepare has no {', '.join(sorted(unknown))}", "keep halfpeak.amp"
-        )
+        raise not_supported(use, f"prepare has no {', '.join(sorted(unknown))}", "keep halfpeak.amp")
 
     def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
         call = updated.body[0].value  # pyright: ignore[reportAttributeAccessIssue]
@@ -118,11 +115,8 @@ def _prepare(tree: Tree, match: LoopMatch, refs: RefNames):
         target = cst.AssignTarget(cst.parse_expression(refs.own))  # pyright: ignore[reportArgumentType]
         lines = [updated.with_changes(body=[cst.Assign([target], made)])]
         if initialize.result is not None:
-            lines.append(
-                line(
-                    f"{initialize.result} = {tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
-                )
-            )
+            given = f"{tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
+            lines.append(parse_line(f"{initialize.result} = {given}"))
         return lines
 
     return change
@@ -172,13 +166,13 @@ def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -
     for use in match.uses.get("state_dict", ()):
         call = tree.call_of(use.node)
         if call is None or call.args:
-            raise NotSupported(use.node, use.name, "it is not a plain call", "keep halfpeak.amp")
+            raise not_supported(use, "it is not a plain call", "keep halfpeak.amp")
         text = f"scaler_states.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
         edits.replace(call, lambda updated, text=text: cst.parse_expression(text))
     for use in match.uses.get("load_state_dict", ()):
         call, where = tree.call_of(use.node), tree.line_of(use.node)
         if call is None or len(call.args) != 1 or where is None or tree.parent(call) is not where.body[0]:
-            raise NotSupported(use.node, use.name, "it is not a statement of its own", "keep halfpeak.amp")
+            raise not_supported(use, "it is not a statement of its own", "keep halfpeak.amp")
         state, engine = tree.code(call.args[0].value), refs.at(call)
         head = f"for scaler, state in zip({engine}.scalers, scaler_states.from_apex({state})):"
         text = f"{head}\n    scaler.load_state_dict(state)"
