@@ -8,7 +8,8 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -65,25 +66,30 @@ def read_zip(file: BinaryIO) -> Content:
     Raises:
         CheckpointError: it is broken, packed, or declares more than it holds.
     """
+    with _opened(file) as archive:
+        name = next((n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")), "data.pkl")
+        root = name.removesuffix("data.pkl")
+        byteorder = f"{root}byteorder"
+        if byteorder in archive.NameToInfo:
+            order = _record(archive, byteorder).decode("ascii", "replace")
+            if order and order != sys.byteorder:
+                raise CheckpointError("the file was written with another byte order")
+        pickled = _record(archive, name)
+        return _read(
+            io.BytesIO(pickled), len(pickled), lambda key: bytearray(_record(archive, f"{root}data/{key}"))
+        )
+
+
+@contextmanager
+def _opened(file: BinaryIO) -> Generator[zipfile.ZipFile]:
+    """An archive; what zipfile raises for a broken one becomes a CheckpointError."""
     try:
         with zipfile.ZipFile(file) as archive:
-            name = next(n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl"))
-            root = name.removesuffix("data.pkl")
-            byteorder = f"{root}byteorder"
-            if byteorder in archive.NameToInfo:
-                order = _record(archive, byteorder).decode("ascii", "replace")
-                if order and order != sys.byteorder:
-                    raise CheckpointError("the file was written with another byte order")
-            pickled = _record(archive, name)
-            return _read(
-                io.BytesIO(pickled),
-                len(pickled),
-                lambda key: bytearray(_record(archive, f"{root}data/{key}")),
-            )
+            yield archive
     except CheckpointError:
         raise
-    except (StopIteration, *ZIP_ERRORS) as error:
-        raise CheckpointError(f"the archive is broken: {error or 'it has no data.pkl'}") from None
+    except ZIP_ERRORS as error:
+        raise CheckpointError(f"the archive is broken: {error}") from None
 
 
 def read_legacy(file: BinaryIO) -> Content:
@@ -127,19 +133,14 @@ def check_pickles(file: BinaryIO) -> None:
     """
     file.seek(0)
     if file.read(len(ZIP_START)) == ZIP_START:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                # Every one: where a name occurs twice, readers differ in which record they take.
-                for entry in archive.infolist():
-                    if entry.filename.rpartition("/")[2] == "data.pkl":
-                        if entry.file_size > 64 * entry.compress_size + 2**20:
-                            raise CheckpointError(f"the record {entry.filename!r:.200} is a packed bomb")
-                        pickled = archive.read(entry)
-                        SafeUnpickler(io.BytesIO(pickled), len(pickled)).read_value()
-        except CheckpointError:
-            raise
-        except ZIP_ERRORS as error:
-            raise CheckpointError(f"the archive is broken: {error}") from None
+        with _opened(file) as archive:
+            # Every one: where a name occurs twice, readers differ in which record they take.
+            for entry in archive.infolist():
+                if entry.filename.rpartition("/")[2] == "data.pkl":
+                    if entry.file_size > 64 * entry.compress_size + 2**20:
+                        raise CheckpointError(f"the record {entry.filename!r:.200} is a packed bomb")
+                    pickled = archive.read(entry)
+                    SafeUnpickler(io.BytesIO(pickled), len(pickled)).read_value()
     else:
         file.seek(0)
         _scan_legacy(file)

@@ -109,6 +109,12 @@ def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu"
     Raises:
         CheckpointError: the file cannot be read, or needs classes or functions. There is no other way in: such a file
             is converted where it comes from.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "weights.pth"
+    >>> torch.save({"weight": torch.ones(1)}, path)
+    >>> load_plain(path)
+    {'weight': tensor([1.])}
     """
     target = as_path(path)
     with trailer.open_regular(target) as file:

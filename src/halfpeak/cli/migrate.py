@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.cli.arguments import Arguments
+from halfpeak.cli.text import count
 from halfpeak.insight.extras import needs
 
 if TYPE_CHECKING:
@@ -73,25 +75,20 @@ def _diff(one: Migrated) -> str:
     """A unified diff, which ``patch`` and ``git apply`` take."""
     old, new = (source.decode("utf-8", "backslashreplace") for source in (one.old, one.result.source))
     name = one.path.as_posix().lstrip("/")
-    lines = difflib.unified_diff(_lines(old), _lines(new), f"a/{name}", f"b/{name}")
+    # As StringIO splits it: at newlines only, where splitlines knows ten more ends of a line.
+    before, after = (list(io.StringIO(text, newline="\n")) for text in (old, new))
+    lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )
 
 
-def _lines(text: str) -> list[str]:
-    return [line + "\n" for line in text.split("\n")[:-1]] + [
-        last for last in (text.split("\n")[-1],) if last
-    ]
-
-
 def _summary(changed: int, left: int, unread: int, *, written: bool) -> str:
-    files = f"{changed} file{'' if changed == 1 else 's'}"
-    places = f"{left} place{'' if left == 1 else 's'} left to look at"
+    places = f"{count(left, 'place')} left to look at"
     if unread:
-        places += f", {unread} file{'' if unread == 1 else 's'} not read"
+        places += f", {count(unread, 'file')} not read"
     hint = "; --write applies it" if changed and not written else ""
-    return f"{files} {'rewritten' if written else 'would change'}, {places}{hint}\n"
+    return f"{count(changed, 'file')} {'rewritten' if written else 'would change'}, {places}{hint}\n"
 
 
 def _parser() -> Arguments:

@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class FusedOptimizer(Optimizer, ABC):
         road: the former name of ``backend``.
         state_format: how weights and state are stored.
     """
+
+    copied: ClassVar[tuple[str, ...]] = ("_requested", "_state_format")
+    """Attributes that a copy or a pickle has too, beside the state. Those of all base classes count."""
 
     _step_supports_amp_scaling = True
     profile_hook_step = staticmethod(with_step_hooks)
@@ -216,7 +219,8 @@ class FusedOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         given, idle = super().__getstate__(), self._idle_rows()
         given["state"] = defaultdict(dict, {k: row for k, row in self.state.items() if id(row) not in idle})
-        return {**given, "_requested": self._requested, "_state_format": self._state_format}
+        names = (name for cls in type(self).__mro__ for name in vars(cls).get("copied", ()))
+        return {**given, **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_loading = hasattr(self, "remainders")

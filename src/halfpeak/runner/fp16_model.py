@@ -160,7 +160,7 @@ def build_fp16_engine(
         dtype: the low dtype.
         scale: how the loss scale moves.
         clip: what limits the gradients.
-        verdict: the reduction of found_inf over the ranks.
+        reducer: the reduction of found_inf over the ranks.
 
     Raises:
         ParameterError: a model or optimizer that cannot be prepared.

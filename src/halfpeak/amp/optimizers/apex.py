@@ -41,7 +41,7 @@ class FusedAdagrad(ApexStateLayout):
         ConfigError: a value is out of its range.
     """
 
-    copied = (*ApexStateLayout.copied, "adagrad_w_mode")
+    copied = ("adagrad_w_mode",)
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class FusedAdam(InternalMasters):
         ConfigError: ``amsgrad``; ``master_weights`` without ``capturable``; a value is out of its range.
     """
 
-    copied = (*InternalMasters.copied, "adam_w_mode", "capturable", "master_weights")
+    copied = ("adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,
@@ -186,7 +186,6 @@ class FusedSGD(ApexStateLayout):
     """
 
     copied = (
-        *ApexStateLayout.copied,
         "wd_after_momentum",
         "materialize_master_grads",
         "most_recent_scale",
@@ -241,8 +240,6 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
         ConfigError: ``amsgrad``; a value is out of its range.
     """
 
-    copied = (*ApexStateLayout.copied, "adam_w_mode", "use_nvlamb")
-
     def __init__(
         self,
         params: Any,
@@ -294,7 +291,7 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         ConfigError: ``amsgrad``; a value is out of its range.
     """
 
-    copied = (*InternalMasters.copied, "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
+    copied = ("reduced_precision_dtype",)
 
     def __init__(
         self,
@@ -372,8 +369,6 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
     Raises:
         ConfigError: ``amsgrad``; a value is out of its range.
     """
-
-    copied = (*ApexStateLayout.copied, "reg_inside_moment")
 
     def __init__(
         self,

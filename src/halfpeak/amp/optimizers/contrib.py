@@ -153,6 +153,8 @@ class FusedAdam(ContribStep):
         ConfigError: ``amsgrad``; a value is out of its range.
     """
 
+    copied = ("eps_mode",)
+
     def __init__(
         self,
         params: Any,
@@ -182,9 +184,6 @@ class FusedAdam(ContribStep):
     def rule(self, group: Mapping[str, Any]) -> ContribAdamRule:
         """The rule by which a group is stepped."""
         return ContribAdamRule(inside=self.eps_mode == 0, correct=bool(group["bias_correction"]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "eps_mode": self.eps_mode}
 
 
 class FusedSGD(ContribStep, ApexSGD):

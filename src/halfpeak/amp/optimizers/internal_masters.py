@@ -24,8 +24,7 @@ class ApexStateLayout(FusedOptimizer):
         set_grad_none: whether :meth:`zero_grad` drops gradients instead of zeroing them.
     """
 
-    copied: tuple[str, ...] = ("set_grad_none",)
-    """Attributes that a copy or a pickle of the optimizer has too."""
+    copied = ("set_grad_none",)
 
     set_grad_none = True
 
@@ -53,9 +52,6 @@ class ApexStateLayout(FusedOptimizer):
             if steps:
                 group.setdefault("step", max(int(step) for step in steps))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
-
 
 class InternalMasters(ApexStateLayout):
     """Steps float32 copies of low parameters, and rounds the parameters from them.
@@ -65,7 +61,7 @@ class InternalMasters(ApexStateLayout):
     to the parameter. An inner optimizer steps the masters; it shares the groups and the states of this one.
     """
 
-    copied = (*ApexStateLayout.copied, "_masters")
+    copied = ("_masters",)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._masters: dict[Tensor, Tensor] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,28 +44,32 @@ class UpdateArgs(NamedTuple):
     numbers: Tensor
 
 
-class Backend(Protocol):
-    """A backend whose step is decided by the host."""
+class _Kernels(ABC):
+    """What every backend has."""
 
     name: str
 
+    @abstractmethod
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
         """Read all gradients once."""
-        ...
 
-    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
-        """Update all weights once."""
-        ...
-
+    @abstractmethod
     def invalidate_grads(self) -> None:
         """Forget what was computed from gradients: they change from here on."""
-        ...
 
+    @abstractmethod
     def invalidate_layout(self) -> None:
         """Forget what was made for the buffers: they change from here on."""
-        ...
+
+
+class Backend(_Kernels):
+    """A backend whose step is decided by the host."""
+
+    @abstractmethod
+    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
+        """Update all weights once."""
 
 
 class DeviceStep(NamedTuple):
@@ -88,16 +92,8 @@ class DeviceStep(NamedTuple):
     max_norm: float | None = None
 
 
-class DeviceBackend(ABC):
+class DeviceBackend(_Kernels):
     """A backend whose step is decided on the device: step counts and skips are data there, and the host does not wait."""
-
-    name: str
-
-    @abstractmethod
-    def measure(
-        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
-    ) -> GradStats:
-        """Read all gradients once."""
 
     @abstractmethod
     def run(self, step: DeviceStep) -> None:
@@ -106,14 +102,6 @@ class DeviceBackend(ABC):
     def decide(self, step: DeviceStep, inputs: DecisionInputs) -> StepDecision | None:
         """Read all gradients once and decide about the step; None if there is no kernel for that."""
         return None
-
-    @abstractmethod
-    def invalidate_grads(self) -> None:
-        """Forget what was computed from gradients: they change from here on."""
-
-    @abstractmethod
-    def invalidate_layout(self) -> None:
-        """Forget what was made for the buffers: they change from here on."""
 
 
 class UpdateList:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.base import GradStats, UpdateArgs
+from halfpeak.fused.backends.base import Backend, GradStats, UpdateArgs
 from halfpeak.fused.backends.kernels import store
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import GradPacker
@@ -16,7 +16,7 @@ CHUNK = 2**17
 """Elements at a time: their intermediate results stay in the cache and in memory that the allocator keeps."""
 
 
-class EagerBackend:
+class EagerBackend(Backend):
     """Runs everywhere, with torch's own fused kernel for a chunk where there is one."""
 
     name = "eager"

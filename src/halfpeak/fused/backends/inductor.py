@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.torch_compat import read_host
-from halfpeak.fused.backends.base import GradStats, UpdateArgs
+from halfpeak.fused.backends.base import Backend, GradStats, UpdateArgs
 from halfpeak.fused.backends.kernels import flat_update_of, measure, squares
 from halfpeak.fused.flat.buffers import FlatBuffer, flat
 from halfpeak.fused.flat.layout import BufferSlice
@@ -200,7 +200,7 @@ MIN_COMPILED_LENGTH = 16
 """Smaller buffers are measured by torch's operations: the compiler might specialise on the length of their quarters."""
 
 
-class InductorBackend:
+class InductorBackend(Backend):
     """Kernels made by torch.compile's C++ backend, once per process, rule and combination of dtypes.
 
     Lengths are dynamic and every number comes in a tensor, so neither more parameters nor another learning rate, scale,

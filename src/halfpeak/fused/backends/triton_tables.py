@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.flat.pack_gradients import in_order
 from halfpeak.fused.rules.base import KernelConfig, Rule
 from halfpeak.fused.state_dtypes.loading import REMAINDER
 
@@ -170,7 +171,7 @@ class AddressTables:
         rows = [row for known in by_key.values() for row in known]
         self._order = [row.param for row in rows]
         self._dtypes = [key.grad for key, known in by_key.items() for _ in known]
-        self._shapes = [(row.stride, row.shape) for row in rows]
+        self._shapes = [row.shape for row in rows]
         self._strides = [row.stride for row in rows]
         self._launches = self._make_launches(by_key)
         own = DeviceTable(device, torch.int64, kernels.COLUMNS)
@@ -197,7 +198,7 @@ class AddressTables:
             return self._chunks
         own = cast(list[Tensor], [grads[i] for i in self._order])
         if list(map(Tensor.stride, own)) != self._strides or any(map(Tensor.is_neg, own)):
-            own = list(starmap(_in_order, zip(own, self._shapes, strict=True)))
+            own = list(starmap(in_order, zip(own, self._shapes, self._strides, strict=True)))
         self._last, self._held = grads, own
         addresses = list(map(Tensor.data_ptr, own))
         if addresses != self._addresses or is_capturing(self._device):
@@ -313,15 +314,6 @@ def _rows_of(slice_: BufferSlice, number: int) -> list[TensorRow]:
         shape, stride = buffer.shapes[i]
         found.append(TensorRow(index, stride, shape, row, is_aligned))
     return found
-
-
-def _in_order(grad: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-    """A gradient in the order of its parameter's memory."""
-    stride, shape = layout
-    # Kernels read memory, where a lazily negated tensor has the other sign.
-    if grad.stride() == stride and not grad.is_neg():
-        return grad
-    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 _DTYPE: Final = attrgetter("dtype")

@@ -44,7 +44,7 @@ class GradPacker:
         if last is not None and last[0] is buffer and last[1] is grads:
             return last[2]
         if buffer.is_alone:
-            return _in_order(cast(Tensor, grads[buffer.members[0]]), buffer)
+            return in_order(cast(Tensor, grads[buffer.members[0]]), *buffer.shapes[0])
         start, stop = buffer.members[0], buffer.members[-1] + 1
         is_run = stop - start == len(buffer.members)
         found = list(grads[start:stop]) if is_run else [grads[member] for member in buffer.members]
@@ -65,7 +65,7 @@ class GradPacker:
         if not buffer.is_alone:
             return None
         grad = cast(Tensor, grads[buffer.members[0]])
-        return grad if _is_in_order(grad, buffer) else None
+        return grad if _is_in_order(grad, *buffer.shapes[0]) else None
 
     def invalidate_grads(self) -> None:
         """Forget what was packed: the gradients change from here on."""
@@ -105,14 +105,13 @@ class _Destination(NamedTuple):
 _DTYPE: Final = attrgetter("dtype")
 
 
-def _is_in_order(grad: Tensor, buffer: FlatBuffer) -> bool:
-    # Kernels read memory, where a lazily negated tensor has the other sign.
-    return (grad.shape, grad.stride()) == buffer.shapes[0] and not grad.is_neg()
-
-
-def _in_order(grad: Tensor, buffer: FlatBuffer) -> Tensor:
+def in_order(grad: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A gradient in the order of its parameter's memory."""
-    if _is_in_order(grad, buffer):
+    if _is_in_order(grad, shape, stride):
         return grad
-    shape, stride = buffer.shapes[0]
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _is_in_order(grad: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    # Kernels read memory, where a lazily negated tensor has the other sign.
+    return grad.shape == shape and grad.stride() == stride and not grad.is_neg()

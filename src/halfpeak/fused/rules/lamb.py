@@ -145,6 +145,8 @@ class FusedLAMB(FusedOptimizer):
         tensor([1.8000, 2.2000, 1.8000, 2.2000])
     """
 
+    copied = ("adam_w_mode", "use_nvlamb")
+
     def __init__(
         self,
         params: Any,
@@ -203,6 +205,3 @@ class FusedLAMB(FusedOptimizer):
                 clip = clip_coef_without_eps(norm, max_norm)
                 inputs = inputs._replace(multiplier=inputs.multiplier * clip)
         super()._update(inputs, found_inf)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode, "use_nvlamb": self.use_nvlamb}

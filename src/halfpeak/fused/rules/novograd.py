@@ -150,6 +150,8 @@ class FusedNovoGrad(FusedOptimizer):
         tensor([-0.6000,  0.8000])
     """
 
+    copied = ("reg_inside_moment",)
+
     def __init__(
         self,
         params: Any,
@@ -190,6 +192,3 @@ class FusedNovoGrad(FusedOptimizer):
             largest=group["norm_type"] == math.inf,
             from_zero=bool(group["init_zero"]),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "reg_inside_moment": self.reg_inside_moment}

@@ -96,8 +96,7 @@ def rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]
 
 def keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
-    numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
-    for index, target in zip(numbers, params_of(optimizer), strict=True):
-        for name, value in loaded["state"].get(index, {}).items():
+    for (_, row), target in zip(rows_of(loaded), params_of(optimizer), strict=True):
+        for name, value in row.items():
             if isinstance(value, Tensor):
                 optimizer.state[target][name] = value.detach().to(target.device, copy=True)

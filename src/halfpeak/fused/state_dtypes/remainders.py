@@ -17,7 +17,7 @@ from halfpeak.ops.versions import TensorVersions
 
 
 class Remainders:
-    """The :class:`~halfpeak.state.remainder_store.Keeper` of a fused optimizer.
+    """The :class:`~halfpeak.state.remainder_store.RemainderStore` of a fused optimizer.
 
     A remainder belongs to the weight that it was rounded from. If a parameter was written or given other memory since, the
     value is what was written, and the remainder counts for nothing. A write in place through ``parameter.data`` cannot be

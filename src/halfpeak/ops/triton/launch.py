@@ -35,7 +35,9 @@ HYPER = 9
 NUMBERS: int = _numbers.NUMBERS.value
 """Of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
 
-_WARPS = 4
+_OPTIONS: Final = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
+"""A multiply-add with one rounding would give other numbers than the rules give."""
+
 _PARTS = 1024
 """Chunks whose sums a program adds up at a time."""
 
@@ -124,8 +126,7 @@ def measure(
         CHUNK=CHUNK,
         ALIGN=16 // chunks.grad.itemsize if chunks.is_aligned else 1,
         EACH=take,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
+        **_OPTIONS,
     )
 
 
@@ -188,9 +189,7 @@ def control(
         RULE=rule,
         HYPER=HYPER,
         BLOCK=max(128, triton.next_power_of_2(many)),
-        num_warps=4,
-        # A multiply-add with one rounding would give other numbers than the rules give.
-        enable_fp_fusion=False,
+        **_OPTIONS,
     )
 
 
@@ -224,8 +223,7 @@ class UpdateKey(NamedTuple):
             "CHUNK": CHUNK,
             # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
             "ALIGN": 4 if chunks.is_aligned else 1,
-            "num_warps": _WARPS,
-            "enable_fp_fusion": False,
+            **_OPTIONS,
         }
 
 
@@ -269,8 +267,7 @@ def norm(
         LARGEST=largest,
         COLUMNS=COLUMNS,
         BLOCK=_PARTS,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
+        **_OPTIONS,
     )
 
 
@@ -300,8 +297,7 @@ def lamb_trust_update(
         rates,
         COLUMNS=COLUMNS,
         BLOCK=_PARTS,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
+        **_OPTIONS,
     )
     lamb_update_kernel[(chunks.programs(_MOVING),)](
         chunks.members,
