@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ from halfpeak.fused.validation import check_gradients, check_group, check_parame
 from halfpeak.ops.foreach import gradients_of
 
 
+class FusedOptions(TypedDict, total=False):
+    """Keywords that every fused optimizer takes.
+
+    Attributes:
+        maximize: go up instead of down.
+        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
+        road: the former name of ``backend``.
+    """
+
+    maximize: bool
+    backend: BackendName
+    road: BackendName | None
+
+
 class FusedOptimizer(Optimizer, ABC):
     """Base class of the fused optimizers. A subclass says by which rule a group is updated.
 
@@ -42,9 +56,8 @@ class FusedOptimizer(Optimizer, ABC):
     Args:
         params: parameters or groups, as for every torch optimizer. Dense, real, floating point.
         defaults: hyper-parameters.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
         state_format: how weights and state are stored.
+        maximize, backend, road: see :class:`FusedOptions`.
     """
 
     copied: ClassVar[tuple[str, ...]] = ("_requested", "_state_format")
@@ -58,11 +71,14 @@ class FusedOptimizer(Optimizer, ABC):
         params: Any,
         defaults: dict[str, Any],
         *,
+        state_format: StateFormat | None = None,
+        maximize: bool | None = None,
         backend: BackendName = "auto",
         road: BackendName | None = None,
-        state_format: StateFormat | None = None,
     ) -> None:
         self._requested: BackendName = check_backend(backend, road)
+        if maximize is not None:
+            defaults = {**defaults, "maximize": maximize}
         super().__init__(params, defaults)
         self._state_format = state_format or StateFormat()
         self.remainders = self._make_remainders()

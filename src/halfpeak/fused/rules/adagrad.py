@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.flat.layout import params_of
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
@@ -117,9 +116,7 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: what is added to a gradient, times the weight.
         initial_accumulator_value: where the sum of squares starts.
         eps: what is added to its root.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
+        options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -142,10 +139,7 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
-        *,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -153,9 +147,9 @@ class FusedAdagrad(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
+            "maximize": False,
         }
-        super().__init__(params, defaults, backend=backend, road=road)
+        super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> AdagradRule:
         """The rule by which a group is stepped."""

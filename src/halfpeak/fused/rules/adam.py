@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat, StateFormat
 
@@ -120,12 +119,16 @@ class AdamRule(Rule):
         return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.decoupled))
 
 
-class AdamOptions(TypedDict, total=False):
-    """The keywords of :class:`FusedAdam` that no positional argument stands for."""
+class AdamOptions(FusedOptions, total=False):
+    """Keywords of :class:`FusedAdam` and :class:`FusedAdamW`.
 
-    maximize: bool
-    backend: BackendName
-    road: BackendName | None
+    Attributes:
+        master: where the bits of bfloat16 weights are that the model does not see; see
+            :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
+            master, bit for bit, in 2 bytes per parameter less.
+        moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
+    """
+
     master: MasterFormat
     moments: torch.dtype | Literal["int8"]
 
@@ -143,13 +146,7 @@ class FusedAdam(FusedOptimizer):
         eps: what is added to the root of the second moment.
         weight_decay: what is added to a gradient, times the weight.
         amsgrad: divide by the largest second moment so far.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
-        master: where the bits of bfloat16 weights are that the model does not see; see
-            :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
-            master, bit for bit, in 2 bytes per parameter less.
-        moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
+        master, moments, options: see :class:`AdamOptions`.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -174,11 +171,9 @@ class FusedAdam(FusedOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
         master: MasterFormat = "float32",
         moments: torch.dtype | Literal["int8"] = torch.float32,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -186,12 +181,10 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
-            "maximize": maximize,
+            "maximize": False,
             "decoupled_weight_decay": self._decoupled,
         }
-        super().__init__(
-            params, defaults, backend=backend, road=road, state_format=StateFormat(master, moments)
-        )
+        super().__init__(params, defaults, state_format=StateFormat(master, moments), **options)
 
     _decoupled = False
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from halfpeak.fused.backends.base import DeviceBackend, DeviceStep
-from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.backends.kernels import clip_coef_without_eps
-from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
@@ -128,9 +127,7 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: a gradient enters the first moment by ``1 - beta1``; False lets it enter whole.
         max_grad_norm: the largest norm of all gradients; 0 does not clip. It is one for all groups.
         use_nvlamb: rescale the step of groups without weight decay too.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
+        options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -160,9 +157,7 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: bool = True,
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -172,11 +167,11 @@ class FusedLAMB(FusedOptimizer):
             "weight_decay": weight_decay,
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
-            "maximize": maximize,
+            "maximize": False,
         }
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        super().__init__(params, defaults, backend=backend, road=road)
+        super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
         """The rule by which a group is stepped."""

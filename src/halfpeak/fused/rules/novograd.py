@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 
@@ -132,9 +131,7 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: a gradient enters the first moment by ``1 - beta1``; False lets it enter whole.
         norm_type: 2, or ``float("inf")`` for the largest absolute value.
         init_zero: blend the first norm with zero.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
+        options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -165,9 +162,7 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: bool = True,
         norm_type: float = 2,
         init_zero: bool = False,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -178,10 +173,10 @@ class FusedNovoGrad(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "norm_type": norm_type,
             "init_zero": init_zero,
-            "maximize": maximize,
+            "maximize": False,
         }
         self.reg_inside_moment = reg_inside_moment
-        super().__init__(params, defaults, backend=backend, road=road)
+        super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
         """The rule by which a group is stepped."""

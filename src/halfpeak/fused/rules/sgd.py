@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 
@@ -123,9 +122,7 @@ class FusedSGD(FusedOptimizer):
         dampening: what is left out of a gradient that enters the buffer; the first enters whole.
         weight_decay: what is added to a gradient, times the weight.
         nesterov: Nesterov's momentum.
-        maximize: go up instead of down.
-        backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
+        options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -150,10 +147,7 @@ class FusedSGD(FusedOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        backend: BackendName = "auto",
-        road: BackendName | None = None,
+        **options: Unpack[FusedOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -161,9 +155,9 @@ class FusedSGD(FusedOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "maximize": maximize,
+            "maximize": False,
         }
-        super().__init__(params, defaults, backend=backend, road=road)
+        super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
         """The rule by which a group is stepped."""
