@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from halfpeak.core.levels import LEVELS
 from laws.source import ROOT
+from support.forks import errors_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PAGES = [page for page in PAGES if "_build" not in page.parts]
@@ -52,26 +50,6 @@ def named(page: Path) -> str:
 RUNNABLE = [page for page in PAGES if python_of(page.read_text(), run=True).strip()]
 
 
-FORKS = """
-import os, runpy, sys, traceback
-import torch, torch._dynamo, halfpeak
-
-for script in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        os.chdir(os.path.dirname(script))
-        sys.argv = [script]
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(script, "failed", file=sys.stderr)
-"""
-"""Runs scripts, each in a process of its own that has torch already."""
 CHUNKS = 3
 
 
@@ -82,16 +60,8 @@ def test_code_blocks_run(chunk: int, tmp_path: Path) -> None:
     for script, page in zip(scripts, RUNNABLE, strict=True):
         script.parent.mkdir()
         script.write_text(python_of(page.read_text(), run=True))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKS, *map(str, scripts[chunk::CHUNKS])],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    errors = f"the tracebacks have the pages' line numbers\n{done.stderr}"
-    assert done.returncode == 0, errors
-    assert " failed" not in done.stderr, errors
+    errors = errors_of(scripts[chunk::CHUNKS], "-W", "error")
+    assert not errors, f"the tracebacks have the pages' line numbers\n{errors}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
