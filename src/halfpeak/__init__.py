@@ -8,6 +8,8 @@
 torch.bfloat16
 """
 
+import importlib as _importlib
+
 from halfpeak import amp
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import (
@@ -38,6 +40,16 @@ from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.state.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
+
+_ON_DEMAND = ("distributed", "fused", "insight", "integrations", "migrate", "optim", "runner", "shim")
+
+
+def __getattr__(name: str) -> object:
+    """A package that ``import halfpeak`` leaves alone, imported when it is first asked for."""
+    if name in _ON_DEMAND:
+        return _importlib.import_module(f"halfpeak.{name}")
+    raise AttributeError(f"module 'halfpeak' has no attribute {name!r}")
+
 
 __all__ = [
     "LEVELS",

@@ -285,3 +285,20 @@ def test_weights_written_before_a_step_are_what_it_moves(level: str, has_closure
         model[0].weight.fill_(0.25)
     engine.step(backward if has_closure else None)
     assert torch.allclose(model.state_dict()["0.weight"], torch.tensor(0.25), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [(3.0, TypeError, "a tensor"), (torch.ones(2, requires_grad=True), ValueError, r"loss\.mean")],
+)
+def test_what_is_no_loss_is_refused(loss: Any, error: type[Exception], match: str) -> None:
+    engine = prepared("O2")
+    with pytest.raises(error, match=match):
+        engine.backward(loss)
+    assert not engine.is_open
+
+
+def test_an_engine_shows_where_it_stands() -> None:
+    engine = prepared("O2")
+    assert repr(engine) == "Engine(O2, cpu, scale=1024, num_steps=0, num_skipped=0)"
+    assert repr(engine.scalers[0]) == "LossScaler(scale=1024, dynamic)"

@@ -220,14 +220,32 @@ def resolve(
     return replace(properties, **changes)
 
 
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("fp32", "float32", "32", "32-true", "no"), "O0"),
+    **dict.fromkeys(("fp16-mixed", "16-mixed"), "O1"),
+    **dict.fromkeys(("fp16", "float16", "half", "16-true"), "O2"),
+    **dict.fromkeys(("bf16-mixed",), "O4"),
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-true"), "O5"),
+}
+"""Names that Lightning, accelerate and torch give to a precision, and the level nearest to each."""
+
+
 def get_level(opt_level: object) -> Level:
     """The level of that name.
 
     Raises:
-        ConfigError: there is none. The message tells the letter O from the digit zero.
+        ConfigError: there is none. The message tells the letter O from the digit zero, and translates names of other libraries.
+
+    >>> get_level("bf16-mixed")
+    Traceback (most recent call last):
+    ...
+    halfpeak.core.errors.ConfigError: unknown opt_level 'bf16-mixed'; write 'O4', which is nearest to it
     """
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
+        near = _ELSEWHERE.get(opt_level.lower()) if isinstance(opt_level, str) else None
+        if near is not None:
+            raise ConfigError(f"unknown opt_level {opt_level!r}; write {near!r}, which is nearest to it")
         raise ConfigError(
             f"unknown opt_level {opt_level!r}; write one of {', '.join(repr(name) for name in LEVELS)}. "
             "The first character is the letter O, not the digit zero"

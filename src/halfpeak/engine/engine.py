@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on
-from halfpeak.core.errors import LossIdError, OrderError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
@@ -177,6 +177,10 @@ class Engine:
             optimizers: those whose parameters get gradients here; None means all. The others keep the gradients they
                 have, whatever the loss depends on.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
+
+        Raises:
+            ConfigTypeError: the loss is not a tensor.
+            ConfigError: it is not a scalar, and there is no ``gradient=``.
         """
         if is_dynamo_compiling() and self.compiled_step is not None:
             self.compiled_step.backward(loss, loss_id, optimizers, kwargs)
@@ -186,6 +190,14 @@ class Engine:
     @untraced
     def _backward(self, loss: Tensor, loss_id: int, optimizers: Optimizers, kwargs: Any) -> None:
         self._refuse_in_replay("backward()")
+        if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigTypeError(
+                f"engine.backward takes the loss, a tensor, not {loss!r}; write engine.backward(loss)"
+            )
+        if loss.numel() != 1 and kwargs.get("gradient") is None:
+            raise ConfigError(
+                f"a loss of shape {tuple(loss.shape)} is not a scalar; write engine.backward(loss.mean()), or .sum()"
+            )
         divisor = self.context.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
             loss = loss / divisor
@@ -450,6 +462,14 @@ class Engine:
         for one in self.context.prepared:
             one.detach()
         self.context.handles.clear()
+
+    def __repr__(self) -> str:
+        """Level, device, scales and counters. Waits for the device."""
+        scales = ", ".join(f"{scaler.read_scale():g}" for scaler in self.scalers)
+        return (
+            f"Engine({self.config.properties.opt_level}, {self.device}, scale={scales}, "
+            f"num_steps={int(self.num_steps)}, num_skipped={int(self.num_skipped)})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine of its own over copies of models and optimizers, in the same state down to the open window.

@@ -22,7 +22,7 @@ class Clip(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ClipNorm:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -49,7 +49,7 @@ class ClipNorm:
         return foreach.clip_norm_(grads, self.max_norm, self.norm_type)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ClipValue:
     """Clamp every gradient element to ``[-value, value]``.
 

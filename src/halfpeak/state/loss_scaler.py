@@ -51,6 +51,10 @@ class LossScaler:
         number = require_scale("loss_scale", value)
         self.state = self.state._replace(scale=torch.full_like(self.state.scale, number))
 
+    def __repr__(self) -> str:
+        """Its scale, and whether it moves. Waits for the device."""
+        return f"{type(self).__name__}(scale={self.read_scale():g}, {'dynamic' if self.config.dynamic else 'static'})"
+
     def read_scale(self) -> float:
         """The scale as a number. Waits for the device."""
         return float(self.state.scale)
