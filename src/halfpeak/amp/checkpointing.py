@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -36,9 +37,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         StateError: an unknown key, or an entry with a missing or impossible value. Nothing was loaded.
     """
-    unexpected = [key for key in state_dict if not re.search("loss_scaler", str(key))]
+    require_mapping(state_dict, "the amp state")
+    unexpected = [key for key in state_dict if not (isinstance(key, str) and "loss_scaler" in key)]
     if unexpected:
-        listed = ", ".join(f'"{key}"' for key in unexpected)
+        listed = ", ".join(f'"{key}"' if isinstance(key, str) else short_repr(key) for key in unexpected[:5])
         raise StateError(f"unexpected key(s) in the amp state: {listed}; pass what amp.state_dict() gave")
     entries = list(state_dict.values())
     all_scalers, latest = _amp_state.all_scalers(), _amp_state.loss_scalers

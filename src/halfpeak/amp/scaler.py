@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.state import loss_scaler
 
 
@@ -106,18 +108,18 @@ class LossScaler:
         """``{"loss_scale": float, "unskipped": int}``."""
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
-    def parse(self, state: dict[str, float | int]) -> dict[str, float | int]:
+    def parse(self, state: object) -> dict[str, float | int]:
         """The entry in the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
 
         Raises:
             StateError: a key is missing, or a value is out of range.
         """
-        try:
-            translated = {"scale": state["loss_scale"], "clean": state["unskipped"]}
-        except (KeyError, TypeError):
+        if not isinstance(state, Mapping) or not {"loss_scale", "unskipped"} <= set(state):
             raise StateError(
-                f"a loss scaler's entry must hold 'loss_scale' and 'unskipped', not {state!r}; pass amp.state_dict()"
-            ) from None
+                f"a loss scaler's entry must hold 'loss_scale' and 'unskipped', not {short_repr(state)}; pass "
+                "amp.state_dict()"
+            )
+        translated = {"scale": state["loss_scale"], "clean": state["unskipped"]}
         full = {**translated, "grace": self.part.config.hysteresis, "stuck": 0}
         self.part.parse(full)
         return full

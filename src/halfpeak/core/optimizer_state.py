@@ -58,6 +58,9 @@ _ALWAYS_SAVED: Final = frozenset(
 )
 """Hyper-parameters without which no optimizer that has them can step; others came with later versions of torch."""
 
+_SWITCHES: Final = frozenset({"foreach", "fused"})
+"""True, False, or None for what suits the device."""
+
 _DEEPEST: Final = 16
 _QUOTE: Final = "'"
 
@@ -104,7 +107,9 @@ def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
             _check_row(
                 optimizer, index, *places[index], require_mapping(row, f"the state of parameter {index}")
             )
-        elif not isinstance(index, str):
+        elif isinstance(index, str):
+            _check_values(row, f"the state {short_repr(index)}", any_leaf=True)
+        else:
             raise StateError(f"the state is of a parameter {short_repr(index)}, which no group of it names")
     if type(optimizer) in _ROWS:
         # torch asks the first of them whether steps are counted in tensors.
@@ -138,6 +143,8 @@ def _check_group(own: Mapping[str, Any], group: Mapping[Any, Any], defaults: Map
             raise StateError(
                 f"a parameter group of the state has the key {short_repr(name)}, which is no name"
             )
+        if name != "params":
+            _check_values(value, f"{name} in the state's parameter group", any_leaf=True)
         if name in own and name != "params":
             _check_hyper_parameter(name, own[name], value)
         elif name in _AT_LEAST_ZERO:
@@ -159,7 +166,11 @@ def _check_hyper_parameter(name: str, own: object, value: object) -> None:
                 raise StateError(f"{what} must be below 1, not {short_repr(value)}")
     elif isinstance(own, bool) and not (value is None or isinstance(value, bool)):
         raise StateError(f"{what} must be True or False, not {short_repr(value)}")
-    elif own is None and not (value is None or isinstance(value, (bool, int, float, str))):
+    elif own is None and not (
+        value is None
+        or isinstance(value, bool)
+        or (name not in _SWITCHES and isinstance(value, (int, float, str)))
+    ):
         raise StateError(f"{what} must be a plain value, not {short_repr(value)}")
 
 
@@ -197,8 +208,14 @@ def _check_row(
                 raise StateError(f"{what} is {short_repr(value)} in the state and should be a tensor")
 
 
-def _check_values(value: object, what: str) -> None:
-    """Numbers and tensors, in containers that are not shared: torch walks through them, each as often as it meets it."""
+def _check_values(value: object, what: str, *, any_leaf: bool = False) -> None:
+    """Numbers and tensors, in containers that are not shared: torch walks through them, each as often as it meets it.
+
+    Args:
+        value: any.
+        what: it is, for the message.
+        any_leaf: whether other values may be in the containers, as in a group of parameters, which torch only copies.
+    """
     waiting: list[tuple[object, int]] = [(value, 0)]
     seen: set[int] = set()
     while waiting:
@@ -210,12 +227,14 @@ def _check_values(value: object, what: str) -> None:
         elif isinstance(one, (dict, list, tuple)) and id(one) not in seen and depth < _DEEPEST:
             seen.add(id(one))
             waiting.extend((part, depth + 1) for part in (one.values() if isinstance(one, dict) else one))
-        else:
+        elif not any_leaf or isinstance(one, (dict, list, tuple)):
             raise StateError(f"{what} is or holds {short_repr(one)}; it must be of numbers and tensors")
 
 
 def _require_own_memory(value: Tensor, what: str) -> None:
     """A state is stepped in place, so each element must have an address of its own."""
+    if value.requires_grad and not value.is_leaf:
+        raise StateError(f"{what} is {short_repr(value)} that autograd computed; save a detached one")
     span = 1
     for stride, size in (
         sorted(zip(value.stride(), value.shape, strict=True)) if is_dense(value) else [(0, 2)]

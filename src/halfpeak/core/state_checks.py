@@ -23,11 +23,11 @@ def require_mapping(value: object, what: str, keys: Collection[str] | None = Non
     if not isinstance(value, Mapping):
         raise StateError(f"{what} must be a dict, not {short_repr(value)}; pass what state_dict() gave")
     if keys is not None and set(value) != set(keys):
-        missing = sorted(set(keys) - set(value))
+        missing = [short_repr(key) for key in keys if key not in value]
         unknown = [short_repr(key) for key in value if key not in keys]
         raise StateError(
-            f"{what} has the keys {sorted(keys)}, and here are {', '.join(missing) or 'none'} missing and "
-            f"{', '.join(unknown[:5]) or 'none'} unknown; pass what state_dict() gave"
+            f"{what} does not fit: missing are {', '.join(missing[:8]) or 'none'}, unknown {', '.join(unknown[:8]) or 'none'}; "
+            "pass what state_dict() gave"
         )
     return value
 

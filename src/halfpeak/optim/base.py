@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.state_checks import copied, require_mapping, require_number
 from halfpeak.engine.state_checks import check_optimizer
 
 
@@ -106,10 +107,13 @@ class BaseOptimWrapper(Optimizer, ABC):
             StateError: it does not fit the optimizer. Nothing was loaded.
         """
         check_optimizer(self.optimizer, state_dict)
-        self.optimizer.load_state_dict(_cloned({key: state_dict[key] for key in ("state", "param_groups")}))
-        settings = state_dict.get("base_param_settings")
+        check_base_settings(state_dict)
+        # torch's optimizers keep loaded tensors and step them in place.
+        saved = copied({key: state_dict[key] for key in ("state", "param_groups")}, "an optimizer's state")
+        settings = copied(state_dict.get("base_param_settings"), "base_param_settings")
+        self.optimizer.load_state_dict(saved)
         if settings is not None:
-            self.base_param_settings = _cloned(settings)
+            self.base_param_settings = settings
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register on the optimizer in it."""
@@ -133,12 +137,13 @@ def _momentum(group: Mapping[str, Any]) -> float:
     return group["betas"][0] if "betas" in group else 0
 
 
-def _cloned(value: Any) -> Any:
-    """A copy that shares no tensor, because torch's optimizers keep loaded tensors and step them in place."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_cloned(item) for item in value])
-    return value
+def check_base_settings(state: Mapping[str, Any]) -> None:
+    """Check the pseudo-group in a wrapper's state, if there is one.
+
+    Raises:
+        StateError: it has no learning rate.
+    """
+    settings = state.get("base_param_settings")
+    if settings is not None:
+        what = "base_param_settings"
+        require_number(require_mapping(settings, what).get("lr"), f"lr in {what}", least=0.0)

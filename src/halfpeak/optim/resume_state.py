@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, Self
 
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import StateError
+from halfpeak.core.state_checks import require_list, require_mapping
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.state_checks import check_optimizer
-from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.engine.state_checks import check_buffers, check_optimizer, check_version
+from halfpeak.optim.base import BaseOptimWrapper, check_base_settings
 
 RESUME_KEY: Final = "halfpeak"
 """Its key in the state of a wrapper. torch and mmengine ignore unknown keys."""
@@ -43,10 +43,17 @@ def save_resume_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def has_open_window(saved: Mapping[str, Any]) -> bool:
-    """Whether the state of a wrapper, or a part of it, holds an open window."""
-    return RESUME_KEY in saved and any(
-        lane["phase"] != "CLEAN" for lane in saved[RESUME_KEY]["window"]["lanes"]
-    )
+    """Whether the state of a wrapper, or a part of it, holds an open window.
+
+    Raises:
+        StateError: what it holds is no window.
+    """
+    if RESUME_KEY not in saved:
+        return False
+    check_resume_format(saved[RESUME_KEY])
+    window = require_mapping(saved[RESUME_KEY]["window"], "the state's window")
+    lanes = require_list(window.get("lanes"), "optimizers in its window")
+    return any(require_mapping(lane, "a window of the state").get("phase") != "CLEAN" for lane in lanes)
 
 
 def check_resume_format(saved: object) -> None:
@@ -55,10 +62,9 @@ def check_resume_format(saved: object) -> None:
     Raises:
         StateError: it is something else.
     """
-    if not isinstance(saved, Mapping) or frozenset(map(str, saved)) != _KEYS or saved["version"] != _VERSION:
-        raise StateError(
-            f"the entry {RESUME_KEY!r} of the state is of another version; save it and load it with one halfpeak"
-        )
+    known = require_mapping(saved, f"the entry {RESUME_KEY!r} of the state", _KEYS)
+    check_version(known["version"], _VERSION)
+    check_buffers(known["buffers"])
 
 
 def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -68,11 +74,8 @@ def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
         StateError: it would not.
     """
     check_resume_format(saved)
-    if len(saved["scalers"]) != len(engine.scalers):
-        raise StateError(
-            f"the state holds {len(saved['scalers'])} loss scalers, the wrapper {len(engine.scalers)}"
-        )
-    for scaler, state in zip(engine.scalers, saved["scalers"], strict=True):
+    scalers = require_list(saved["scalers"], "loss scales", len(engine.scalers))
+    for scaler, state in zip(engine.scalers, scalers, strict=True):
         scaler.parse(state)
     engine.check_window_state(saved["window"])
 
@@ -140,6 +143,7 @@ class ResumableWrapper(BaseOptimWrapper):
             StateError: it would not.
         """
         check_optimizer(self.optimizer, state_dict)
+        check_base_settings(state_dict)
         self._check_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigTypeError, OrderError, RegistryError, StateError
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.optim.wrapper import OptimWrapper
 
 
@@ -123,10 +125,11 @@ class OptimWrapperDict(OptimWrapper):
         Raises:
             StateError: it would not.
         """
+        require_mapping(state_dict, "the state of the wrappers")
         unknown = [name for name in state_dict if name not in self.optim_wrappers]
         if unknown:
             raise StateError(
-                f"Mismatched names: the state has {unknown}, the wrappers are {list(self.optim_wrappers)}"
+                f"Mismatched names: the state has {short_repr(unknown)}, the wrappers are {list(self.optim_wrappers)}"
             )
         for name, state in state_dict.items():
             self.optim_wrappers[name].check_state_dict(state)

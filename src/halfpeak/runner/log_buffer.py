@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number, require_list, require_mapping
 
 Number = float | Tensor
 
@@ -89,10 +91,29 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
+        known = require_mapping(state, "the log", ("values", "counts"))
+        values, counts = (require_mapping(known[key], key) for key in ("values", "counts"))
+        require_mapping(counts, "counts", list(values))
+        for name, history in values.items():
+            numbers = require_list(history, "logged values")
+            weights = require_list(counts[name], "weights of them", len(numbers))
+            if not isinstance(name, str) or not all(map(_is_finite_size, (*numbers, *weights))):
+                raise StateError(
+                    f"the log of {short_repr(name)} must be of numbers, not {short_repr(history)}"
+                )
         self.clear()
-        self.val_history.update({name: list(values) for name, values in state["values"].items()})
-        self.n_history.update({name: list(counts) for name, counts in state["counts"].items()})
+        self.val_history.update({name: list(history) for name, history in values.items()})
+        self.n_history.update({name: list(weights) for name, weights in counts.items()})
+
+
+def _is_finite_size(value: object) -> bool:
+    """Whether it is a float, or an integer that a float can hold."""
+    return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
 
 
 def _number(name: str, value: Any) -> Number:

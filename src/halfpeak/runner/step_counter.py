@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.core.step_result import StepResult
 
 
@@ -58,9 +59,16 @@ class StepCounter:
         return {"steps": self._steps, "lost": self._lost, "window": self._window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
+        names = ("steps", "lost", "window")
+        known = require_mapping(state, "the counts of steps", names)
+        steps, lost, window = (require_count(known[name], name) for name in names)
         self._pending, self._recorded = None, -1
-        self._steps, self._lost, self._window = state["steps"], state["lost"], state["window"]
+        self._steps, self._lost, self._window = steps, lost, window
 
     def _count_pending(self) -> None:
         if self._pending is None:

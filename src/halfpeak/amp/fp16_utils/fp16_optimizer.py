@@ -16,8 +16,10 @@ from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
+from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.state.clip import ClipNorm
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import Masters
@@ -249,25 +251,27 @@ class FP16_Optimizer:
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
-        missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(
-            state_dict
-        )
+        known = require_mapping(state_dict, "an FP16_Optimizer's state")
+        missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(known)
         if missing:
             raise StateError(
                 f"keys {sorted(missing)} are missing; load what FP16_Optimizer.state_dict() gave"
             )
         scaler, saved = self.loss_scaler, state_dict["fp32_from_fp16"]
         scale = scaler.parse(state_dict["loss_scaler"])
-        if _shapes(saved) != _shapes(self.fp32_from_fp16_groups):
-            raise StateError(
-                "fp32_from_fp16 does not hold a float32 tensor per low parameter, group by group"
-            )
-        try:
-            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(
-                f"optimizer_state_dict does not fit {type(self.optimizer).__name__}: {error}"
-            ) from error
+        groups = self.fp32_from_fp16_groups
+        for group, values in zip(groups, require_list(saved, "fp32_from_fp16", len(groups)), strict=True):
+            for master, value in zip(
+                group, require_list(values, "fp32_from_fp16 of a group", len(group)), strict=True
+            ):
+                require_tensor(value, "fp32_from_fp16", like=master)
+        dynamic, overflow = state_dict["dynamic_loss_scale"], state_dict.get("overflow", False)
+        if not isinstance(dynamic, bool) or not isinstance(overflow, bool):
+            raise StateError("dynamic_loss_scale and overflow must be True or False")
+        check_optimizer(self.optimizer, state_dict["optimizer_state_dict"])
+        # torch keeps the tensors it is given.
+        optimizer = copied(state_dict["optimizer_state_dict"], "optimizer_state_dict")
+        self.optimizer.load_state_dict(optimizer)
         self._engine.abort()
         with torch.no_grad():
             for group, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
@@ -275,8 +279,8 @@ class FP16_Optimizer:
                     master.copy_(value)
         self._masters.publish()
         scaler.state = scale
-        scaler.config = replace(scaler.config, dynamic=bool(state_dict["dynamic_loss_scale"]))
-        self._last_overflow = bool(state_dict.get("overflow", False))
+        scaler.config = replace(scaler.config, dynamic=dynamic)
+        self._last_overflow = overflow
 
     def __getstate__(self) -> NoReturn:
         raise OrderError(
@@ -296,10 +300,3 @@ class FP16_Optimizer:
     def _require_unscaled(self, what: str) -> None:
         if self._engine.has_scaled_grads:
             raise OrderError(f"gradients are still scaled; write update_master_grads() before {what}()")
-
-
-def _shapes(groups: Any) -> list[list[torch.Size]] | None:
-    try:
-        return [[tensor.shape for tensor in group] for group in groups]
-    except (TypeError, AttributeError):
-        return None

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core import state_checks
+from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -86,10 +88,21 @@ class EMAHook(Hook):
         return {"averages": dict(self._averages), "steps": self._steps, "is_swapped": self._is_swapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
+        known = state_checks.require_mapping(state, "a hook's state", ("averages", "steps", "is_swapped"))
+        averages = state_checks.require_mapping(known["averages"], "the averages of weights")
         for name, average in self._averages.items():
-            average.copy_(state["averages"][name])
-        self._steps, self._is_swapped = state["steps"], state["is_swapped"]
+            state_checks.require_tensor(averages.get(name), f"the average of {name}", like=average)
+        steps, is_swapped = state_checks.require_count(known["steps"], "steps"), known["is_swapped"]
+        if not isinstance(is_swapped, bool):
+            raise StateError(f"is_swapped must be True or False, not {short_repr(is_swapped)}")
+        for name, average in self._averages.items():
+            average.copy_(averages[name])
+        self._steps, self._is_swapped = steps, is_swapped
 
     def _swap(self, runner: RunnerView) -> None:
         held = {name: value.clone() for name, value in _weights(runner).items()}
