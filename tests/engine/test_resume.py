@@ -83,19 +83,6 @@ def test_rollback_and_loading_twice_from_the_same_object(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_saving_changes_nothing(level: str, optimizer: str) -> None:
-    watched, calm = build(level, optimizer, every=2), build(level, optimizer, every=2)
-    for step in range(7):
-        watched.state_dict()
-        watched.model.state_dict()
-        watched.optimizers[0].state_dict()
-        train(watched, [step], poison=overflow)
-        train(calm, [step], poison=overflow)
-    assert state_hash(watched) == state_hash(calm)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_state_holds_plain_data_only(level: str) -> None:
     engine = build(level, every=3)
     train(engine, range(4))
