@@ -117,6 +117,42 @@ def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
     return {"by first": runs[0]["masters"], "by all": runs[1]["masters"]}
 
 
+def parted(rank: int, how: str) -> dict[str, Any]:
+    """What ``check_ranks`` says, and what the next step raises, after one rank has gone another way."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    group = "world" if how == "exception" else None
+    engine = halfpeak.prepare(model, optimizer, "O2", scale=halfpeak.ScaleConfig(init=1024.0), group=group)
+
+    def run(step: int) -> None:
+        with engine.forward():
+            loss = model(batch(0, step)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+    said: list[str] = []
+
+    def attempt(call: Callable[[], None]) -> None:
+        try:
+            call()
+            said.append("fine")
+        except halfpeak.RankMismatchError as error:
+            said.append(str(error))
+
+    run(0)
+    attempt(engine.check_ranks)
+    if rank == 1 and how == "exception":
+        engine.abort()  # as after an exception that rank 0 did not have
+    elif rank == 1 and how == "step":
+        run(1)
+    elif rank == 1:
+        model[2].bias.data.add_(1)  # type: ignore[operator,union-attr]
+    attempt(engine.check_ranks)
+    if how == "exception":
+        attempt(partial(run, 1))
+    return {"said": said}
+
+
 def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -127,6 +163,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
                 table[name] = partial(parallel, level=level, every=every, poisoned=poisoned)
         for poisoned in (False, True):
             table[f"local {level} {poisoned}"] = partial(rank_local, level=level, poisoned=poisoned)
+    for how in ("exception", "step", "weight"):
+        table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):
         table[f"loaded by first {level}"] = partial(loaded_by_first, level=level)
     return table

@@ -69,5 +69,23 @@ def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str)
     assert same(first["by first"], first["by all"])
 
 
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        (
+            "exception",
+            ["rank 1 differs from rank 0 in windows dropped 1 (not 0)", "different numbers of windows"],
+        ),
+        ("step", ["rank 1 differs from rank 0 in engine.micro_step 2 (not 1); engine.num_steps 2 (not 1);"]),
+        ("weight", ["rank 1 differs from rank 0 in the weights 2.bias."]),
+    ],
+)
+def test_ranks_that_have_parted_are_told(ranks: Seen, how: str, texts: list[str]) -> None:
+    for seen in ranks[f"parted {how}"]:
+        assert seen["said"][0] == "fine"
+        for said, text in zip(seen["said"][1:], texts, strict=True):
+            assert text in said
+
+
 def test_every_scenario_ran(ranks: Seen) -> None:
     assert ranks.keys() == scenarios().keys()

@@ -22,6 +22,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, Orde
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import broadcast_masters
 from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
@@ -435,6 +436,39 @@ class Engine:
             StateError: it does not fit. Nothing was loaded.
         """
         load_window(self.context, state)
+
+    def check_ranks(self) -> None:
+        """Compare counters, loss scales and weights with those of all ranks; every rank must call it. Waits for the device.
+
+        Weights and masters are compared by a hash of their bits. Left out are shards, and with ``group=`` all
+        weights, since parameters may be a rank's own.
+
+        Raises:
+            RankMismatchError: on every rank, if one differs from rank 0; the message says which, in what.
+        """
+        context = self.context
+        record = context.record
+        tensors: dict[str, Tensor] = {}
+        if context.train_step.reducer.is_local:
+            names = {id(p): name for model in context.models for name, p in model.named_parameters()}
+            pairs = [pair for one in context.prepared for pair in one.table().all_pairs]
+            for number, (parameter, main) in enumerate(pairs):
+                name = names.get(id(parameter), f"parameter {number}")
+                tensors |= (
+                    {f"{name} (master)": main, name: parameter}
+                    if main is not parameter
+                    else {name: parameter}
+                )
+        check_ranks(
+            {
+                "engine.micro_step": self.micro_step,
+                "engine.num_steps": int(record.num_steps),
+                "engine.num_skipped": int(record.num_skipped),
+                "windows dropped": record.num_dropped,
+                **{f"the scale of loss {i}": self.read_scale(i) for i in range(len(context.scalers))},
+            },
+            tensors,
+        )
 
     def add_model(self, model: nn.Module) -> None:
         """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""

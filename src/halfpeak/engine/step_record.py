@@ -34,6 +34,7 @@ class StepRecord:
         num_steps: steps in which the optimizers moved.       # i32[]
         num_skipped: steps that were skipped.                 # i32[]
         micro_step: steps and accumulated backward passes together.
+        num_dropped: windows that an exception or ``abort()`` has ended in this process.
 
     Args:
         stats: the batch-norm statistics that a step keeps or puts back.
@@ -44,6 +45,7 @@ class StepRecord:
         self.num_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int32, device=device)
         self.micro_step = 0
+        self.num_dropped = 0
         self._stats = stats
         self._found_infs: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
@@ -140,7 +142,8 @@ class StepRecord:
         self._stats.end_step(True)
 
     def restart_window(self, every: int) -> None:
-        """Begin the accumulation window of ``every`` backward passes anew."""
+        """Begin the accumulation window of ``every`` backward passes anew, after an exception or ``abort()``."""
+        self.num_dropped += 1
         self.micro_step -= self.micro_step % every
 
     def apply_pending(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, RankMismatchError
+from halfpeak.ops.async_scalar import AsyncScalar
 
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 """The ranks that step together: a process group, ``"world"`` for the default one, or None for this rank alone."""
@@ -34,11 +36,37 @@ class FoundInfReducer:
             raise ConfigError(f"group={group!r} must be a process group, 'world' or None")
         self.is_local = group is None
         self._group = None if isinstance(group, str) else group
+        self._differs: AsyncScalar | None = None
 
     def all_reduce_(self, found_inf: Tensor) -> None:
         """Replace ``found_inf`` by its maximum over the group.  # f32[]"""
         if not self.is_local:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
+
+    def all_reduce_in_step(self, found_infs: Tensor, num_dropped: int) -> Tensor:
+        """``found_infs`` over the group, and with them how many windows exceptions have ended: as many on every rank.
+
+        Args:
+            found_infs: of this rank.
+            num_dropped: windows that were dropped on this rank.
+
+        Raises:
+            RankMismatchError: a rank has caught an exception and gone on alone. On an accelerator a step or two late, because
+                nothing waits for the value.
+        """  # f32[1 + losses]
+        if self.is_local:
+            return found_infs
+        reduced = torch.cat([found_infs, found_infs.new_tensor([num_dropped, -num_dropped])])
+        self.all_reduce_(reduced)
+        if self._differs is None:
+            self._differs = AsyncScalar(found_infs.device)
+        self._differs.push(reduced[-2:].sum())
+        if self._differs.value > 0:
+            raise RankMismatchError(
+                f"ranks that step together have dropped different numbers of windows, this one {num_dropped}: one has caught "
+                "an exception and gone on; engine.check_ranks() tells which. Go on from a checkpoint on all ranks"
+            )
+        return reduced[:-2]
 
 
 def is_multi_rank() -> bool:

@@ -1,0 +1,59 @@
+"""Ranks that step together hold the same counters, loss scales and weights; where they do not, an error says who and what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfpeak.core.errors import RankMismatchError
+from halfpeak.ops.shards import has_process_group, is_shard
+
+
+def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor], group: Any = None) -> None:
+    """Compare with all ranks, by one small gather. Every rank must call it. Waits for the device.
+
+    Args:
+        numbers: what must be equal, by what it is called.
+        tensors: likewise, compared by a hash of their bits; shards, of which each rank has its own, are left out.
+        group: the ranks; None for all.
+
+    Raises:
+        RankMismatchError: on every rank, if one differs from the first.
+    """
+    if not has_process_group() or dist.get_world_size(group) == 1:
+        return
+    mine = {**numbers, **_hashes(tensors)}
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, mine, group=group)
+    first = of_ranks[0]
+    found: list[str] = []
+    for rank, other in enumerate(of_ranks):
+        keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        counts = [f"{key} {other.get(key)} (not {first.get(key)})" for key in keys if key in numbers]
+        weights = [key for key in keys if key not in numbers]
+        if weights:
+            more = f" and {len(weights) - 4} more" if len(weights) > 4 else ""
+            counts.append(f"the weights {', '.join(weights[:4])}{more}")
+        if counts:
+            found.append(f"rank {rank} differs from rank 0 in {'; '.join(counts)}")
+    if found:
+        raise RankMismatchError(
+            f"{', '.join(found)}. Ranks that have parted do not come together again: go on from a checkpoint on all, and "
+            "let no rank catch an exception that the others do not see"
+        )
+
+
+def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    plain = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if not is_shard(tensor) and tensor.numel() > 0
+    }
+    if not plain:
+        return {}
+    hashes = torch.stack([torch.hash_tensor(tensor).view(torch.int64) for tensor in plain.values()])
+    return dict(zip(plain, hashes.tolist(), strict=True))
