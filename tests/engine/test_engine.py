@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import halfpeak
+import halfpeak.fused
 from halfpeak import Accumulation
 from reliability.support import LEVELS, batch, net, state_hash, train
 
@@ -79,6 +80,24 @@ class TestLosses:
         engine.backward(loss_of(engine, 0), loss_id=-1)
         assert engine.step().stepped()
         assert [int(scaler.state.clean) for scaler in engine.scalers] == [1, 0, 1]
+
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("clip", [None, 1.0, halfpeak.ClipNorm(max_norm=1.0, norm_type=1.0)])
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, halfpeak.fused.FusedSGD])
+    @pytest.mark.parametrize("overflows", [0, 1])
+    def test_one_loss_overflows_then_the_other_passes_then_a_clipped_step(
+        self, level: str, clip: Any, kind: Any, overflows: int
+    ) -> None:
+        """The norm of the sum is not finite, and says nothing of the other loss."""
+        model = net()
+        optimizer = kind(model.parameters(), lr=0.1)
+        engine = halfpeak.prepare(model, optimizer, level, num_losses=2, clip=clip, loss_scale="dynamic", scale=SCALE)
+        for loss_id in range(2):
+            engine.backward(loss_of(engine, 0) * (float("inf") if loss_id == overflows else 1.0), loss_id=loss_id)
+        assert not engine.step().stepped()
+        assert [engine.read_scale(loss_id) for loss_id in range(2)] == [
+            512.0 if loss_id == overflows else 1024.0 for loss_id in range(2)
+        ]
 
     @pytest.mark.parametrize("loss_id", [2, -3, 99])
     def test_a_loss_that_there_is_not(self, loss_id: int) -> None:

@@ -493,8 +493,9 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
 
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
-    """A non-finite total norm sets found_inf for every loss scaler."""
-    if not is_on_host(norm):
-        found_infs.copy_(torch.maximum(found_infs, (~torch.isfinite(norm)).to(found_infs)))
-    elif not math.isfinite(read_host(norm)):
-        found_infs.fill_(1.0)
+    """A total norm that is not finite skips the step. Where no loss was found to have overflowed, all scales answer for it."""
+    if is_on_host(norm) and math.isfinite(read_host(norm)):
+        return
+    infinite = (~torch.isfinite(norm)).to(found_infs)
+    found_infs[1:] = torch.maximum(found_infs[1:], infinite * (1 - found_infs.max()))
+    found_infs[0] = torch.maximum(found_infs[0], infinite)
