@@ -91,9 +91,13 @@ class TestLosses:
         """The norm of the sum is not finite, and says nothing of the other loss."""
         model = net()
         optimizer = kind(model.parameters(), lr=0.1)
-        engine = halfpeak.prepare(model, optimizer, level, num_losses=2, clip=clip, loss_scale="dynamic", scale=SCALE)
+        engine = halfpeak.prepare(
+            model, optimizer, level, num_losses=2, clip=clip, loss_scale="dynamic", scale=SCALE
+        )
         for loss_id in range(2):
-            engine.backward(loss_of(engine, 0) * (float("inf") if loss_id == overflows else 1.0), loss_id=loss_id)
+            engine.backward(
+                loss_of(engine, 0) * (float("inf") if loss_id == overflows else 1.0), loss_id=loss_id
+            )
         assert not engine.step().stepped()
         assert [engine.read_scale(loss_id) for loss_id in range(2)] == [
             512.0 if loss_id == overflows else 1024.0 for loss_id in range(2)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import halfpeak
+from halfpeak import amp
 from halfpeak.engine.optimizer import prepared_here
 from halfpeak.fused import FusedAdamW
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SCALE = 1024.0
@@ -85,3 +91,123 @@ def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> Non
     del forgotten
     gc.collect()
     assert all(one.optimizer is optimizer for one, optimizer in found.items())
+
+
+class _Net(nn.Module):
+    """Notes in which dtype its product was computed, also where a backward pass computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+
+    def _product(self, x: Tensor) -> Tensor:
+        product = self.layer(x)
+        self.dtypes.append(product.dtype)
+        return product * product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._product, x, use_reentrant=False)
+
+
+Begin = Callable[
+    [nn.Module, torch.optim.Optimizer], tuple[AbstractContextManager[Any], Callable[[Tensor], None]]
+]
+
+
+def _engine(level: str, **options: Any) -> Begin:
+    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        engine = halfpeak.prepare(model, optimizer, level, **options)
+        return engine.forward(), engine.backward
+
+    return begin
+
+
+def _wrapper(kind: Callable[..., OptimWrapper], **options: Any) -> Begin:
+    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        wrapper = kind(optimizer=optimizer, **options)
+        return wrapper.optim_context(model), wrapper.backward
+
+    return begin
+
+
+def _amp(**options: Any) -> Begin:
+    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        amp.initialize(model, optimizer, verbosity=0, **options)
+
+        def backward(loss: Tensor) -> None:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        @contextmanager
+        def forward() -> Generator[None]:
+            yield
+
+        return forward(), backward
+
+    return begin
+
+
+FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
+    **{
+        f"engine-{level}": (_engine(level), dtype, evaluated)
+        for level, dtype, evaluated in (
+            ("O0", torch.float32, torch.float32),
+            ("O2", torch.float16, torch.float16),
+            ("O4", torch.bfloat16, torch.float16),
+            ("O5", torch.bfloat16, torch.bfloat16),
+        )
+    },
+    "torch-O4": (_engine("O4", op_lists="torch"), torch.bfloat16, torch.float16),
+    "OptimWrapper": (_wrapper(OptimWrapper), torch.float32, torch.float32),
+    "AmpOptimWrapper": (_wrapper(AmpOptimWrapper, dtype="bfloat16"), torch.bfloat16, torch.float32),
+    "ApexOptimWrapper": (_wrapper(ApexOptimWrapper, opt_level="O5"), torch.bfloat16, torch.bfloat16),
+    "amp-O0": (_amp(opt_level="O0"), torch.float32, torch.float32),
+    "amp-O5": (_amp(opt_level="O5"), torch.bfloat16, torch.bfloat16),
+    "amp-O4": (_amp(opt_level="O4"), torch.bfloat16, torch.bfloat16),
+    "amp-disabled": (_amp(enabled=False), torch.float32, torch.float32),
+}
+"""How each begins a run, in which dtype it computes a product, and in which one it evaluates outside of its own context."""
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_amp_casts_the_thread_then_another_run_computes_in_its_own_precision(
+    front_end: str, amp_first: bool
+) -> None:
+    """In forward, in what backward computes again, and in evaluation; a native O4 is cast there as the thread is."""
+    begin, dtype, evaluated = FRONT_ENDS[front_end]
+    alive, model = nn.Linear(4, 4), _Net()
+    optimizer, x = _sgd(model), torch.ones(2, 4)
+
+    def cast_the_thread() -> None:
+        amp.initialize(alive, _sgd(alive), opt_level="O1", verbosity=0)
+
+    if amp_first:
+        cast_the_thread()
+    forward, backward = begin(model, optimizer)
+    if not amp_first:
+        cast_the_thread()
+    with forward:
+        output = model(x)
+    backward(output.float().mean())
+    with torch.no_grad():
+        model(x)
+    assert model.dtypes == [dtype, dtype, evaluated]
+    assert alive(x).dtype is torch.float16
+    amp._amp_state.handle._deactivate()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_model_is_pickled_beside_another_run_then_loaded(level: str, tmp_path: Any) -> None:
+    """It computes as the model itself and as a deep copy."""
+    models = {"O1": nn.Linear(4, 4), "other": nn.Linear(4, 4)}
+    for kind, model in models.items():
+        amp.initialize(model, _sgd(model), opt_level=level if kind == "other" else kind, verbosity=0)
+    x = torch.ones(2, 4)
+    for model in models.values():
+        torch.save(model, tmp_path / "model.pth")
+        loaded = torch.load(tmp_path / "model.pth", weights_only=False)
+        assert loaded(x).dtype is copy.deepcopy(model)(x).dtype is model(x).dtype
+    amp._amp_state.handle._deactivate()

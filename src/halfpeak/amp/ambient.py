@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.casting import suspend
-from halfpeak.casting.casts import OpCasts
+from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.torch_compat import traced_inline
 
 
@@ -40,6 +40,7 @@ class Handle:
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
+        self.number = _amp_state.next_number()
         self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
@@ -72,22 +73,44 @@ class Handle:
 
 
 def enter_ambient(run: Run) -> None:
-    """Switch the thread to the casts of a new run; models of older runs keep their own casts in ``forward``."""
-    handle = None
-    if run.casts is not None:
-        previous = _amp_state.handle
-        if previous is not None:
-            previous._deactivate()
-        handle = Handle(run.casts, verbose=run.verbosity == 2)
-        models = [weakref.ref(model) for model in run.engine.models]
-        for model in run.engine.models:
-            weakref.finalize(model, _end_if_unused, weakref.ref(handle), models)
-    known = _amp_state.models
-    is_alone = not known
-    known.update(dict.fromkeys(run.engine.models, handle))
-    if not is_alone and _amp_state.handle is not None:
-        for model, own in known.items():
-            _keep_own_casts(model, None if own is None else own.casts)
+    """Switch the thread to the casts of a new run; models of other runs keep their own casts in ``forward``."""
+    if run.casts is None:
+        return
+    previous = _amp_state.handle
+    if previous is not None:
+        previous._deactivate()
+    handle = Handle(run.casts, verbose=run.verbosity == 2)
+    models = [weakref.ref(model) for model in run.engine.models]
+    for model in run.engine.models:
+        weakref.finalize(model, _end_if_unused, weakref.ref(handle), models)
+    _amp_state.models.update(dict.fromkeys(run.engine.models, handle))
+    _separate()
+
+
+def keep_casts_out(models: Iterable[nn.Module]) -> None:
+    """Let models for which amp is disabled compute without casts, whatever run is alive."""
+    _amp_state.models.update(dict.fromkeys(models))
+    _separate()
+
+
+def casts_in_backward(run: Run | None) -> AbstractContextManager[None]:
+    """What is computed again in a backward pass is cast as it was in the forward pass, whatever casts are on.
+
+    Args:
+        run: whose loss it is; None where amp is disabled for it.
+    """
+    handle, casts = _amp_state.handle, None if run is None else run.casts
+    if handle is None or handle.casts is casts or _amp_state.suspended.depth:
+        return nullcontext()
+    return casts_on(casts)
+
+
+def _separate() -> None:
+    """Give every model casts of its own, where some are on for the thread that are not those of all models."""
+    known = list(_amp_state.models.items())
+    if _amp_state.handle is not None and any(own is not _amp_state.handle for _, own in known):
+        for model, own in known:
+            _keep_own_casts(model, own)
 
 
 def _end_if_unused(handle: weakref.ref[Handle], models: list[weakref.ref[nn.Module]]) -> None:
@@ -129,23 +152,32 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _OwnCasts:
-    """Forward hooks of a model that enter the casts of its own run, and leave them even if it raises."""
+    """Forward hooks of a model that enter the casts of its own run, and leave them even if it raises.
 
-    def __init__(self, casts: OpCasts | None) -> None:
-        self._casts = casts
+    A deep copy has the same casts, and so has a pickle that is loaded in this process while they exist. Loaded elsewhere, a
+    model computes as any other: with the casts that are on.
+
+    Attributes:
+        handle: of its casts; None casts nothing.
+    """
+
+    def __init__(self, handle: Handle | None) -> None:
+        self.handle = handle
         self._open: list[AbstractContextManager[Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OwnCasts:
-        return _OwnCasts(self._casts)
+        return _OwnCasts(self.handle)
 
-    def __reduce__(self) -> tuple[type[_OwnCasts], tuple[None]]:
-        return _OwnCasts, (None,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.handle is None:
+            return _OwnCasts, (None,)
+        return _found_casts, (_amp_state.token, self.handle.number)
 
     @traced_inline
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before forward."""
-        own = None if _amp_state.suspended.depth else self._casts
-        scope = suspend.disable_casts() if own is None else own
+        casts = None if _amp_state.suspended.depth or self.handle is None else self.handle.casts
+        scope = suspend.disable_casts() if casts is None else casts
         scope.__enter__()
         self._open.append(scope)
 
@@ -156,11 +188,28 @@ class _OwnCasts:
             self._open.pop().__exit__(None, None, None)
 
 
-def _keep_own_casts(model: nn.Module, casts: OpCasts | None) -> None:
-    if any(
-        isinstance(getattr(hook, "__self__", None), _OwnCasts) for hook in model._forward_pre_hooks.values()
-    ):
-        return
-    own = _OwnCasts(casts)
+class _NoOwnCasts(_OwnCasts):
+    """Stands for casts that do not exist here: the model computes with those that are on."""
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before forward."""
+
+
+def _found_casts(token: str, number: int) -> _OwnCasts:
+    """What a pickle of :class:`_OwnCasts` is loaded as."""
+    if token == _amp_state.token:
+        for handle in _amp_state.models.values():
+            if handle is not None and handle.number == number:
+                return _OwnCasts(handle)
+    return _NoOwnCasts(None)
+
+
+def _keep_own_casts(model: nn.Module, handle: Handle | None) -> None:
+    for hook in model._forward_pre_hooks.values():
+        own = getattr(hook, "__self__", None)
+        if type(own) is _OwnCasts:
+            own.handle = handle
+            return
+    own = _OwnCasts(handle)
     model.register_forward_pre_hook(own.enter, prepend=True)
     model.register_forward_hook(own.leave, always_call=True)

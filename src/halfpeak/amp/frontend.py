@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from halfpeak.amp.ambient import enter_ambient, suspend_casts_in_step
+from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
 from halfpeak.amp.messages import print_properties, warn_or_err
 from halfpeak.amp.overflow_report import report_steps
 from halfpeak.amp.registration import make_casts
@@ -92,6 +92,7 @@ def initialize(
         _amp_state.opt_properties = Properties()
         _amp_state.verbosity = verbosity
         _amp_state.add_disabled([] if optimizers is None else _listed(optimizers))
+        keep_casts_out(model for model in _listed(models) if isinstance(model, nn.Module))
         return models if optimizers is None else (models, optimizers)
     if not isinstance(verbosity, int):
         raise ConfigTypeError(

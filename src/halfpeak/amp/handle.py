@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.amp.ambient import disable_casts
+from halfpeak.amp.ambient import casts_in_backward, disable_casts
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.prepare import is_prepared
@@ -54,31 +54,35 @@ def scale_loss(
     runs = [_run_of(optimizer) for optimizer in listed]
     active = [(optimizer, run) for optimizer, run in zip(listed, runs, strict=True) if run is not None]
     if not active:
-        yield loss
+        with casts_in_backward(None):
+            yield loss
         return
     run = active[0][1]
     for optimizer, _ in active:
         if not is_prepared(optimizer):
             raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
 
-    def record(part: LossScaler, found_inf: Tensor, reached: Sequence[Any]) -> None:
+    def record(part: LossScaler, found_inf: Tensor, reached: Sequence[tuple[Any, Tensor]]) -> None:
         scaler = run.scalers[run.engine.scalers.index(part)]
         number = loss_id % len(run.scalers)
-        for optimizer, owner in [*active, *_amp_state.runs_of(reached)]:
-            found = owner.overflows.setdefault(id(optimizer), {})
-            _, so_far = found.get(scaler, (number, found_inf))
-            found[scaler] = number, torch.maximum(so_far, found_inf)
+        for optimizer, own in [*((optimizer, found_inf) for optimizer, _ in active), *reached]:
+            found = _amp_state.overflows_of(optimizer)
+            _, so_far = found.get(scaler, (number, own))
+            found[scaler] = number, torch.maximum(so_far, own)
         # Last: an exception before this drops the block, which must not have been counted then.
         scaler.take(found_inf, delay=delay_overflow_check)
 
     try:
-        with run.engine.scaled(
-            loss,
-            optimizers=[optimizer for optimizer, _ in active],
-            loss_id=loss_id,
-            delay=delay_unscale,
-            on_found_inf=record,
-        ) as scaled:
+        with (
+            casts_in_backward(run),
+            run.engine.scaled(
+                loss,
+                optimizers=[optimizer for optimizer, _ in active],
+                loss_id=loss_id,
+                delay=delay_unscale,
+                on_found_inf=record,
+            ) as scaled,
+        ):
             yield scaled
     finally:
         if run.casts is not None:

@@ -7,8 +7,8 @@ its own :class:`Run`, found through its optimizers. The session holds those weak
 from __future__ import annotations
 
 import threading
+import uuid
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -68,7 +68,9 @@ class AmpState:
         max_loss_scale: of the last ``initialize`` that was enabled.
         handle: of the last O1 or O4 ``initialize`` or ``init`` whose model is alive, or None.
         suspended: counts the open ``disable_casts()`` blocks.
-        models: every initialised model that is alive, with the handle of its casts or None.
+        models: every model alive that was initialised at O1 or O4, with the handle of its casts, or with None where amp was
+            disabled for it.
+        token: names this process in pickles.
     """
 
     def __init__(self) -> None:
@@ -84,6 +86,7 @@ class AmpState:
         self.suspended = _Suspended()
         self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
         self._count = 0
+        self.token = uuid.uuid4().hex
 
     def next_number(self) -> int:
         """The number of the next run."""
@@ -117,11 +120,10 @@ class AmpState:
         except TypeError:
             raise KeyError(optimizer) from None
 
-    def runs_of(self, optimizers: Iterable[Any]) -> list[tuple[Any, Run]]:
-        """Those of the optimizers that amp scales losses for, each with its run."""
-        return [
-            (optimizer, run) for optimizer in optimizers if (run := self._runs.get(optimizer)) is not None
-        ]
+    def overflows_of(self, optimizer: Any) -> Overflows:
+        """What the ``scale_loss`` blocks since the last step of an optimizer found, to be added to."""
+        run = self._runs.get(optimizer)
+        return {} if run is None else run.overflows.setdefault(id(optimizer), {})
 
     def runs(self) -> list[Run]:
         """The runs that still have an optimizer, oldest first."""

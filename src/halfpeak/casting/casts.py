@@ -192,13 +192,15 @@ class _EnteredContexts(threading.local):
 
 @contextmanager
 def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
-    """Run the block inside ``casting``: an :class:`OpCasts`, a :class:`DeviceCasts`, or another context. None casts nothing.
+    """Run the block inside ``casting``, and no other casts: an :class:`OpCasts`, a :class:`DeviceCasts`, or another context.
+
+    None casts nothing, whatever casts are on for the thread.
 
     Code that :func:`torch.compile` traces enters the ``traced`` form of a scope. The compiler of torch 2.11 cannot trace a
     null context, so None enters none.
     """
     if not is_dynamo_compiling():
-        with restoring_scopes(), nullcontext() if casting is None else casting:
+        with restoring_scopes(), disable_casts(), nullcontext() if casting is None else casting:
             yield
     elif casting is None:
         yield

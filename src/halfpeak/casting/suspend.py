@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch import nn
+from torch.compiler import is_compiling
+
 from halfpeak.casting.rules import Rule
 from halfpeak.casting.scope import Scope, find_rule, scopes
+from halfpeak.core.torch_compat import traced_inline
 
 
 @contextmanager
@@ -54,6 +58,18 @@ def suspend_until_return(frame: FrameType) -> None:
         if isinstance(scope.lookup, _SuspendedLookup):
             scope.lookup.frames.append(frame)
             return
+
+
+@traced_inline
+def suspend_installed(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook for a model that is not to be cast per operation: casts installed for the thread are off in it.
+
+    Casts that were entered by ``with`` around the model stay on.
+    """
+    if not is_compiling():
+        found = find_rule("low")
+        if found is not None and found[0].installed:
+            suspend_until_return(sys._getframe(1))
 
 
 def resume() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
-from halfpeak.engine.model_hooks import hook_forward, hook_loads, owner_of
+from halfpeak.engine.model_hooks import hook_forward, hook_loads, hook_precision, owner_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.engine.state_checks import check_window
 from halfpeak.engine.state_dict import (
@@ -114,7 +114,7 @@ class Engine:
         context.handles += [hook_forward(model, self._catch_up) for model in models]
         context.handles += [handle for model in models for handle in hook_loads(model, stats)]
         # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
-        self._recasting = casting if isinstance(casting, OpCasts) else nullcontext()
+        self._recasting = casting if isinstance(casting, OpCasts) else None
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._optimizers = tuple(optimizers) if config.engine_steps else ()
         self._synchronised = True
@@ -477,6 +477,7 @@ class Engine:
             context.models = (*context.models, model)
             self._collapse.add_model(model)
             self._unmanaged.add_model(model)
+            context.handles += hook_precision(model, self.policy)
             if self.config.restore_buffers:
                 context.stats.add_model(model)
                 context.handles += hook_loads(model, context.stats)

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_kept
+from halfpeak.casting.suspend import suspend_installed
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.state.batch_norm import BatchNormStats, norms_of
@@ -20,10 +21,15 @@ from halfpeak.state.state_dict_hooks import hook_state_dict
 
 def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
     """Put the hooks on a model that its policy asks for."""
-    handles = [*hook_boundary(model, policy), *hook_kept(model, policy)]
+    handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_precision(model, policy)]
     if policy.param is not None or policy.masters:
         handles += hook_state_dict(model, masters)
     return handles
+
+
+def hook_precision(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Keep casts of others, which are on for the whole thread, out of a model that is not cast per operation."""
+    return [] if policy.per_op else [model.register_forward_pre_hook(suspend_installed)]
 
 
 def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]:

@@ -30,6 +30,7 @@ from halfpeak.engine.gradients.window import (
 from halfpeak.engine.step_progress import StepProgress
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
+from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import Masters
 
 Closure = Callable[[], Any]
@@ -67,6 +68,10 @@ class StepCallbacks(Protocol):
 
     def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Whether to skip the step that the user called."""
+        ...
+
+    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """A loss that was not for the optimizer has left it gradients."""
         ...
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
@@ -175,6 +180,10 @@ class PreparedOptimizer:
     def recover(self) -> None:
         """Bring a step to its end that an exception has left."""
         self._callbacks.recover([self])
+
+    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """A loss that was not for this optimizer has left it gradients, unscaled by ``scaler``."""
+        self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
 
     def pairs_for_backward(self) -> ParamPairs:
         """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""

@@ -25,7 +25,7 @@ from halfpeak.engine.amp_protocol import takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.backward import BackwardScope, GradMode, OtherGrads, UnmanagedGrads
+from halfpeak.engine.gradients.backward import BackwardScope, OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.fused_grads import (
     FusedGrads,
     is_by_norm,
@@ -51,8 +51,8 @@ from halfpeak.state.clip import limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler, scale_loss
 
-OnFoundInf = Callable[[LossScaler, Tensor, Sequence[Optimizer]], None]
-"""Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides whose parameters it has reached."""
+OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
+"""Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides that it has reached, each with its own."""
 
 
 class TrainStep:
@@ -131,19 +131,12 @@ class TrainStep:
             yield scale_loss(loss, scale)
             if not delay:
                 self._unmanaged.accumulate(scale)
-            reached = others.accumulate(scale)
-            if reached and mode is GradMode.LEAVE_FOR_STEP:
-                # The step would read found_inf of its own gradients, and the loss scale answers for all.
-                mode = GradMode.ACCUMULATE
+            reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
-            if not delay:
-                found_inf = scope.found_inf
-                for _, found in reached:
-                    found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-                if on_found_inf is None:
-                    self._record.add_found_inf(scaler, found_inf)
-                else:
-                    on_found_inf(scaler, found_inf, [one.optimizer for one, _ in reached])
+            if on_found_inf is None and not delay:
+                self._record.add_found_inf(scaler, scope.found_inf)
+            elif on_found_inf is not None and not delay:
+                on_found_inf(scaler, scope.found_inf, reached)
         except BaseException:
             others.rollback()
             if not scope.rollback():
@@ -217,7 +210,13 @@ class TrainStep:
         It does where ranks must agree, where a loss scale is close to its limit, and where several losses were scaled.
         """
         used = self._record.found_inf_per_scaler
-        if len(used) != 1 or not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit():
+        if (
+            len(used) != 1
+            or self._record.was_reached
+            or not self.reducer.is_local
+            or self._stuck.value > 0
+            or self._is_near_limit()
+        ):
             return None
         scaler = used[0][0]
         decision = fused.decide(
@@ -399,6 +398,10 @@ class TrainStep:
             else:
                 self.drop_window(prepared)
             raise
+
+    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """A loss that was not for the optimizer has left it gradients, unscaled by ``scaler``."""
+        self._record.add_found_inf_elsewhere(scaler, found_inf)
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """A step of the user's that raised: it counts if the optimizer had changed anything; else it did not happen."""

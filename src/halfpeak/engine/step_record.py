@@ -48,6 +48,7 @@ class StepRecord:
         self.num_dropped = 0
         self._stats = stats
         self._found_infs: list[tuple[LossScaler, Tensor]] = []
+        self._found_elsewhere: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
     @property
@@ -62,6 +63,15 @@ class StepRecord:
                 self._found_infs[index] = (known, torch.maximum(so_far, found_inf))
                 return
         self._found_infs.append((scaler, found_inf))
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether a loss that was not for the optimizers of the step has left them gradients."""
+        return bool(self._found_elsewhere)
+
+    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Remember a backward pass that was not for the optimizers of the step: its scale falls if it makes them skip."""
+        self._found_elsewhere.append((scaler, found_inf))
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
         """``found_inf`` of the step, then that of each used loss, in one tensor that one all-reduce can carry.
@@ -98,11 +108,14 @@ class StepRecord:
             num_steps, num_skipped = self.num_steps + (1 - skips), self.num_skipped + skips
         self._pending = PendingCommit(
             scales=[
-                (
-                    scaler,
-                    advance(scaler.config, scaler.state, found_infs[1 + i].to(scaler.state.scale.device)),
-                )
-                for i, (scaler, _) in enumerate(self._found_infs)
+                *((scaler, _lowered(scaler, found)) for scaler, found in self._found_elsewhere),
+                *(
+                    (
+                        scaler,
+                        advance(scaler.config, scaler.state, found_infs[1 + i].to(scaler.state.scale.device)),
+                    )
+                    for i, (scaler, _) in enumerate(self._found_infs)
+                ),
             ],
             num_steps=num_steps,
             num_skipped=num_skipped,
@@ -135,6 +148,7 @@ class StepRecord:
         """The step did not happen: drop its consequences and what backward passes found."""
         self._pending = None
         self._found_infs.clear()
+        self._found_elsewhere.clear()
 
     def discard_evaluation(self) -> None:
         """The evaluation of a closure is thrown away, and with it what batch norms saw in it."""
@@ -157,6 +171,7 @@ class StepRecord:
         self.micro_step = pending.micro_step
         self._stats.end_step(pending.found_inf, pending.models)
         self._found_infs.clear()
+        self._found_elsewhere.clear()
         self._pending = None
 
     def use_counters(self, num_steps: Tensor, num_skipped: Tensor) -> None:
@@ -187,3 +202,11 @@ class StepRecord:
         self.discard()
         self.num_steps = torch.full_like(self.num_steps, taken)
         self.num_skipped = torch.full_like(self.num_skipped, skipped)
+
+
+def _lowered(scaler: LossScaler, found_inf: Tensor) -> ScaleState:
+    """The state of a scaler after an overflow that another step skips for; a finite pass does not count there."""
+    state = scaler.state
+    found_inf = found_inf.to(state.scale.device)
+    moved = advance(scaler.config, state, found_inf)
+    return ScaleState(*(torch.where(found_inf != 0, new, old) for new, old in zip(moved, state, strict=True)))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.casting.casts import OpCasts
-from halfpeak.casting.scope import restoring_scopes
+from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties, get_level, resolve
 from halfpeak.core.short_repr import short_repr
@@ -152,8 +151,8 @@ def scale_loss(
         delay: DDP does not reduce these gradients yet, so they stay scaled until a later pass that does.
     """
     # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
-    casting = engine.casting if isinstance(engine.casting, OpCasts) else nullcontext()
-    with restoring_scopes(), casting, engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
+    casting = engine.casting if isinstance(engine.casting, OpCasts) else None
+    with casts_on(casting), engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
         yield product
     engine.accumulate()
     # The loop does not say whose loss it was: an optimizer that got no gradient has nothing to skip for.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.casting.scope import restoring_scopes
+from halfpeak.casting.casts import casts_on
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
@@ -177,9 +177,8 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         self._synchronised = self.should_sync() or not can_wait
         with ExitStack() as stack:
-            stack.enter_context(restoring_scopes())
             stack.enter_context(synchronising(model, self._synchronised))
-            stack.enter_context(self._casting())
+            stack.enter_context(casts_on(self._casting()))
             yield
 
     @property
@@ -194,7 +193,7 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         engine = self._ready()
         self.last_result, self._pending = None, {}
         block = engine.scaled(loss, loss_id=loss_id, delay=not self._synchronised)
-        with restoring_scopes(), engine.casting, block as scaled:
+        with casts_on(engine.casting), block as scaled:
             scaled.backward(**kwargs)
         self._counts.done += 1
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
@@ -248,7 +249,8 @@ class OtherGrads:
     """Unscales what a loss leaves in the parameters of optimizers that its backward pass is not for.
 
     A generator's loss reaches the discriminator, which an engine of its own trains: there the gradients add up as they do in
-    plain torch, in that engine's window. One that is not finite skips the step of the optimizer that would read it.
+    plain torch, in that engine's window. One that is not finite skips the step of the optimizer that would read it, and with
+    that step the scale of the loss falls: where such gradients are dropped instead, they change nothing.
 
     Args:
         prepared: the other optimizers, of whatever engine.
@@ -277,22 +279,25 @@ class OtherGrads:
         self._stashed.clear()
 
     @untraced
-    def accumulate(self, scale: Tensor) -> list[tuple[PreparedOptimizer, Tensor]]:
+    def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
         """Unscale the new gradients and add what was set aside. An optimizer that got none is left as it was.
 
         Args:
+            scaler: whose scale it is.
             scale: what the loss was multiplied by.  # f32[]
 
         Returns:
             The optimizers that got gradients, each with 1 if one of them is not finite.  # f32[]
         """
-        reached: list[tuple[PreparedOptimizer, Tensor]] = []
+        reached: list[tuple[Optimizer, Tensor]] = []
         while self._stashed:
             one, parameters, grads = self._stashed.pop(0)
             fresh = gradients_of(parameters)
             _put(parameters, grads)
             if not are_none(fresh):
-                reached.append((one, _add(one, parameters, fresh, scale)))
+                found_inf = _add(one, parameters, fresh, scale)
+                one.add_found_inf_elsewhere(scaler, found_inf)
+                reached.append((one.optimizer, found_inf))
         return reached
 
 
