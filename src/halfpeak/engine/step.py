@@ -209,16 +209,9 @@ class TrainStep:
 
         It does where ranks must agree, where a loss scale is close to its limit, and where several losses were scaled.
         """
-        used = self._record.found_inf_per_scaler
-        if (
-            len(used) != 1
-            or self._record.was_reached
-            or not self.reducer.is_local
-            or self._stuck.value > 0
-            or self._is_near_limit()
-        ):
+        scaler = self._record.only_scaler
+        if scaler is None or not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit():
             return None
-        scaler = used[0][0]
         decision = fused.decide(
             DecisionInputs(
                 scaler.config,

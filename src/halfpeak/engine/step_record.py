@@ -65,9 +65,9 @@ class StepRecord:
         self._found_infs.append((scaler, found_inf))
 
     @property
-    def was_reached(self) -> bool:
-        """Whether a loss that was not for the optimizers of the step has left them gradients."""
-        return bool(self._found_elsewhere)
+    def only_scaler(self) -> LossScaler | None:
+        """The one loss scaler of all gradients since the last step; None where there are several, or none."""
+        return self._found_infs[0][0] if len(self._found_infs) == 1 and not self._found_elsewhere else None
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember a backward pass that was not for the optimizers of the step: its scale falls if it makes them skip."""
