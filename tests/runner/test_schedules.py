@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,8 @@ def test_a_policy_of_ones_own() -> None:
     hook = Halves()
     assert run(sgd(), hook) == [[1.0]] * 4 + [[0.5]] * 4
     assert hook.base_lr == [1.0]
+    later: Any = SimpleNamespace(epoch=3)
+    assert hook.get_regular_lr(later) == [0.125]
 
 
 def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:

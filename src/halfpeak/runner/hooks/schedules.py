@@ -9,7 +9,7 @@ Longer than 500 lines because the policies of mmcv are one list, in which rate a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -150,6 +150,12 @@ class UpdaterHook(Hook):
             return self.warmup_ratio
         return 1 - left * (1 - self.warmup_ratio) if self.warmup == "linear" else self.warmup_ratio**left
 
+    def _by_group(self, number: Callable[[float], float]) -> Values:
+        """A number per group, in the form of ``runner.current_lr``."""
+        return optimizers.unnamed(
+            {name: [number(base) for base in bases] for name, bases in self._base.items()}
+        )
+
 
 class LrUpdaterHook(UpdaterHook):
     """Base of the schedules of the learning rate: a subclass returns it from :meth:`get_lr`.
@@ -161,6 +167,10 @@ class LrUpdaterHook(UpdaterHook):
     @abstractmethod
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
         """The rate now, of a group that begins with ``base_lr``."""
+
+    def get_regular_lr(self, runner: RunnerView) -> Values:
+        """The rate of each group without warm-up."""
+        return self._by_group(lambda base: self.get_lr(runner, base))
 
     @property
     def base_lr(self) -> Values:
@@ -203,6 +213,10 @@ class MomentumUpdaterHook(UpdaterHook):
     @abstractmethod
     def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
         """The momentum now, of a group that begins with ``base_momentum``."""
+
+    def get_regular_momentum(self, runner: RunnerView) -> Values:
+        """The momentum of each group without warm-up."""
+        return self._by_group(lambda base: self.get_momentum(runner, base))
 
     @property
     def base_momentum(self) -> Values:
