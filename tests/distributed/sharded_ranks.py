@@ -27,7 +27,10 @@ from halfpeak.distributed import fully_shard
 from halfpeak.optim import ApexOptimWrapper
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed")
+LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed", "kept")
+KEPT = ("blocks.0", "head")
+"""What stays float32 in the layout of that name."""
+
 INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
 FRONT_ENDS = ("amp", "GradScaler", "wrapper")
 STEPS = 6
@@ -95,16 +98,28 @@ def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
         return fully_shard(model, level, mesh=mesh["data"]), 1
     for block in model.blocks:
         block.recomputed = layout == "checkpointed"
-    return fully_shard(model, level, offload=layout == "offload"), ranks
+    keep_fp32 = KEPT if layout == "kept" else ()
+    return fully_shard(model, level, offload=layout == "offload", keep_fp32=keep_fp32), ranks
 
 
 def train(
-    model: nn.Module, level: str, every: int, poisoned: bool, *, part: int, parts: int, wrapped: bool
+    model: nn.Module,
+    level: str,
+    layout: str,
+    every: int,
+    poisoned: bool,
+    *,
+    part: int,
+    parts: int,
+    wrapped: bool,
 ) -> dict[str, Any]:
     """Train on this rank's part of each batch. In the second step the loss of part 0 is inf where it is poisoned."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scale = halfpeak.ScaleConfig(init=1024.0)
-    engine = halfpeak.prepare(model, optimizer, level, accumulate=every, clip=0.5, scale=scale)
+    keep_fp32 = KEPT if layout == "kept" else ()
+    engine = halfpeak.prepare(
+        model, optimizer, level, accumulate=every, clip=0.5, scale=scale, keep_fp32=keep_fp32
+    )
     outcomes: list[bool] = []
     norms: list[float] = []
     for step in range(STEPS * every):
@@ -132,14 +147,14 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def one_process(level: str, every: int, poisoned: bool) -> dict[str, Any]:
+def one_process(level: str, layout: str, every: int, poisoned: bool) -> dict[str, Any]:
     """The same training on whole batches, without ranks."""
-    return train(net(), level, every, poisoned, part=0, parts=1, wrapped=False)
+    return train(net(), level, layout, every, poisoned, part=0, parts=1, wrapped=False)
 
 
 def several(rank: int, level: str, layout: str, every: int, poisoned: bool) -> dict[str, Any]:
     model, parts = sharded(level, layout)
-    return train(model, level, every, poisoned, part=rank % parts, parts=parts, wrapped=True)
+    return train(model, level, layout, every, poisoned, part=rank % parts, parts=parts, wrapped=True)
 
 
 def cases() -> Iterator[tuple[str, str, int, bool]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfpeak.casting.modules import is_kept_fp32, is_prepared
+from halfpeak.casting.modules import is_kept_fp32, is_prepared, kept_by_user
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.levels import resolve
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.ops.shards import is_shard
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
@@ -29,6 +30,7 @@ def fully_shard(
     reshard_after_forward: bool | int = True,
     offload: Any = None,
     norms: NormRule = "all",
+    keep_fp32: Sequence[KeepFp32] = (),
     **options: Any,
 ) -> nn.Module:
     """Shard a float32 model over the ranks with torch's FSDP2, so that the shards are the masters of an opt level.
@@ -47,6 +49,7 @@ def fully_shard(
         reshard_after_forward: free the gathered weights after the forward pass, and gather them again for the backward pass.
         offload: True keeps shards, gradients and moments in host memory; or an ``OffloadPolicy`` of torch's.
         norms: which layers stay float32; as in :func:`halfpeak.prepare`.
+        keep_fp32: which other modules do, likewise; each is gathered by itself.
         options: others of ``torch.distributed.fsdp.fully_shard``, but ``mp_policy``, which the level gives.
 
     Returns:
@@ -65,7 +68,7 @@ def fully_shard(
             optimizer = torch.optim.AdamW(model.parameters())
             engine = halfpeak.prepare(model, optimizer, "O2", clip=1.0)
     """
-    policy = resolve(level).policy(norms=norms)
+    policy = replace(resolve(level).policy(norms=norms), keep_fp32=tuple(keep_fp32))
     _check(model, policy, options)
     chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
     # Slow to import, and nothing but this needs it.
@@ -88,9 +91,15 @@ def fully_shard(
         "reshard_after_forward": reshard_after_forward,
     }
     low = policy.param if policy.param in LOW and not policy.per_op else None
+    by_user = [] if low is None else kept_by_user(model, policy.keep_fp32)
+    inside = _ids_inside(by_user)
+    for module in by_user:
+        torch_fully_shard(module, mp_policy=MixedPrecisionPolicy(), **shared)
     of_weights = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
     for module in (*reversed(chosen), model):
-        kept = [] if low is None else _unsharded_norms(module, policy.norms)
+        if id(module) in inside:
+            continue
+        kept = [] if low is None else _unsharded_norms(module, policy.norms, inside)
         if module in kept:
             torch_fully_shard(module, mp_policy=MixedPrecisionPolicy(), **shared)
             continue
@@ -140,7 +149,7 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
         if dtype is not expected:
             raise ParameterError(
                 f"parameter {name} is sharded and gathered in {dtype}, and this level computes with it in {expected}; shard "
-                "the float32 model by halfpeak.distributed.fully_shard(model, level), with the level and norms= of prepare"
+                "the float32 model by halfpeak.distributed.fully_shard, with the level, norms= and keep_fp32= of prepare"
             )
 
 
@@ -149,6 +158,7 @@ def _gathered_dtypes(
 ) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
     """Name, dtype when gathered (None where FSDP2 does not gather it) and the dtype it should have, of every shard."""
     gathering: dict[str, Any] = {}
+    inside = _ids_inside(kept_by_user(model, policy.keep_fp32))
     for path, module in model.named_modules():
         parent = gathering.get(path.rpartition(".")[0]) if path else None
         gathering[path] = module if is_fully_sharded(module) else parent
@@ -157,7 +167,8 @@ def _gathered_dtypes(
                 owner = gathering[path]
                 low = None if owner is None else owner._get_fsdp_state()._mp_policy.param_dtype
                 dtype = None if owner is None else low or parameter.dtype
-                expected = torch.float32 if is_kept_fp32(module, policy.norms) else policy.param
+                is_kept = id(module) in inside or is_kept_fp32(module, policy.norms)
+                expected = torch.float32 if is_kept else policy.param
                 yield f"{path}.{name}".lstrip("."), dtype, expected
 
 
@@ -232,12 +243,17 @@ def _named_blocks(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name in found]
 
 
-def _unsharded_norms(module: nn.Module, norms: NormRule) -> list[nn.Module]:
-    """The layers below ``module``, itself included, that stay float32 and are not sharded yet."""
+def _ids_inside(modules: Sequence[nn.Module]) -> set[int]:
+    return {id(part) for module in modules for part in module.modules()}
+
+
+def _unsharded_norms(module: nn.Module, norms: NormRule, inside: set[int]) -> list[nn.Module]:
+    """The layers below ``module``, itself included, that stay float32 and are not sharded yet, or ``inside`` what is."""
     return [
         one
         for one in module.modules()
         if is_kept_fp32(one, norms)
+        and id(one) not in inside
         and not is_fully_sharded(one)
         and any(True for _ in one.parameters(recurse=False))
     ]
