@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import tomllib
 from collections.abc import Callable
@@ -338,3 +339,28 @@ def test_an_accelerator_resumes_bitwise(recipe: str, level: str) -> None:
     run(*arguments, "--output", "parts", stop_after=4)
     run("--resume", "parts")
     assert_same_run("whole", "parts")
+
+
+def link_outside(path: Path) -> None:
+    path.symlink_to("../outside")
+
+
+# With any other file called metrics.jsonl the folder holds a run already.
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (link_outside, ("config.toml", "summary.json", "metrics.jsonl")),
+        (os.mkfifo, ("config.toml", "summary.json")),
+    ],
+    ids=["links", "pipes"],
+)
+def test_what_lies_in_the_output_folder_is_replaced_not_written_through(
+    own_folder: Path, make: Callable[[Path], object], names: tuple[str, ...]
+) -> None:
+    folder = own_folder / "out"
+    folder.mkdir()
+    for name in names:
+        make(folder / name)
+    run("digits", "--steps", "2", "--output", "out", *SMALL)
+    assert not (own_folder / "outside").exists()
+    assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in names)

@@ -62,10 +62,10 @@ from halfpeak.recipes.training import require_same
         ({"optimizer": "lion"}, "optimizer='lion' must be one of adam, adamw"),
         ({"optimizer": "admaw"}, "did you mean adamw?"),
         ({"recipe": "pysource", "size": "huge"}, "size='huge' must be one of tiny, small"),
-        ({"steps": 10**5000}, "steps=a number of thousands of digits must be below 2**63"),
+        ({"steps": 10**5000}, "steps=an integer of 16610 bits must be below 2**63"),
         (
             {"level": [[[[["O2"] * 9] * 9] * 9] * 9]},
-            "...]] must be text",
+            "level=[a list of 9] must be text",
         ),
         ({"size": "tiny"}, "recipe 'digits' has no such setting"),
         ({"recipe": "digit"}, "did you mean digits?"),

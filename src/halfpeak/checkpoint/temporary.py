@@ -41,6 +41,18 @@ def temporary(target: Path) -> Generator[BinaryIO]:
             os.close(lock)
 
 
+def write_text(target: Path, text: str) -> None:
+    """Write a text file whole or not at all. A link in its place is replaced, not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with temporary(target) as file:
+        file.write(text.encode())
+        file.flush()
+        os.replace(file.name, target)
+
+
 def remove_stale(directory: Path) -> None:
     """Remove the temporary files of writers that died in ``directory``; a courtesy that never fails.
 

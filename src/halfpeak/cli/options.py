@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from halfpeak.checkpoint.temporary import write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.extras import needs
 from halfpeak.recipes.settings import (
@@ -125,7 +126,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
         for name, value in values.items()
         if value is not None
     ]
-    path.write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
 
 
 def _options(*, common_only: bool) -> Any:

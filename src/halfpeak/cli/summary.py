@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.cli.text import short
 from halfpeak.insight.extras import MissingExtraError, needs
@@ -50,7 +51,7 @@ def finish(training: Training, folder: RunFolder, console: Console, reason: str 
     """Write summary and picture, and print the table."""
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)
-    folder.summary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_text(folder.summary, json.dumps(results, indent=2) + "\n")
     if training.config.plot:
         title = f"{results['recipe']} at {results['level']}: {training.num_steps} steps taken, {results['skipped']} skipped"
         try:

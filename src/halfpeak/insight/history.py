@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfpeak.checkpoint.temporary import write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.extras import needs
 from halfpeak.ops.async_scalar import AsyncCopy
@@ -130,12 +130,10 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, after: int | None = None) -> None:
-        if after is not None and path.exists():
-            kept = [row for row in read_rows(path) if row["step"] <= after]
-            replacement = path.with_suffix(".part")
-            replacement.write_text("".join(map(_line, kept)), encoding="utf-8")
-            os.replace(replacement, path)
-        self._file = path.open("w" if after is None else "a", encoding="utf-8")
+        has_rows = after is not None and path.is_file()
+        kept = [row for row in read_rows(path) if row["step"] <= after] if has_rows else []
+        write_text(path, "".join(map(_line, kept)))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append and flush."""

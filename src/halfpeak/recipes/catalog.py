@@ -12,6 +12,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
+from halfpeak.core.short_repr import short_repr
 from halfpeak.insight.suitable import suitable_level
 from halfpeak.recipes import digits, pysource
 from halfpeak.recipes.base import Recipe
@@ -24,7 +25,6 @@ from halfpeak.recipes.settings import (
     find_recipe,
     merge_layers,
     parse_values,
-    quote,
 )
 
 _BUILDERS: Mapping[str, Callable[[TrainConfig, torch.device], Recipe]] = MappingProxyType(
@@ -50,7 +50,7 @@ def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
     for setting in ("size", "context"):
         if given.get(setting) is not None and setting not in info.own:
             raise ConfigError(
-                f"{setting}={quote(given[setting])}: recipe {name!r} has no such setting; leave it out"
+                f"{setting}={short_repr(given[setting])}: recipe {name!r} has no such setting; leave it out"
             )
     # The recipe's warm-up may be too long for the run, whose length only complete() knows.
     config = TrainConfig.from_values(merge_layers(info.defaults, {"warmup": None}, given))
@@ -92,6 +92,6 @@ def _check_level(level: str) -> None:
     near = next((name for name in (AUTO, *LEVELS) if name in (level.lower(), f"O{level[1:]}")), None)
     hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(
-        f"unknown level {quote(level)}; write one of {AUTO}, {', '.join(LEVELS)}, with the letter O, not the digit "
+        f"unknown level {short_repr(level)}; write one of {AUTO}, {', '.join(LEVELS)}, with the letter O, not the digit "
         f"zero{hint}"
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 
 def _setting(
@@ -246,7 +246,7 @@ def find_recipe(name: object) -> RecipeInfo:
         ConfigError: there is none.
     """
     if not isinstance(name, str) or name not in RECIPES:
-        message = f"unknown recipe {quote(name)}; write one of {', '.join(RECIPES)}"
+        message = f"unknown recipe {short_repr(name)}; write one of {', '.join(RECIPES)}"
         raise ConfigError(message + _did_you_mean(name, RECIPES))
     return RECIPES[name]
 
@@ -287,7 +287,7 @@ def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in kinds:
             near = difflib.get_close_matches(str(name)[:100], kinds, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(kinds)}"
-            raise ConfigError(f"unknown setting {quote(name)}; {hint}")
+            raise ConfigError(f"unknown setting {short_repr(name)}; {hint}")
         parsed[name] = _parse_value(name, value, kinds[name])
     return parsed
 
@@ -309,7 +309,7 @@ def _parse_value(name: str, value: Any, kind: Any) -> Any:
             return parsed
     allowed = ", ".join(_describe(one) for one in kinds if one is not type(None))
     choices = [choice for one in kinds if get_origin(one) is Literal for choice in get_args(one)]
-    raise ConfigTypeError(f"{name}={quote(value)} must be {allowed}" + _did_you_mean(value, choices))
+    raise ConfigTypeError(f"{name}={short_repr(value)} must be {allowed}" + _did_you_mean(value, choices))
 
 
 def _read(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -341,37 +341,23 @@ def _describe(kind: Any) -> str:
 def _check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     choices = metadata["choices"]
     if choices is not None and value is not None and value not in choices:
-        message = f"{name}={quote(value)} must be one of {', '.join(choices)}"
+        message = f"{name}={short_repr(value)} must be one of {', '.join(choices)}"
         raise ConfigError(message + _did_you_mean(value, choices))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     least, above, most = metadata["least"], metadata["above"], metadata["most"]
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} must be finite")
+        raise ConfigError(f"{name}={short_repr(value)} must be finite")
     if isinstance(value, int) and value >= 2**63:
-        raise ConfigError(f"{name}={quote(value)} must be below 2**63")
+        raise ConfigError(f"{name}={short_repr(value)} must be below 2**63")
     if least is not None and value < least:
-        raise ConfigError(f"{name}={quote(value)} must be {least} or more")
+        raise ConfigError(f"{name}={short_repr(value)} must be {least} or more")
     if above is not None and value <= above:
-        raise ConfigError(f"{name}={quote(value)} must be above {above}")
+        raise ConfigError(f"{name}={short_repr(value)} must be above {above}")
     if most is not None and value > most:
-        raise ConfigError(f"{name}={quote(value)} must be {most} or less")
-
-
-def quote(value: object) -> str:
-    """``repr`` of a value from a file, of bounded length: nested lists of a few bytes can spell megabytes.
-
-    >>> quote("O7"), quote([[[[1]]]])
-    ("'O7'", '[[...]]')
-    """
-    shortened = reprlib.Repr()
-    shortened.maxlevel, shortened.maxstring, shortened.maxother = 2, 100, 100
-    try:
-        return shortened.repr(value)
-    except ValueError:  # Python spells no integers of more than 4300 digits
-        return "a number of thousands of digits"
+        raise ConfigError(f"{name}={short_repr(value)} must be {most} or less")
 
 
 def _did_you_mean(value: object, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(quote(value).strip("'"), list(choices), n=1)
+    near = difflib.get_close_matches(short_repr(value).strip("'"), list(choices), n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate, set_learning_rate
 from halfpeak.recipes.precision import build_engine, properties
 from halfpeak.recipes.sampler import BatchSampler
-from halfpeak.recipes.settings import CHANGEABLE, TrainConfig, quote
+from halfpeak.recipes.settings import CHANGEABLE, TrainConfig
 from halfpeak.state import random_state
 
 FORMAT = "halfpeak.train"
@@ -174,7 +175,7 @@ def require_same(saved: Mapping[str, Any], config: TrainConfig) -> None:
     """
     now = config.values()
     changed = [
-        f"{name} was {quote(saved.get(name))} and is {value!r}"
+        f"{name} was {short_repr(saved.get(name))} and is {value!r}"
         for name, value in now.items()
         if name not in CHANGEABLE and saved.get(name) != value
     ]
@@ -194,7 +195,7 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
         raise CheckpointError(f"{source} is not a checkpoint of 'halfpeak train'")
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"{source} has version {quote(state.get('version'))}; this halfpeak reads version {VERSION}"
+            f"{source} has version {short_repr(state.get('version'))}; this halfpeak reads version {VERSION}"
         )
     return state
 
@@ -202,7 +203,7 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
 def _check_parts(state: Mapping[str, Any]) -> None:
     for name, is_possible in _PARTS.items():
         if not is_possible(state.get(name)):
-            raise StateError(f"the saved run is damaged: its {name!r} is {quote(state.get(name))}")
+            raise StateError(f"the saved run is damaged: its {name!r} is {short_repr(state.get(name))}")
 
 
 def _is_count(value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -81,8 +82,8 @@ def load_weights(
 def link_latest(target: Path) -> None:
     """Make ``latest.pth`` beside a file a link to it."""
     link = target.parent / "latest.pth"
-    temporary = target.parent / ".latest.pth.tmp"
-    temporary.unlink(missing_ok=True)
+    # A name of its own: two writers in one directory must not meet.
+    temporary = target.parent / f".latest.pth.{secrets.token_hex(8)}.tmp"
     try:
         temporary.symlink_to(target.name)
     except (OSError, NotImplementedError):  # a file system without links
