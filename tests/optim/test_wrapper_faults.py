@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from conftest import global_torch_state
 from optim.test_wrapper_state import KINDS as WRAPPERS
-from reliability.faults import KINDS, first_and_last, inject, record
+from reliability.faults import KINDS, Point, first_and_last, inject, record
 from support.nets import OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
 
@@ -53,18 +53,30 @@ def outcomes(kind: str) -> list[list[Any]]:
     return [never.after(), forward_only.after(), taken.after()]
 
 
+# Functions of their own: a run that still lives is another engine, which the next one looks at.
+
+
+def points_of(kind: str) -> list[Point]:
+    run = Run(kind)
+    return record(lambda: run.iterate(FAULTY))
+
+
+def end_of(kind: str, ordinal: int, error: type[BaseException]) -> tuple[Point | None, bool, list[Any]]:
+    run = Run(kind)
+    raised_at, came_out = inject(lambda: run.iterate(FAULTY), ordinal, error)
+    return raised_at, came_out, run.after()
+
+
 @pytest.mark.parametrize("kind", ["plain", "amp", "O1", "O2"])
 def test_an_iteration_is_taken_or_never_begun(kind: str) -> None:
     allowed = outcomes(kind)
     assert len({repr(one) for one in allowed}) == 3
-    run = Run(kind)
-    points = record(lambda: run.iterate(FAULTY))
+    points = points_of(kind)
     own = [ordinal for ordinal in first_and_last(points) if points[ordinal].file.startswith("optim/")]
     assert len(own) > 50
     calm = global_torch_state()
     for number, ordinal in enumerate(own):
-        run = Run(kind)
-        raised_at, came_out = inject(lambda: run.iterate(FAULTY), ordinal, KINDS[number % len(KINDS)])  # noqa: B023
+        raised_at, came_out, after = end_of(kind, ordinal, KINDS[number % len(KINDS)])
         assert (raised_at, came_out) == (points[ordinal], True)
         assert global_torch_state() == calm, raised_at
-        assert run.after() in allowed, raised_at
+        assert after in allowed, raised_at
