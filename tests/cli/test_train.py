@@ -162,6 +162,21 @@ def test_resume_without_a_path_takes_the_newest_run() -> None:
     assert f"continuing {folder} after step 2" in run("--resume")
 
 
+def test_resume_auto_begins_a_run_goes_on_with_it_and_leaves_a_finished_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("--steps", "4", "--output", "whole", *SMALL)
+    again = ("--steps", "4", "--output", "out", "--resume", "auto", *SMALL)
+    Path("out").mkdir()
+    Path("out/metrics.jsonl").write_text("")  # of a run that was killed before its first checkpoint
+    assert "continuing" not in run(*again, stop_after=2)
+    assert "continuing out after step 2" in run(*again)
+    assert_same_run("out", "whole")
+    assert "the run in out is over: it took its 4 steps" in run(*again)
+    assert main(["train", "--resume", "auto"]) == 2
+    assert "--resume auto needs --output" in capsys.readouterr().err
+
+
 def test_changed_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     run("--steps", "4", "--output", "out", *SMALL, stop_after=2)
     before = Path("out/metrics.jsonl").read_bytes()

@@ -25,6 +25,7 @@ from halfpeak.recipes.settings import (
 )
 
 LATEST = "latest"
+AUTO = "auto"
 
 _EXAMPLES = """\
 For example:
@@ -41,7 +42,7 @@ class Request(NamedTuple):
 
     Attributes:
         values: the settings that were given, as text.
-        resume: where to continue; :data:`LATEST` for the newest run.
+        resume: where to continue; :data:`LATEST` for the newest run, :data:`AUTO` for that of ``--output`` if there is one.
     """
 
     values: dict[str, Any]
@@ -156,7 +157,7 @@ def _options(*, common_only: bool) -> Any:
         )
     extra = {
         "config": "A TOML, YAML or JSON file of settings; the command line wins over it.",
-        "resume": "Continue a run bit for bit: its folder, or nothing for the newest run.",
+        "resume": "Continue a run bit for bit: its folder, nothing for the newest, or 'auto': that of --output, if any.",
     }
     for name, text in extra.items():
         note = tyro.conf.arg(

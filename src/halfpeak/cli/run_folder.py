@@ -37,8 +37,14 @@ class RunFolder:
         return self.checkpoint.exists() or self.metrics.exists()
 
 
-def new_folder(output: str | None, recipe: str, level: str) -> RunFolder:
+def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: bool = False) -> RunFolder:
     """A folder for a new run, made if need be.
+
+    Args:
+        output: where; None for a name of its own under ``runs``.
+        recipe: part of such a name.
+        level: likewise.
+        may_begin_again: take a folder in which a run has written nothing to continue from.
 
     Raises:
         ConfigError: there is a run in it already, or it cannot be made.
@@ -51,7 +57,7 @@ def new_folder(output: str | None, recipe: str, level: str) -> RunFolder:
     else:
         path = Path(output)
     folder = RunFolder(path)
-    if folder.holds_run():
+    if folder.checkpoint.exists() or (folder.holds_run() and not may_begin_again):
         raise ConfigError(
             f"{path} holds a run already; write --resume {path} to continue it, or another --output"
         )
@@ -60,6 +66,20 @@ def new_folder(output: str | None, recipe: str, level: str) -> RunFolder:
     except OSError as error:
         raise ConfigError(f"the output folder {path} cannot be made: {error.strerror}") from None
     return folder
+
+
+def folder_to_continue(output: str | None) -> RunFolder | None:
+    """What ``--resume auto`` goes on with: the folder ``output`` where it has a checkpoint; None to begin a run there.
+
+    Raises:
+        ConfigError: no ``output``: a job that is started again would not find its run.
+    """
+    if output is None:
+        raise ConfigError(
+            "--resume auto needs --output PATH, where a job that is started again finds its run"
+        )
+    folder = RunFolder(Path(output))
+    return folder if folder.checkpoint.exists() else None
 
 
 def existing_folder(resume: str, output: str | None) -> RunFolder:

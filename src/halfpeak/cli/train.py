@@ -13,9 +13,9 @@ import torch
 
 from halfpeak.checkpoint import file as checkpoint
 from halfpeak.cli.interrupt import Interrupt
-from halfpeak.cli.options import Request, parse, read_config, write_config
+from halfpeak.cli.options import AUTO, Request, parse, read_config, write_config
 from halfpeak.cli.progress import progress
-from halfpeak.cli.run_folder import RunFolder, existing_folder, new_folder
+from halfpeak.cli.run_folder import RunFolder, existing_folder, folder_to_continue, new_folder
 from halfpeak.cli.summary import finish
 from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
@@ -68,16 +68,28 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
 
     given = [{} if request.config is None else read_config(request.config), request.values]
     config, folder, saved = build_config(*given), None, None
-    if request.resume is not None:
+    if request.resume == AUTO:
+        folder = folder_to_continue(config.output)
+    elif request.resume is not None:
         folder = existing_folder(request.resume, config.output)
+    if folder is not None:
         saved = _load(folder, say)
         config = build_config(saved["plan"], _length(folder), *given)
     with repeatable(config.deterministic), threads(config.threads):
         training, reason = _build(config, say, None if saved is None else saved["plan"])
         if folder is None or saved is None:
-            folder = new_folder(config.output, training.config.recipe, training.config.level)
+            folder = new_folder(
+                config.output,
+                training.config.recipe,
+                training.config.level,
+                may_begin_again=request.resume == AUTO,
+            )
             resumed_at = None
         else:
+            training.load_state_dict(saved)
+            if request.resume == AUTO and training.step >= (training.config.steps or 0):
+                say(f"the run in {folder.path} is over: it took its {training.step} steps")
+                return True
             _resume(training, folder, saved, say)
             resumed_at = training.step
         training.config = replace(training.config, output=str(folder.path))
@@ -116,8 +128,7 @@ def _build(config: TrainConfig, say: Say, saved: Mapping[str, Any] | None) -> tu
 
 
 def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say: Say) -> None:
-    """Load the state of the run in the folder, and tell what is different now."""
-    training.load_state_dict(saved)
+    """Tell what is different now from the run whose state was loaded."""
     config = training.config
     if training.step >= (config.steps or 0):
         raise ConfigError(
