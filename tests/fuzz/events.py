@@ -187,7 +187,8 @@ def _(run: Run, pick: random.Random) -> None:
 @event("clip by torch's value", (BETWEEN,), refusals=(SCALED, NOT_ALL), later=(WAITED,))
 def _(run: Run, pick: random.Random) -> None:
     run.unscale()
-    nn.utils.clip_grad_value_(mains(run), 0.05)
+    if with_gradient := [main for main in mains(run) if main.grad is not None]:
+        nn.utils.clip_grad_value_(with_gradient, 0.05)
 
 
 @event("zero_grad of the optimizer", (BEFORE, BETWEEN))

@@ -222,6 +222,7 @@ class Reference:
         self._follow()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         found = any(self.found[o] for o in chosen)
+        has_gradients = any(self.grads_of(o) for o in chosen)
         norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
         if norm is not None and not math.isfinite(norm):
             found = True
@@ -236,11 +237,11 @@ class Reference:
                 ended.append(self._call(o))
         except BaseException as error:
             if getattr(error, "stepped", False) and len(ended) + 1 == len(chosen):
-                self._end(chosen, found)
+                self._end(chosen, found, counts=has_gradients)
             else:
                 self.abort()
             raise
-        self._end(chosen, found)
+        self._end(chosen, found, counts=has_gradients)
         return Result(True, found, self.scales[0].scale, norm)
 
     def _call(self, o: int) -> bool:
@@ -512,14 +513,14 @@ class Reference:
             grad.copy_(grad.float() * factor)
         return float(norm)
 
-    def _end(self, chosen: Iterable[int], found: bool) -> None:
+    def _end(self, chosen: Iterable[int], found: bool, *, counts: bool = True) -> None:
+        """``counts``: without a gradient anywhere it was neither a step nor a skip."""
         self.micro += 1
+        self.num_skipped += found and counts
+        self.num_steps += not found and counts
         if found:
-            self.num_skipped += 1
             for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                 buffer.copy_(saved)
-        else:
-            self.num_steps += 1
         self.stats = None
         for loss_id, found_inf in self.found_by_loss.items():
             self.scales[loss_id].update(found_inf)

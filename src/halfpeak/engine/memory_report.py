@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.window import Scaled
 from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.shards import local_of
 from halfpeak.state.remainder_store import remainder_store_of
 
 
@@ -121,6 +122,7 @@ def _count(holders: Iterable[Any], seen: dict[Any, object]) -> int:
 
 
 def _storage_bytes(tensor: Tensor, seen: dict[Any, object]) -> int:
+    (tensor,) = local_of([tensor])
     if tensor.is_sparse:
         return sum(_storage_bytes(part, seen) for part in (tensor._indices(), tensor._values()))
     storage = tensor.untyped_storage()

@@ -1,0 +1,210 @@
+"""The ranks of ``test_asymmetric.py``: on one of them something is different. Arguments: ranks, folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfpeak
+from distributed.engine_ranks import batch
+from distributed.launching import fork_ranks
+from halfpeak.distributed import fully_shard
+
+LAYOUTS = ("ddp", "fsdp", "none")
+STEPS = 5
+ODD = 1
+"""The rank on which it is different."""
+
+
+class Net(nn.Module):
+    """Two branches, of which an iteration may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(4, 8)
+        self.branch = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, *, whole: bool = True) -> Tensor:
+        x = torch.relu(self.stem(x))
+        return self.head(x + self.branch(x) if whole else x)
+
+
+class Run:
+    """One engine of this rank."""
+
+    def __init__(self, layout: str, **options: Any) -> None:
+        model = Net()
+        if layout == "fsdp":
+            fully_shard(model, "O2")
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options = {"scale": halfpeak.ScaleConfig(init=1024.0), "clip": 1.0, **options}
+        # Without a wrapper, gradients are each rank's own and only the verdict is shared.
+        group = "world" if layout == "none" else None
+        self.engine = halfpeak.prepare(model, self.optimizer, "O2", group=group, **options)
+        self.model = model
+        self.wrapped: Any = model if layout == "fsdp" else None
+        if layout == "ddp":
+            self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+
+    def step(self, at: int, *, factor: float = 1.0, whole: bool = True) -> Any:
+        with self.engine.forward(self.wrapped):
+            outputs = (self.wrapped or self.model)(batch(dist.get_rank(), at), whole=whole)
+            loss = outputs.float().square().mean()
+        self.engine.backward(loss * factor)
+        return self.engine.step()
+
+
+def train(layout: str, odd: Callable[[Run, int], Any], **options: Any) -> dict[str, Any]:
+    """Five iterations, of which the odd rank takes some otherwise."""
+    run, outcomes = Run(layout, **options), []
+    before = collectives()
+    for at in range(STEPS):
+        result = odd(run, at) if dist.get_rank() == ODD else run.step(at)
+        if result.boundary:
+            outcomes.append(result.stepped())
+    return {
+        "outcomes": outcomes,
+        "scale": run.engine.read_scale(),
+        "counters": [int(run.engine.num_steps), int(run.engine.num_skipped), run.engine.micro_step],
+        "collectives": collectives() - before,
+        "values": [] if layout != "ddp" else [p.detach().clone() for p in run.model.parameters()],
+    }
+
+
+def collectives() -> int:
+    """How many this rank has begun on the group of all."""
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+
+
+def poisoned(value: float, run: Run, at: int) -> Any:
+    return run.step(at, factor=value if at == 2 else 1.0)
+
+
+def without_gradient(run: Run, at: int) -> Any:
+    return run.step(at, whole=at != 2)
+
+
+def looking(run: Run, at: int) -> Any:
+    """Evaluates, reads memory, properties and gradients where the others do not."""
+    run.engine.memory()
+    if run.wrapped is not run.model:
+        run.model.eval()
+        with torch.no_grad():
+            run.model(batch(9, at))
+        run.model.train()
+    result = run.step(at)
+    run.engine.read_scale()
+    return result
+
+
+def local_nan(run: Run, at: int) -> Any:
+    """One gradient of this rank alone is spoilt, after whatever reduces gradients has been told of the true one."""
+    handle = run.model.head.bias.register_hook(lambda grad: grad * float("nan") if at == 2 else grad)
+    result = run.step(at)
+    handle.remove()
+    return result
+
+
+def raising(run: Run, at: int) -> Any:
+    """An exception before anything was sent; the iteration is taken again."""
+    if at == 2:
+        run.engine.abort()
+    return run.step(at)
+
+
+def differing(layout: str) -> dict[str, Any]:
+    """Loss scales that differ."""
+    return refused(Run(layout, scale=halfpeak.ScaleConfig(init=1024.0 * (1 + (dist.get_rank() == ODD)))))
+
+
+def loaded(layout: str, older: bool) -> dict[str, Any]:
+    """One rank alone loads a checkpoint, or an older one than the others."""
+    first = Run(layout)
+    states = []
+    for at in range(2):
+        first.step(at, factor=float("inf"))
+        states.append(first.engine.state_dict())
+    run = Run(layout)
+    if older or dist.get_rank() == ODD:
+        run.engine.load_state_dict(states[0 if dist.get_rank() == ODD else 1])
+    return refused(run)
+
+
+def refused(run: Run) -> dict[str, Any]:
+    """What ``check_ranks`` says on every rank."""
+    before = collectives()
+    try:
+        run.engine.check_ranks()
+    except halfpeak.RankMismatchError as error:
+        return {"error": str(error), "collectives": collectives() - before}
+    return {"error": "", "collectives": collectives() - before}
+
+
+def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Every scenario by name; each rank runs them in this order."""
+    table: dict[str, Callable[[], dict[str, Any]]] = {}
+    last_window = halfpeak.Accumulation(every=2, total=STEPS)
+    for layout in LAYOUTS:
+        table[f"{layout} inf"] = partial(train, layout, partial(poisoned, float("inf")))
+        table[f"{layout} nan"] = partial(train, layout, partial(poisoned, float("nan")))
+        if layout != "fsdp":  # which needs the same gradients on every rank, and calls no hook of a parameter
+            table[f"{layout} no gradient"] = partial(train, layout, without_gradient)
+            table[f"{layout} nan in one gradient"] = partial(train, layout, local_nan)
+        table[f"{layout} looks"] = partial(train, layout, looking)
+        if layout != "none":  # where ranks agree on every step, they notice
+            table[f"{layout} abort"] = partial(train, layout, raising)
+        table[f"{layout} inf in a window"] = partial(
+            train, layout, partial(poisoned, float("inf")), accumulate=last_window
+        )
+    for layout in ("ddp", "none"):
+        table[f"{layout} other scale"] = partial(differing, layout)
+        table[f"{layout} other checkpoint"] = partial(loaded, layout, False)
+        table[f"{layout} older checkpoint"] = partial(loaded, layout, True)
+    return table
+
+
+def leave(rank: int) -> str:
+    """Last of all, one rank goes: what the others say to that."""
+    run = Run("ddp")
+    run.step(0)
+    if rank == ODD:
+        return "gone"
+    try:
+        run.step(1)
+    except Exception as error:
+        run.engine.abort()
+        return f"{type(error).__name__}, open: {run.engine.is_open}"
+    return "went on"
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    seen: dict[str, Any] = {name: run() for name, run in scenarios().items()}
+    dist.barrier()
+    seen["leave"] = leave(rank)
+    torch.save(seen, folder / f"rank{rank}.pt")
+    if rank != ODD:
+        return
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(rank_main))

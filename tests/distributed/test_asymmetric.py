@@ -1,0 +1,48 @@
+"""One rank is different (gloo): no rank waits for ever, all begin the same collectives, and they skip, or refuse, together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed.asymmetric_ranks import LAYOUTS, STEPS, scenarios
+from distributed.launching import Seen, launch
+
+NAMES = list(scenarios())
+SKIPS = {"inf": [2], "nan": [2], "nan in one gradient": [2], "inf in a window": [1]}
+"""Which of its steps a scenario skips; others skip none."""
+DIFFERENT = ("scale", "checkpoint")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("asymmetric_ranks.py", request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(DIFFERENT)])
+def test_ranks_step_and_skip_together(ranks: Seen, name: str) -> None:
+    seen, kind = ranks[name], name.partition(" ")[2]
+    steps = 3 if kind == "inf in a window" else STEPS
+    expected = [step not in SKIPS.get(kind, []) for step in range(steps)]
+    for one in seen:
+        assert one["outcomes"] == expected
+        assert (one["scale"], one["counters"]) == (seen[0]["scale"], seen[0]["counters"])
+        assert one["collectives"] == seen[0]["collectives"]
+        assert all(map(torch.equal, one["values"], seen[0]["values"]))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(DIFFERENT)])
+def test_ranks_that_differ_are_told_on_all(ranks: Seen, name: str) -> None:
+    for one in ranks[name]:
+        assert "the scale of loss 0" in one["error"]
+        assert one["collectives"] == ranks[name][0]["collectives"]
+
+
+def test_who_is_left_alone_gets_an_error(ranks: Seen) -> None:
+    assert ranks["leave"] == [
+        "RuntimeError, open: False" if i != 1 else "gone" for i in range(len(ranks["leave"]))
+    ]
+
+
+def test_every_layout_is_tried() -> None:
+    assert {name.split()[0] for name in NAMES} == set(LAYOUTS)
