@@ -225,8 +225,10 @@ class Reference:
         has_gradients = any(self.grads_of(o) for o in chosen)
         norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
         if norm is not None and not math.isfinite(norm):
+            if not found:
+                # Finite gradients whose squares are not: all scales answer for it.
+                self.found_by_loss = dict.fromkeys(self.found_by_loss, True)
             found = True
-            self.found_by_loss = dict.fromkeys(self.found_by_loss, True)
         for o in chosen if found else ():
             for pair in self.pairs_of(o):
                 pair.main.grad = None
