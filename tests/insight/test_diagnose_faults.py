@@ -161,7 +161,7 @@ class LanguageModel(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One cell, called three times; only in a chain of its own does it overflow later than at once."""
+    """One cell, called three times."""
 
     places = ("cell", "head")
 
@@ -171,7 +171,7 @@ class Repeated(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         for _ in range(3):
-            x = self.cell(x).tanh()
+            x = self.cell(x)
         return self.head(self.slot(x))
 
 
@@ -197,7 +197,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.slot, self.head = nn.Linear(8, 2), nn.Identity(), nn.Linear(8, 2)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Any:
         weights = self.gate(x).softmax(-1)
@@ -210,7 +210,7 @@ class Siamese(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         self.slot, self.head = nn.Identity(), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Any:
@@ -354,7 +354,7 @@ FAULTS: dict[str, Fault] = {
         FP16_MODEL,
     ),
     "attention": in_slot("overflow", lambda x: scores(x.flatten(0, -2)).view_as(x), FP16_MODEL),
-    "softmax": in_slot("overflow", lambda x: (x * 1e6).softmax(-1), FP16_MODEL),
+    "softmax": in_slot("overflow", lambda x: (x * 1e9).softmax(-1), FP16_MODEL),
     "norm": in_slot("overflow", lambda x: x * (x.abs() * 1000 + 3e4).norm(), FP16_MODEL),
     "sum": in_slot("overflow", lambda x: x + (x * 0 + 3e4).sum(), FP16_MODEL),
     "gradient nan": gradient("nan", torch.nan),
@@ -375,7 +375,7 @@ FAULTS: dict[str, Fault] = {
         "loss", "overflow", lambda run: None, ALL, "", loss=lambda loss: (loss + 1).half() * 1e5
     ),
     "gradient overflow": Fault(
-        "backward", "overflow", lambda run: None, FP16_MODEL, "", loss=lambda loss: loss * 1e7
+        "backward", "overflow", lambda run: None, FP16_MODEL, "", loss=lambda loss: loss * 1e12
     ),
 }
 

@@ -294,6 +294,8 @@ def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
         # A gradient that is not finite, and nothing that made it.
         return _Suspect("backward", "", "grad_output[0]", low.loss or low.events[-1])
     first = plain[0]
+    if first.kind in ("grad_output", "grad_input"):
+        return _blame(first)
     return _blame(_origin(first, bad, replay) or first)
 
 
@@ -334,7 +336,8 @@ def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
         return [e for e in wide.events if e.key == event.key and e.kind in ("grad_output", "grad_input")]
     inside = wide.gradients_of(event.key.module, event.key.call)
     same = [e for e in inside if e.key.tensor == event.key.tensor and e.operation == event.operation]
-    return same or inside
+    # The first: what comes later in the call may be what became of it.
+    return same[:1] or inside
 
 
 def _reason(events: Sequence[Event]) -> tuple[Reason, float]:
