@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.core.errors import OrderError
+from halfpeak.fused import FusedSGD
 
 WITH_MASTERS = ("O2", "O5")
 WITHOUT = ("O0", "O1", "O4")
@@ -84,3 +88,30 @@ def test_what_another_loss_left_is_no_mistake(level: str) -> None:
         of_second.step()
         of_first.step()
         of_first.zero_grad()
+
+
+@pytest.mark.parametrize("level", WITHOUT)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("order", ["past", "engine-past", "past-engine"])
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, order: str, value: float) -> None:
+    """What a pipeline's schedule leaves in float32 weights is unscaled: it is stepped, unless it is not finite."""
+    model = nn.Linear(3, 2)
+    engine = halfpeak.prepare(model, kind(model.parameters(), lr=0.1), level, loss_scale=64.0, accumulate=1)
+    before = model.bias.detach().clone()
+    for who in order.split("-"):
+        loss = model(torch.ones(4, 3)).float().sum(dim=1).mean()
+        if who == "past":
+            (loss * value).backward()
+        else:
+            engine.backward(loss)
+    if kind is FusedSGD and order == "engine-past":
+        # The step was to read its gradients scaled, and nobody knows what was added to them.
+        with pytest.raises(OrderError, match="for every loss"):
+            engine.step()
+        return
+    result = engine.step()
+    assert result.stepped() == (value == 1.0)
+    moved = 0.1 * len(order.split("-")) if value == 1.0 else 0.0
+    torch.testing.assert_close(model.bias.detach(), before - moved)
+    assert engine.read_scale() == 64.0

@@ -254,3 +254,34 @@ def test_a_converted_model_outlives_its_wrapper() -> None:
     del wrapper
     assert repr(model.state_dict()) == state
     assert model(make_batch(0)[0]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kind: str) -> None:
+    """As in a loop of one's own, which has no Runner to say where the run is."""
+    straight = make(kind, 4)
+    train(straight[2], straight[0], range(9))
+    model, _, wrapper = make(kind, 4)
+    train(wrapper, model, range(6))
+    saved = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+    model, optimizer, wrapper = make(kind, 4, seed=1)
+    model.load_state_dict(saved[0])
+    wrapper.load_state_dict(saved[1])
+    train(wrapper, model, range(6, 9))
+    assert wrapper.inner_count == 9
+    assert seen(model, optimizer, wrapper) == seen(*straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_bn_between_two_steps_then_a_skip(kind: str) -> None:
+    model, _, wrapper = make(kind, 1)
+    train(wrapper, model, range(2))
+    norm = next(layer for layer in model.modules() if isinstance(layer, nn.BatchNorm1d))
+    assert norm.running_mean is not None
+    with torch.no_grad():
+        norm.running_mean.fill_(7.0)
+    with wrapper.optim_context(model):
+        loss = model(batch(0)[0]).float().mean()
+    wrapper.update_params(loss * float("inf"))
+    assert not wrapper.stepped()
+    assert bool((norm.running_mean == 7.0).all())

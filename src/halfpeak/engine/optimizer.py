@@ -198,6 +198,8 @@ class PreparedOptimizer:
             self._follow_edits(self.window, pairs)
         elif isinstance(self.window, Scaled):
             self._disarm(self.window)
+        else:
+            self.check_unseen_grads()
         return pairs
 
     def set_window(self, window: Unscaled | Scaled) -> None:
@@ -255,6 +257,27 @@ class PreparedOptimizer:
         if isinstance(self.window, Pending):
             self.window.pass_found_inf.copy_(found_inf)
         self.window = replace(self.window, found_inf=torch.maximum(self.window.found_inf, found_inf))
+
+    def check_unseen_grads(self) -> None:
+        """Look at unscaled gradients that no backward pass of the engine has left, before a step reads them.
+
+        ``loss.backward()``, a pipeline's schedule, or whoever wrote to gradients has put them there.
+        """
+        self.unscale_pending()
+        window, holders = self.window, self.pairs().with_gradient()
+        if isinstance(window, Empty):
+            window, unseen = self._empty, [holder.grad for holder in holders]
+        elif isinstance(window, Unscaled):
+            known = set(map(id, window.snapshot.holders))
+            unseen = [*window.snapshot.changed(), *(h.grad for h in holders if id(h) not in known)]
+        else:
+            return
+        grads = [grad for grad in unseen if grad is not None]
+        if grads:
+            found_inf = window.found_inf.clone()
+            foreach.check_(grads, found_inf)
+            window = replace(window, found_inf=found_inf)
+        self.window = window
 
     def clear_stepped(self, call: StepCall) -> None:
         """The step has come to its end: begin a new window.

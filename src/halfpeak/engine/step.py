@@ -236,7 +236,7 @@ class TrainStep:
         has_gradients = True
         if fused is None:
             for one in prepared:
-                one.unscale_pending()
+                one.check_unseen_grads()
             found_infs = self.unscaled_found_infs(prepared)
             grads = _main_grads(prepared)
             has_gradients = bool(grads) or not self.reducer.is_local

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Self
 
 from torch.optim import Optimizer
 
-from halfpeak.core.state_checks import require_list, require_mapping
+from halfpeak.core.state_checks import require_count, require_list, require_mapping
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.state_checks import check_buffers, check_optimizer, check_version
 from halfpeak.optim.base import BaseOptimWrapper, check_base_settings
@@ -18,6 +18,9 @@ RESUME_KEY: Final = "halfpeak"
 """Its key in the state of a wrapper. torch and mmengine ignore unknown keys."""
 
 _KEYS: Final = frozenset({"version", "scalers", "window", "buffers"})
+COUNT_KEY: Final = "inner_count"
+"""What a wrapper adds: how many backward passes there were. Files written before have none."""
+
 _VERSION: Final = 1
 
 
@@ -62,7 +65,10 @@ def check_resume_format(saved: object) -> None:
     Raises:
         StateError: it is something else.
     """
-    known = require_mapping(saved, f"the entry {RESUME_KEY!r} of the state", _KEYS)
+    has_count = isinstance(saved, Mapping) and COUNT_KEY in saved
+    keys = _KEYS | {COUNT_KEY} if has_count else _KEYS
+    known = require_mapping(saved, f"the entry {RESUME_KEY!r} of the state", keys)
+    require_count(known.get(COUNT_KEY, 0), COUNT_KEY)
     check_version(known["version"], _VERSION)
     check_buffers(known["buffers"])
 

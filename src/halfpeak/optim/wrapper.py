@@ -23,7 +23,7 @@ from halfpeak.engine.sync import synchronising
 from halfpeak.optim.accumulation import BackwardCounts, CountsAccumulation
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, message_hub
-from halfpeak.optim.resume_state import ResumableWrapper
+from halfpeak.optim.resume_state import COUNT_KEY, RESUME_KEY, ResumableWrapper
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.found_inf import FoundInfReducer
 
@@ -170,6 +170,17 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
             parameter.grad = grad
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore what :meth:`state_dict` gave, with the count of backward passes where a window was open.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict.get(RESUME_KEY, {})
+        if COUNT_KEY in saved:
+            self._counts.done = saved[COUNT_KEY]
+
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
         """The forward pass of ``model``: casts on; no gradient reduction (``no_sync``) inside an accumulation window."""
@@ -212,6 +223,13 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         engine = self._ready()
         engine.add_model(unwrap(model))
         self._put_buffers(engine)
+        engine.context.stats.begin_forward()
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state()
+        if RESUME_KEY in state and not self._pending:
+            state[RESUME_KEY][COUNT_KEY] = self._counts.done
+        return state
 
     def _reducer(self) -> FoundInfReducer:
         return FoundInfReducer()
