@@ -93,6 +93,7 @@ NAMED: dict[str, Callable[[dict[str, Any]], None]] = {
     "a moment that is missing": at(*ROW, value=lambda row: {k: v for k, v in row.items() if k != "exp_avg"}),
     "a moment that shares its memory": at(*ROW, "exp_avg", value=lambda old: old[:1, :1].expand(old.shape)),
     "a moment without memory": at(*ROW, "exp_avg", value=lambda old: old.to("meta")),
+    "a moment without a name": at(*ROW, value=lambda row: {**row, 99: torch.ones(3)}),
     "a state nested too deeply": at(*ROW, value=lambda row: {**row, "more": deep(5000)}),
     "a state that holds itself": at(*ROW, value=lambda row: {**row, "more": deep(0)}),
     "one sparse weight": at("models", 0, "0.weight", value=torch.Tensor.to_sparse),

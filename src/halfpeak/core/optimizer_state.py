@@ -184,6 +184,10 @@ def _check_row(
         if missing:
             raise StateError(f"the state of parameter {index} has no {', '.join(missing)}")
     for name, value in row.items():
+        if not isinstance(name, str):
+            raise StateError(
+                f"the state of parameter {index} has the key {short_repr(name)}, which is no name"
+            )
         what, mine = f"{short_repr(name).strip(_QUOTE)} of parameter {index}", own.get(name)
         if name in _SCALARS or is_number(mine):
             require_number(value, what, least=0.0 if name in _SCALARS else -math.inf)
