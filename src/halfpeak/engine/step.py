@@ -489,9 +489,8 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
 
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
-    """A total norm that is not finite skips the step. Where no loss was found to have overflowed, all scales answer for it."""
+    """A total norm that is not finite skips the step. Where no gradient was found to have overflowed, all scales answer."""
     if is_on_host(norm) and math.isfinite(read_host(norm)):
         return
     infinite = (~torch.isfinite(norm)).to(found_infs)
-    found_infs[1:] = torch.maximum(found_infs[1:], infinite * (1 - found_infs.max()))
-    found_infs[0] = torch.maximum(found_infs[0], infinite)
+    found_infs.copy_(torch.maximum(found_infs, infinite * (1 - found_infs[0])))
