@@ -7,6 +7,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class NonfiniteGrads(NamedTuple):
+    """Which gradients of a skipped step were not finite.
+
+    Attributes:
+        names: of parameters, nearest to the loss first.
+        flags: 1 where the gradient was not finite.  # f32[names]
+    """
+
+    names: tuple[str, ...]
+    flags: Tensor
+
+
 class StepResult(NamedTuple):
     """What a call of ``step`` did. The tensors stay on the device; reading one is the caller's choice, and waits.
 
@@ -18,6 +30,7 @@ class StepResult(NamedTuple):
         grad_norm: norm of the true-sized gradients before clipping; None when nothing asked for it.  # f32[]
         boundary: False when the call only closed one of several accumulated backward passes.
         has_gradients: False when no parameter had a gradient, so that there was nothing to step.
+        grads: what :meth:`nonfinite` reads; None where the host does not know of a skip.
     """
 
     found_inf: Tensor
@@ -25,6 +38,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor | None = None
     boundary: bool = True
     has_gradients: bool = True
+    grads: NonfiniteGrads | None = None
 
     def stepped(self) -> bool:
         """Whether the optimizer moved. Waits for the device.
@@ -34,3 +48,21 @@ class StepResult(NamedTuple):
         True
         """
         return self.boundary and self.has_gradients and not bool(self.found_inf)
+
+    def nonfinite(self) -> tuple[str, ...]:
+        """The parameters whose gradients kept the step from being taken, nearest to the loss first. Waits for the device.
+
+        Noted when a step is skipped, at no cost before. Empty for a step that was taken; also inside of
+        :meth:`~halfpeak.Engine.compile`, and on an accelerator with an optimizer that takes ``found_inf`` itself, where nobody
+        waits to learn of the skip. Where a clip by norm comes before the host knows, a NaN has spread to all.
+
+        >>> import torch
+        >>> grads = NonfiniteGrads(("head.weight", "stem.weight"), torch.tensor([0.0, 1.0]))
+        >>> StepResult(torch.tensor(1.0), torch.tensor(65536.0), grads=grads).nonfinite()
+        ('stem.weight',)
+        """
+        if self.grads is None:
+            return ()
+        return tuple(
+            name for name, flag in zip(self.grads.names, self.grads.flags.tolist(), strict=True) if flag
+        )

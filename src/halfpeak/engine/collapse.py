@@ -1,13 +1,17 @@
-"""LossScaleCollapse, with the names of the parameters whose gradients are not finite."""
+"""Which gradients are not finite, by name: for the result of a skipped step, and for LossScaleCollapse."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfpeak.core.errors import LossScaleCollapse
+from halfpeak.core.policy import Policy
+from halfpeak.core.step_result import NonfiniteGrads, StepResult
+from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.engine.gradients.window import Pending
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.state.loss_scaler import LossScaler
@@ -19,11 +23,13 @@ class CollapseReport:
     Args:
         models: searched for names anew each time, since parameters may be added.
         scalers: whose smallest scale the message names.
+        policy: says which advice fits.
     """
 
-    def __init__(self, models: Sequence[nn.Module], scalers: Sequence[LossScaler]) -> None:
+    def __init__(self, models: Sequence[nn.Module], scalers: Sequence[LossScaler], policy: Policy) -> None:
         self._models = list(models)
         self._scalers = scalers
+        self._policy = policy
         self._nonfinite: tuple[str, ...] = ()
 
     def add_model(self, model: nn.Module) -> None:
@@ -41,25 +47,49 @@ class CollapseReport:
         scale = min(scaler.read_scale() for scaler in self._scalers)
         return LossScaleCollapse(
             f"gradients stay non-finite at a loss scale of {scale:g}, which cannot fall any further. "
-            f"Not finite: {shown or 'no parameter of this step'}. Lower the learning rate, clip, keep these layers in "
-            "float32, or use bfloat16 (O4, O5)",
+            f"Not finite: {shown or 'no parameter of this step'}. {self._advice()}",
             names,
         )
 
+    def nonfinite_grads(self, prepared: Sequence[PreparedOptimizer]) -> NonfiniteGrads | None:
+        """Which gradients are not finite; None if there are none. Does not wait."""
+        named = self._grads(prepared)[::-1]
+        if not named:
+            return None
+        flags = [torch.zeros((), device=grad.device) for _, grad in named]
+        for (_, grad), flag in zip(named, flags, strict=True):
+            foreach.check_([grad], flag)
+        return NonfiniteGrads(
+            tuple(name for name, _ in named), torch.stack([flag.to(flags[0].device) for flag in flags])
+        )
+
     def _names_of_nonfinite(self, prepared: Iterable[PreparedOptimizer]) -> tuple[str, ...]:
-        """Waits for the device, once per parameter."""
-        found: list[str] = []
-        prepared = list(prepared)
+        """In the order of the parameters. Waits for the device."""
+        found = self.nonfinite_grads(list(prepared))
+        return () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
+
+    def _grads(self, prepared: Sequence[PreparedOptimizer]) -> list[tuple[str, Tensor]]:
+        """The gradients of the window, with the names of their parameters."""
+        found: list[tuple[str, Tensor]] = []
         known = self._names() if prepared else {}
         for index, one in enumerate(prepared):
             for number, pair in enumerate(one.pairs()):
-                grad = pair.main.grad if pair.main.grad is not None else pair.model.grad
+                grads = (pair.main.grad, pair.model.grad)
+                # Beside pending gradients a master may have a sentinel.
+                grad = grads[1] if isinstance(one.window, Pending) or grads[0] is None else grads[0]
                 if grad is not None:
-                    flag = torch.zeros((), device=grad.device)
-                    foreach.check_([grad], flag)
-                    if bool(flag):
-                        found.append(known.get(id(pair.model), f"parameter {number} of optimizer {index}"))
-        return tuple(found)
+                    found.append(
+                        (known.get(id(pair.model), f"parameter {number} of optimizer {index}"), grad)
+                    )
+        return found
+
+    def _advice(self) -> str:
+        """What can be done at this level."""
+        diagnose = "halfpeak.diagnose(engine, closure) names the layer that is to blame"
+        if torch.float16 not in (self._policy.param, self._policy.compute):
+            return f"No loss scale helps here: look for bad data, a too large learning rate, or a division by zero; {diagnose}"
+        level = "O4" if self._policy.per_op else "O5"
+        return f"Lower the learning rate, clip, keep layers in float32 (keep_fp32=[...]), or use bfloat16 ({level}); {diagnose}"
 
     def _names(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -68,3 +98,10 @@ class CollapseReport:
             for name, parameter in model.named_parameters():
                 names.setdefault(id(parameter), prefix + name)
         return names
+
+
+def is_known_to_skip(found_inf: Tensor | bool) -> bool:
+    """Whether the host knows, without waiting, that a step is skipped."""
+    if isinstance(found_inf, bool):
+        return found_inf
+    return is_on_host(found_inf) and bool(read_host(found_inf))

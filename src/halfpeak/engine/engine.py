@@ -92,7 +92,7 @@ class Engine:
         stats = BatchNormStats(models if config.restore_buffers else ())
         record = StepRecord(stats, device)
         self._unmanaged = UnmanagedGrads(models)
-        self._collapse = CollapseReport(models, scalers)
+        self._collapse = CollapseReport(models, scalers, config.policy)
         train_step = TrainStep(config, record, scalers, reducer, self._unmanaged, self._collapse, device)
         prepared = [
             PreparedOptimizer(optimizer, masters, train_step, device, num_optimizers=len(optimizers))

@@ -4,6 +4,8 @@
 
     scale the loss -> backward -> unscale and accumulate in float32
     -> clip -> found_inf over ranks -> decide -> step or skip -> publish masters -> update the loss scale
+
+Longer than 500 lines because the order of a step, and what an exception leaves of it, can only be read in one place.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from torch.optim import Optimizer
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
-from halfpeak.core.step_result import StepResult
+from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host, untraced
 from halfpeak.engine.amp_protocol import takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
-from halfpeak.engine.collapse import CollapseReport
+from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.gradients.backward import BackwardScope, OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.fused_grads import (
@@ -93,6 +95,7 @@ class TrainStep:
             (s.config.patience for s in scalers if s.config.patience is not None), default=math.inf
         )
         self._collapse_after_step: LossScaleCollapse | None = None
+        self._noted_grads: NonfiniteGrads | None = None
 
     # The backward pass.
 
@@ -178,6 +181,8 @@ class TrainStep:
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)
+            noted, self._noted_grads = self._noted_grads, None
+            grads = noted or self._collapse.nonfinite_grads(prepared if is_known_to_skip(found_inf) else ())
             with disable_casts():
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
@@ -185,7 +190,7 @@ class TrainStep:
             self.poll_stuck(None if decision is None else decision.stuck)
             if collapse is not None:
                 raise collapse
-        return StepResult(result, self._scale, norm, has_gradients=has_gradients)
+        return StepResult(result, self._scale, norm, has_gradients=has_gradients, grads=grads)
 
     def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
         """The optimizer whose step may be given gradients beside ``.grad``: a fused one, alone, and no hook that would look."""
@@ -240,6 +245,9 @@ class TrainStep:
             found_infs = self.unscaled_found_infs(prepared)
             grads = _main_grads(prepared)
             has_gradients = bool(grads) or not self.reducer.is_local
+            # Before clipping spreads one nan over all.
+            skips = is_known_to_skip(found_infs[0])
+            self._noted_grads = self._collapse.nonfinite_grads(prepared) if skips else None
             norm = self._config.clip(grads)
         else:
             (one,) = prepared
