@@ -160,7 +160,8 @@ class PreparedOptimizer:
         """The parameters in the groups as they are now."""
         table = self._table
         if table is None or not table.is_current(self.optimizer):
-            table = self._table = ParamTable(self.optimizer, self.masters)
+            # Not kept: who only looks leaves it to the next backward pass to give new parameters masters.
+            return ParamTable(self.optimizer, self.masters)
         return table
 
     def pairs(self) -> ParamPairs:
@@ -188,12 +189,14 @@ class PreparedOptimizer:
     def pairs_for_backward(self) -> ParamPairs:
         """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
         self.finish_or_discard()
-        if self._table is None or not self._table.is_current(self.optimizer):
-            self.masters.adopt(self.optimizer)
-            self._table = ParamTable(self.optimizer, self.masters)
-        self.masters.refresh()
         self.unscale_pending()
-        pairs = self._table.pairs_of(self.window.pairs)
+        table = self._table
+        if table is None or not table.is_current(self.optimizer):
+            # What a window that waits scaled has left in them waits with it.
+            self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
+            table = self._table = ParamTable(self.optimizer, self.masters)
+        self.masters.refresh()
+        pairs = table.pairs_of(self.window.pairs)
         if isinstance(self.window, Unscaled):
             self._follow_edits(self.window, pairs)
         elif isinstance(self.window, Scaled):

@@ -92,16 +92,19 @@ class Masters:
         low = self._low_of.get(id(main_param))
         return main_param if low is None else low
 
-    def adopt(self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
+    def adopt(
+        self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None, *, move_grads: bool = True
+    ) -> None:
         """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
 
-        State that the optimizer holds for the parameter moves to the master, in float32. An optimizer that keeps
-        remainders of its low parameters is given the values instead.
+        State that the optimizer holds for the parameter moves to the master, in float32, and so does its gradient. An
+        optimizer that keeps remainders of its low parameters is given the values instead.
 
         Args:
             optimizer: changed in place; its group dicts and lists stay the same objects.
             values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
                 low parameter widened.
+            move_grads: False leaves gradients where they are, because they are scaled.
         """
         store = remainder_store_of(optimizer)
         if store is not None and not any(known is store for known in self._stores):
@@ -113,8 +116,10 @@ class Masters:
                     if id(parameter) in (values or {}):
                         store.take(parameter, (values or {})[id(parameter)])
                 elif self._wanted and is_low(parameter) and parameter.requires_grad:
-                    parameters[position] = self._master_for(parameter, values or {})
-                    _move_state(optimizer, parameter, parameters[position])
+                    parameters[position] = master = self._master_for(parameter, values or {})
+                    _move_state(optimizer, parameter, master)
+                    if move_grads:
+                        _move_grad(parameter, master)
                     forbid_copy(optimizer)
 
     def release(self, optimizer: Optimizer) -> None:
@@ -302,6 +307,12 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 def _merge(low: Tensor, high: Tensor) -> Tensor:
     """``high`` where it rounds to ``low``, and ``low`` widened elsewhere."""
     return torch.where(high.to(low.dtype) == low, high, low.to(high.dtype))
+
+
+def _move_grad(parameter: Tensor, master: Tensor) -> None:
+    """An optimizer of masters reads a gradient that was there before them, too."""
+    if parameter.grad is not None and master.grad is None:
+        master.grad, parameter.grad = parameter.grad.to(master.dtype), None
 
 
 def _move_state(optimizer: Optimizer, parameter: Tensor, master: Tensor) -> None:
