@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from halfpeak import Engine
+from halfpeak import Engine, amp
 from support.nets import MASTERED
 
 SCALE = 64.0
@@ -117,3 +117,154 @@ def test_a_group_added_inside_a_window_keeps_the_gradients_of_its_passes(level: 
     for one, other in zip(weights(run(late=True)), weights(run(late=False)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
         assert not torch.equal(one, other * 0)
+
+
+# Gradients between the passes of a window.
+
+
+def mask(engine: Engine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.grad.mul_(torch.arange(parameter.numel()).reshape(parameter.shape) % 2)  # type: ignore[union-attr]
+
+
+def add(engine: Engine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.1)  # type: ignore[union-attr]
+
+
+def clip(engine: Engine) -> None:
+    nn.utils.clip_grad_norm_(engine.model.parameters(), 0.05)
+
+
+def times_one(engine: Engine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.grad *= 1  # type: ignore[operator]
+
+
+def drop_one(engine: Engine) -> None:
+    engine.model[0].weight.grad = None  # type: ignore[operator, union-attr]
+
+
+def zero_one(engine: Engine) -> None:
+    engine.model[2].weight.grad.zero_()  # type: ignore[operator, union-attr]
+
+
+EDITS = (mask, add, clip, times_one, drop_one, zero_one)
+
+
+def two_passes(engine: Engine, edit: Callable[[Engine], object]) -> list[Tensor]:
+    for window in range(2):
+        backward(engine, 2 * window)
+        engine.step()
+        edit(engine)
+        backward(engine, 2 * window + 1)
+        engine.step()
+    return weights(engine)
+
+
+def plain_passes(edit: Callable[[Any], object]) -> list[Tensor]:
+    class Loop:
+        model = net()
+
+    optimizer = adam(Loop.model.parameters())
+    for seed in range(4):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        (Loop.model(x).square().mean() / 2).backward()
+        if seed % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            edit(Loop)
+    return [value.clone() for value in Loop.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_between_the_passes_of_a_window_at_scale_one_are_those_of_a_plain_loop(
+    level: str, edit: Callable[[Any], object]
+) -> None:
+    model = net()
+    engine = halfpeak.prepare(model, adam(model.parameters()), level, accumulate=2)
+    for one, other in zip(two_passes(engine, edit), plain_passes(edit), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if level == "O0" else 5e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_after_unscale_between_the_passes_of_a_window_are_those_of_a_plain_loop(
+    level: str, edit: Callable[[Any], object]
+) -> None:
+    engine = build(level, accumulate=2)
+
+    def edit_unscaled(engine: Engine) -> None:
+        engine.unscale()
+        edit(engine)
+
+    for one, other in zip(two_passes(engine, edit_unscaled), plain_passes(edit), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if level == "O0" else 5e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("edit", [mask, add, clip, times_one])
+@pytest.mark.parametrize("go_on", [backward, Engine.unscale])
+def test_edits_of_scaled_gradients_between_the_passes_of_a_window_are_refused(
+    level: str, edit: Callable[[Engine], object], go_on: Callable[[Engine], object]
+) -> None:
+    engine = build(level, accumulate=2)
+    backward(engine)
+    engine.step()
+    edit(engine)
+    for _ in range(2):  # A refusal does not make them right.
+        with pytest.raises(halfpeak.OrderError, match=r"engine\.unscale\(\) before"):
+            go_on(engine)
+    engine.abort()
+    twin = build(level, accumulate=2)
+    assert same(two_passes(engine, lambda _: None), two_passes(twin, lambda _: None))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_model_zero_grad_after_a_bad_batch_drops_it(level: str, every: int, set_to_none: bool) -> None:
+    def run(*, bad: bool) -> list[Tensor]:
+        engine = build(level, accumulate=every)
+        for window in range(2):
+            if bad:
+                backward(engine, 100 + window)
+                engine.model.zero_grad(set_to_none=set_to_none)  # type: ignore[operator]
+            for seed in range(every):
+                backward(engine, 2 * window + seed)
+                engine.step()
+        return weights(engine)
+
+    assert same(run(bad=True), run(bad=False))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_model_zero_grad_before_the_step_leaves_nothing_to_step(level: str) -> None:
+    engine = build(level)
+    train(engine)
+    before = weights(engine)
+    backward(engine)
+    engine.model.zero_grad()  # type: ignore[operator]
+    engine.step()
+    assert same(weights(engine), before)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: str) -> None:
+    def run(*, bad: bool) -> list[Tensor]:
+        model = net()
+        model, optimizer = amp.initialize(
+            model, adam(model.parameters()), opt_level=level, loss_scale=SCALE, verbosity=0
+        )
+        for seed in [0, 100, 1] if bad else [0, 1]:
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            if seed < 100:
+                optimizer.step()
+            model.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
+
+    assert same(run(bad=True), run(bad=False))

@@ -47,6 +47,7 @@ class ScaledClosure:
                 masters.publish(prepared.optimizer)
             loss = self._closure()
             prepared.unscale_pending()
+            prepared.disarm()
             if prepared.pairs().has_low_gradient():
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "

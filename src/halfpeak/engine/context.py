@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.gradients.window import Unscaled
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.step import TrainStep
 from halfpeak.engine.step_record import StepRecord
@@ -66,12 +67,14 @@ class EngineContext:
         """Whether gradients of the coming backward pass stay scaled for a later one of the window.
 
         They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
-        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up.
+        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up; until
+        somebody has the window's gradients unscaled, to read or change them.
         """
         config = self.config
         inside = not config.accumulation.is_boundary(self.record.micro_step)
         fp32_weights = config.policy.param in (None, torch.float32) and not self.masters.accumulates_fp32
-        return not synchronised or (inside and fp32_weights and config.num_losses == 1)
+        is_read = any(isinstance(one.window, Unscaled) for one in self.prepared)
+        return not synchronised or (inside and fp32_weights and config.num_losses == 1 and not is_read)
 
 
 class StepEngine(Protocol):

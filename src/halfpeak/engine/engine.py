@@ -310,17 +310,30 @@ class Engine:
     def unscale(self) -> Tensor:
         """:meth:`accumulate`, and require that all gradients of the window are unscaled, where the optimizers read them.
 
-        They are then in ``group["params"]``. One optimizer of :mod:`halfpeak.fused` reads gradients scaled in its step: call
-        this before you look at gradients or change them.
+        They are then in ``group["params"]``. One optimizer of :mod:`halfpeak.fused` reads gradients scaled in its step, and
+        a window over float32 weights is unscaled as a whole at its end: call this before you look at gradients or change
+        them.
 
         Returns:
             1 if one of them is not finite.  # f32[]
 
         Raises:
-            OrderError: the last backward pass was not synchronised, so its gradients wait for the next.
+            OrderError: the last backward pass was not synchronised, so its gradients wait for the next; or gradients were
+                edited while they waited scaled.
         """
-        for one in self.context.prepared:
+        prepared = self.context.prepared
+        for one in prepared:
             one.unscale_pending()
+        waiting = [one.window for one in prepared if isinstance(one.window, Scaled)]
+        if waiting and self._synchronised and self.config.accumulation.every > 1:
+            with self.context.train_step.backward(
+                torch.zeros((), device=self.device),
+                waiting[0].scaler,
+                prepared,
+                delay=False,
+                on_found_inf=None,
+            ):
+                pass
         return self.context.train_step.unscaled_found_infs(self.context.prepared)[0]
 
     def adopt_scaled_grads(self, *, loss_id: int = 0) -> None:

@@ -26,6 +26,8 @@ from halfpeak.engine.gradients.window import (
     Window,
     after_backward,
     disarmed,
+    unwatched,
+    watched,
 )
 from halfpeak.engine.step_progress import StepProgress
 from halfpeak.fused.base import FusedOptimizer
@@ -197,22 +199,41 @@ class PreparedOptimizer:
             table = self._table = ParamTable(self.optimizer, self.masters)
         self.masters.refresh()
         pairs = table.pairs_of(self.window.pairs)
+        self.disarm()
         if isinstance(self.window, Unscaled):
             self._follow_edits(self.window, pairs)
-        elif isinstance(self.window, Scaled):
-            self._disarm(self.window)
-        else:
+        elif not isinstance(self.window, Scaled):
             self.check_unseen_grads()
         return pairs
 
+    def disarm(self) -> None:
+        """Take the sentinel away, because gradients are about to be added or stepped; drop the window if it is zeroed.
+
+        Raises:
+            OrderError: somebody has edited gradients that wait scaled.
+        """
+        window = self.window
+        if isinstance(window, Scaled | Unscaled):
+            ready = disarmed(window) if isinstance(window, Scaled) else unwatched(window)
+            if ready is None:
+                self.drop()
+            else:
+                self.window = ready
+
     def set_window(self, window: Unscaled | Scaled) -> None:
         """Take over what a backward pass has left."""
+        if isinstance(window, Unscaled):
+            low = self.table().smallest_low
+            window = watched(window, None if low is None or self.masters.is_shared(low) else low)
         self.window = window
         if self.num_optimizers > 1:
             self.masters.retain_grads(self, window.snapshot.holders)
 
     def unscale_pending(self) -> None:
         """Unscale gradients that were left to the step now, because somebody is to read them, or add to them."""
+        sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
+        if sentinel is not None and sentinel.is_zeroed():
+            self.drop()
         window = self.checked_pending()
         if window is None:
             return
@@ -307,6 +328,7 @@ class PreparedOptimizer:
 
     def empty_window(self) -> None:
         """Begin a new window; gradients stay where they are."""
+        self.disarm()
         self.window = self._empty
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
@@ -358,6 +380,7 @@ class PreparedOptimizer:
         if optimizer is not None:
             if isinstance(self.window, Scaled | Pending):
                 self.drop()  # Nothing would unscale them any more.
+            self.disarm()
             self.masters.release(optimizer)
 
     def trained_here(self) -> Optimizer | None:
@@ -406,14 +429,6 @@ class PreparedOptimizer:
         still = torch.zeros_like(window.found_inf)
         foreach.check_(grads, still)
         self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
-
-    def _disarm(self, window: Scaled) -> None:
-        """Take the sentinel away; drop the window if its gradients were dropped or edited."""
-        ready = disarmed(window)
-        if ready is None:
-            self.drop()
-        else:
-            self.window = ready
 
 
 def take_closure(

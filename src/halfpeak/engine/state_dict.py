@@ -147,7 +147,7 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     own = set(map(id, prepared.pairs().model_params))
     pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
     scaled = window if isinstance(window, Scaled) else None
-    sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.master
+    sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.holder
     return {
         "phase": "CLEAN" if isinstance(window, Empty) else "UNSCALED" if scaled is None else "SCALED",
         "found_inf": window.found_inf.clone(),

@@ -167,6 +167,8 @@ class TrainStep:
             self._record.micro_step += 1
             return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
         with self._all_or_nothing(prepared):
+            for one in prepared:
+                one.disarm()
             optimizer = self._fused_of(prepared)
             fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
@@ -205,7 +207,7 @@ class TrainStep:
         if pending is not None:
             return pending_grads(pending, one.table(), optimizer)
         if isinstance(one.window, Unscaled):
-            refuse_unseen_backward(one.pairs())
+            refuse_unseen_backward(one.window, one.pairs())
             return unscaled_grads(one.window, one.table(), optimizer)
         return None
 
@@ -269,7 +271,7 @@ class TrainStep:
         for one in prepared:
             check_step(one.window)
             if not isinstance(one.window, Pending):
-                refuse_unseen_backward(one.pairs())
+                refuse_unseen_backward(one.window, one.pairs())
         found_infs = self._record.found_infs([one.found_inf for one in prepared])
         if self._is_near_limit():
             self._collapse.note_nonfinite(prepared if bool(found_infs[0]) else ())
@@ -329,9 +331,10 @@ class TrainStep:
         check_user_step(prepared.window, engine_steps=self._config.engine_steps)
         if self._config.engine_steps:
             return False
+        prepared.disarm()
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
-            refuse_unseen_backward(prepared.pairs())
+            refuse_unseen_backward(prepared.window, prepared.pairs())
         found_infs = prepared.found_inf.reshape(1).clone()
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])

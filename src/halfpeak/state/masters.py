@@ -52,6 +52,7 @@ class Masters:
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._retained: dict[int, set[int]] = {}
+        self._shared: set[int] = set()
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
         self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
@@ -146,6 +147,10 @@ class Masters:
         """Say that ``who`` needs no gradient any more."""
         for holders in self._retained.values():
             holders.discard(id(who))
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether several optimizers step the master of a low parameter."""
+        return id(parameter) in self._shared
 
     def is_grad_retained(self, master: Tensor) -> bool:
         """Whether an optimizer still has to step the gradient of a master."""
@@ -280,12 +285,15 @@ class Masters:
         for low, high in self:
             low_copy = copy.deepcopy(low, memo)
             memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
+            if self.is_shared(low):
+                copied._shared.add(id(low_copy))
         copied._stepped = set(self._stepped)
         return copied
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
         known = self._master_of(parameter)
         if known is not None:
+            self._shared.add(id(parameter))
             return known
         value = values.get(id(parameter))
         high = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)

@@ -23,8 +23,10 @@ from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
     Empty,
     Scaled,
+    Unscaled,
     after_backward,
     after_delayed_backward,
+    is_unit,
     left_for_step,
     rearmed,
     scale_for_backward,
@@ -147,9 +149,12 @@ class BackwardScope:
             return False
         for parameter, grad in self._held:
             parameter.grad = grad
-        for prepared in self._prepared:
+        # Those that :meth:`stash` came to.
+        for prepared, _ in zip(self._prepared, self._own, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))
+            elif isinstance(prepared.window, Unscaled):
+                prepared.set_window(prepared.window)
         return True
 
     @property
@@ -179,10 +184,9 @@ class BackwardScope:
         self._is_done = True
         (prepared,) = self._prepared
         assert isinstance(prepared.window, Empty)
-        unit = not scaler.config.dynamic and scaler.config.init == 1
         master = prepared.table().smallest_master
         prepared.window = left_for_step(
-            prepared.window, self._own[0], scale, self.found_inf, master=master, unit=unit
+            prepared.window, self._own[0], scale, self.found_inf, master=master, unit=is_unit(scaler)
         )
 
     @untraced

@@ -99,11 +99,11 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
     Raises:
         OrderError: somebody has written to them, or has given masters gradients.
     """
-    refuse_edits(window.snapshot.changed())
+    refuse_edits([holder.grad for holder in window.snapshot.changed()])
     sentinel = window.sentinel
     if sentinel is None:
         return window
-    left, changed = sentinel.master.grad, not sentinel.unchanged()
+    left, changed = sentinel.holder.grad, not sentinel.unchanged()
     if changed:
         refuse_edits([left])
     sentinel.remove()

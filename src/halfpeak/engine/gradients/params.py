@@ -55,9 +55,13 @@ class ParamPairs(list[ParamPair]):
         grads = map(_GRAD, self.main_params)
         return list(compress(self.main_params, map(is_not, grads, repeat(None))))
 
-    def has_low_gradient(self) -> bool:
-        """Whether a parameter with a master holds a gradient itself, which no optimizer would read."""
-        return not all(map(is_, map(_GRAD, self.low_params), repeat(None)))
+    def has_low_gradient(self, beside: Tensor | None = None) -> bool:
+        """Whether a parameter with a master holds a gradient itself, which no optimizer would read.
+
+        Args:
+            beside: a gradient that does not count.
+        """
+        return not {id(None), id(beside)}.issuperset(map(id, map(_GRAD, self.low_params)))
 
 
 class ParamTable:
@@ -69,7 +73,8 @@ class ParamTable:
         model_params: for each, the low parameter it is the master of, or itself.
         all_pairs: every pair once, frozen parameters included.
         pairs: the trainable ones.
-        smallest_master: of the trainable ones, or None.
+        smallest_low: the smallest of the trainable ones with a master, or None.
+        smallest_master: its master, or None.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
@@ -82,6 +87,7 @@ class ParamTable:
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
         self.pairs = ParamPairs(pair for pair in self.all_pairs if pair.model.requires_grad)
+        self.smallest_low = min(self.pairs.low_params, key=Tensor.numel, default=None)
         self.smallest_master = min(self.pairs.masters, key=Tensor.numel, default=None)
 
     def pairs_of(self, window: ParamPairs | None) -> ParamPairs:

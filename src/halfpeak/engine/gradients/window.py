@@ -48,44 +48,48 @@ class GradSnapshot:
         now = list(map(_GRAD, self.holders))
         return all(map(is_, now, self._grads)) and list(map(_VERSION, self._written)) == self._versions
 
-    def changed(self) -> list[Tensor | None]:
-        """What the gradients that are not as they were have become."""
+    def changed(self) -> list[Tensor]:
+        """The tensors whose gradient is not as it was."""
         if self.unchanged():
             return []
         versions = iter(self._versions)
         known = [(grad, None if grad is None else next(versions)) for grad in self._grads]
         return [
-            holder.grad
+            holder
             for holder, (grad, version) in zip(self.holders, known, strict=True)
             if holder.grad is not grad or (grad is not None and grad._version != version)
         ]
 
 
 class Sentinel(NamedTuple):
-    """A gradient placed on one master to notice ``optimizer.zero_grad()``.
+    """A gradient placed on one parameter that has none, to notice ``zero_grad()``.
 
-    While the gradients of low parameters wait scaled their masters have none, and ``zero_grad()`` of the optimizer reaches
-    masters only. If the sentinel is gone or was written, it has been called.
+    Gradients lie on low parameters, scaled, or on their masters, unscaled. ``zero_grad()`` of the model reaches the first
+    only, that of the optimizer the second, and either means both: so the side without gradients has a sentinel.
     """
 
-    master: Tensor
+    holder: Tensor
     grad: Tensor
     version: int
 
     @classmethod
-    def place(cls, master: Tensor, value: float) -> Sentinel:
-        """Fill the gradient of a master that has none."""
-        grad = torch.full_like(master, value)
-        master.grad = grad
-        return cls(master, grad, grad._version)
+    def place(cls, holder: Tensor, value: float) -> Sentinel:
+        """Fill the gradient of a parameter that has none."""
+        grad = torch.full_like(holder, value, requires_grad=False)
+        holder.grad = grad
+        return cls(holder, grad, grad._version)
 
     def unchanged(self) -> bool:
         """Whether it is as it was placed."""
-        return self.master.grad is self.grad and self.grad._version == self.version
+        return self.holder.grad is self.grad and self.grad._version == self.version
+
+    def is_zeroed(self) -> bool:
+        """Whether ``zero_grad()`` was called, and not another backward pass or a clip."""
+        return not self.unchanged() and is_zero(self.holder.grad)
 
     def remove(self) -> None:
-        """Leave the master without a gradient."""
-        self.master.grad = None
+        """Leave the parameter without a gradient."""
+        self.holder.grad = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,13 @@ class Unscaled:
         found_inf: 1 if a gradient of the window was not finite.  # f32[]
         pairs: the parameters at the last backward pass.
         snapshot: of the gradients, to notice ``zero_grad()`` and edits.
+        sentinel: :data:`LOW_SENTINEL` on a low parameter, or None where there is none that is free.
     """
 
     found_inf: Tensor
     pairs: ParamPairs
     snapshot: GradSnapshot
+    sentinel: Sentinel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class Scaled:
     Attributes:
         found_inf: of what was unscaled before, in the same window.  # f32[]
         pairs: the parameters at the last backward pass.
-        snapshot: of the gradients that the optimizer would read.
+        snapshot: of the gradients, scaled or not.
         scaler: whose scale it is.
         scale: what the losses were multiplied by.  # f32[]
         stashed: unscaled gradients of the window set aside meanwhile, by ``id`` of the model parameter.
@@ -166,6 +172,9 @@ Window: TypeAlias = Empty | Unscaled | Scaled | Pending
 
 PENDING_SENTINEL: Final = 2.0**-100
 """Too small to change an update, and still above zero when somebody multiplies gradients: to be told from ``zero_grad()``."""
+
+LOW_SENTINEL: Final = 2.0**-14
+"""The smallest normal number of float16: to be told from zero when somebody multiplies it."""
 
 NOTHING_STASHED: Final[Mapping[int, Tensor]] = MappingProxyType({})
 
@@ -221,19 +230,55 @@ def after_delayed_backward(
 
 def rearmed(window: Scaled) -> Scaled:
     """``window`` with its sentinel placed, and a snapshot of the gradients as they are now."""
-    snapshot = GradSnapshot(window.pairs.with_gradient())
+    low = [parameter for parameter in window.pairs.low_params if parameter.grad is not None]
+    snapshot = GradSnapshot([*window.pairs.with_gradient(), *low])
     free = [master for master in window.pairs.masters if master.grad is None]
     sentinel = Sentinel.place(min(free, key=Tensor.numel), 0.0) if free else None
     return replace(window, snapshot=snapshot, sentinel=sentinel)
 
 
 def disarmed(window: Scaled) -> Scaled | None:
-    """``window`` with its sentinel taken away, before a backward pass adds to it; None if somebody dropped its gradients."""
-    sentinel = window.sentinel
-    if not window.snapshot.unchanged() or not (sentinel is None or sentinel.unchanged()):
+    """``window`` with its sentinel taken away, before something adds to it; None if ``zero_grad()`` dropped its gradients.
+
+    Where one parameter's gradient was dropped, so is what was set aside of it. A scale that is always 1 may be multiplied,
+    clipped and added to like any gradient.
+
+    Raises:
+        OrderError: somebody has edited gradients that wait scaled.
+    """
+    sentinel, changed = window.sentinel, window.snapshot.changed()
+    if sentinel is not None and not sentinel.unchanged():
         return None
+    gone = {id(holder) for holder in changed if is_zero(holder.grad)}
+    edited = [holder for holder in changed if id(holder) not in gone]
+    if any(id(holder) in window.stashed for holder in edited) or not is_unit(window.scaler):
+        refuse_edits([holder.grad for holder in edited])
+    # The model reaches its low parameters, the optimizer their masters, and both the others.
+    held = set(map(id, window.snapshot.holders))
+    for side in (window.pairs.low_params, window.pairs.main_params):
+        if gone and gone.issuperset(reached := held.intersection(map(id, side))) and reached:
+            return None
     if sentinel is not None:
         sentinel.remove()
+    stashed = {key: grad for key, grad in window.stashed.items() if key not in gone}
+    return replace(window, snapshot=GradSnapshot(), stashed=stashed, sentinel=None)
+
+
+def watched(window: Unscaled, low: Tensor | None) -> Unscaled:
+    """``window`` with a sentinel on a low parameter, if that has no gradient of its own."""
+    if window.sentinel is not None or low is None or low.grad is not None:
+        return window
+    return replace(window, sentinel=Sentinel.place(low, LOW_SENTINEL))
+
+
+def unwatched(window: Unscaled) -> Unscaled | None:
+    """``window`` without its sentinel; None if ``model.zero_grad()`` dropped the gradients, as far as it could reach them."""
+    sentinel = window.sentinel
+    if sentinel is None:
+        return window
+    if sentinel.is_zeroed():
+        return None
+    sentinel.remove()
     return replace(window, sentinel=None)
 
 
@@ -298,13 +343,18 @@ def check_user_step(window: Window, *, engine_steps: bool) -> None:
         raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
 
 
-def refuse_unseen_backward(pairs: ParamPairs) -> None:
+def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
     """Refuse a step after a backward pass that the engine has not seen: nothing would move.
+
+    Args:
+        window: of the step.
+        pairs: the parameters.
 
     Raises:
         OrderError: ``loss.backward()`` was called on the loss itself.
     """
-    if pairs.has_low_gradient():
+    sentinel = window.sentinel if isinstance(window, Unscaled) else None
+    if pairs.has_low_gradient(None if sentinel is None else sentinel.grad):
         raise OrderError(
             "the backward pass did not go through halfpeak, so its gradients never reached the float32 masters and this step "
             "would move nothing; write engine.backward(loss), or with amp `with amp.scale_loss(loss, optimizer) as scaled: "
@@ -312,8 +362,18 @@ def refuse_unseen_backward(pairs: ParamPairs) -> None:
         )
 
 
+def is_zero(grad: Tensor | None) -> bool:
+    """Whether ``zero_grad()`` may have left this. Waits for the device."""
+    return grad is None or not bool(grad.any())
+
+
+def is_unit(scaler: LossScaler) -> bool:
+    """Whether a loss scale is always 1."""
+    return not scaler.config.dynamic and scaler.config.init == 1
+
+
 def refuse_edits(grads: Iterable[Tensor | None]) -> None:
-    """Refuse what somebody wrote into gradients that wait scaled for the step of a fused optimizer.
+    """Refuse what somebody wrote into gradients that wait scaled, for the next backward pass or a fused optimizer's step.
 
     The value written is ambiguous: was it meant scaled or unscaled? Zeros are allowed in a parameter's own dtype, as
     ``zero_grad(set_to_none=False)`` writes them.
@@ -323,6 +383,7 @@ def refuse_edits(grads: Iterable[Tensor | None]) -> None:
     """
     if any(grad is not None and (grad.is_sparse or is_low(grad) or bool(grad.any())) for grad in grads):
         raise OrderError(
-            "gradients were written while they waited, still scaled, for the step of a fused optimizer; write "
-            "engine.unscale() before you clip or change them, and engine.backward(loss) for every loss"
+            "gradients were written while they waited, still scaled, for the next backward pass or for the step of a fused "
+            "optimizer; write engine.unscale() before you clip or change them (without an engine, or under no_sync: after "
+            "the last backward pass before the step), and engine.backward(loss) for every loss"
         )
