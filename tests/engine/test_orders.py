@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import Engine, amp
+from halfpeak.fused import FusedAdamW, FusedLAMB
 from support.nets import MASTERED
 
 SCALE = 64.0
@@ -268,3 +270,205 @@ def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: s
         return [value.clone() for value in model.state_dict().values()]
 
     assert same(run(bad=True), run(bad=False))
+
+
+# Who freezes which side, and who writes which.
+
+
+def set_trainable(engine: Engine, wanted: bool, layer: int) -> None:
+    engine.model[layer].requires_grad_(wanted)  # type: ignore[operator, union-attr]
+
+
+def set_trainable_in_groups(engine: Engine, wanted: bool, layer: int) -> None:
+    for parameter in engine.optimizers[0].param_groups[layer // 2]["params"]:
+        parameter.requires_grad_(wanted)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+@pytest.mark.parametrize("freeze", [set_trainable, set_trainable_in_groups])
+@pytest.mark.parametrize("thaw", [set_trainable, set_trainable_in_groups])
+def test_freezing_through_either_side_freezes_both(
+    level: str, freeze: Callable[..., None], thaw: Callable[..., None]
+) -> None:
+    model = net()
+    optimizer = adam([{"params": list(layer.parameters())} for layer in (model[0], model[2])])
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=SCALE)
+    train(engine)
+    freeze(engine, False, 0)
+    before = weights(engine)
+    train(engine, 1)
+    assert not any(parameter.requires_grad for parameter in model[0].parameters())
+    assert same(weights(engine)[:2], before[:2])
+    assert not any(map(torch.equal, weights(engine)[2:], before[2:]))
+    thaw(engine, True, 0)
+    before = weights(engine)
+    train(engine, 2)
+    assert not any(map(torch.equal, weights(engine), before))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("parts", ["engine", "model first", "optimizer first"])
+def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
+    level: str, optimizer: str, parts: str
+) -> None:
+    def prepared() -> Engine:
+        model = net()
+        model[0].requires_grad_(False)
+        make = adam if optimizer == "adam" else lambda p: torch.optim.SGD(p, lr=0.3)
+        return halfpeak.prepare(model, make(model.parameters()), level, loss_scale=SCALE)
+
+    first, second = prepared(), prepared()
+    train(first)
+    unfreeze(first)
+    for seed in range(1, 4):
+        train(first, seed)
+    file = io.BytesIO()
+    optimizers = [one.state_dict() for one in first.optimizers]
+    torch.save((first.state_dict(), first.model.state_dict(), optimizers, first.loop_state_dict()), file)
+    file.seek(0)
+    whole, of_model, of_optimizers, of_loop = torch.load(file)
+    if parts == "engine":
+        second.load_state_dict(whole)
+    else:
+        loads = [lambda: second.model.load_state_dict(of_model)]
+        loads.insert(parts == "model first", lambda: second.optimizers[0].load_state_dict(of_optimizers[0]))
+        for load in loads:
+            load()
+        second.load_loop_state_dict(of_loop)
+    assert same(weights(second), weights(first))
+    unfreeze(second)
+    for engine in (first, second):
+        for seed in range(4, 6):
+            train(engine, seed)
+    assert same(weights(second), weights(first))
+
+
+def through_data(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data.copy_(value(parameter.data))
+
+
+def in_place(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.copy_(value(parameter))
+
+
+def assigned(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data = value(parameter.data)
+
+
+def one_element(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+    weight = engine.model[0].weight.data  # type: ignore[operator, union-attr]
+    weight[1, 1] = 3.0
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": adam,
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "FusedAdamW": lambda p: FusedAdamW(p, lr=0.01),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", *MASTERED])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("write", [through_data, in_place, assigned, one_element])
+@pytest.mark.parametrize("moment", ["before forward", "before step", "after a skip"])
+def test_weights_written_between_steps_are_those_that_train_on(
+    level: str, optimizer: str, write: Callable[..., None], moment: str
+) -> None:
+    if write is one_element and optimizer.startswith("Fused"):
+        pytest.skip("a fused step looks at some values only")
+    engine = build(level, OPTIMIZERS[optimizer])
+    for group in engine.optimizers[0].param_groups:
+        group["lr"] = 1e-3
+    train(engine)
+
+    def write_now() -> list[Tensor]:
+        write(engine, lambda weight: weight.clamp(-0.125, 0.125))
+        return [parameter.detach().float().clone() for parameter in engine.model.parameters()]
+
+    if moment == "after a skip":
+        written = write_now()
+        with engine.forward():
+            loss = engine.model(torch.ones(3, 4)).float().sum() * torch.inf
+        engine.backward(loss)
+        assert not engine.step().stepped()
+        assert all(map(torch.equal, [p.float() for p in engine.model.parameters()], written))
+    else:
+        if moment == "before step":
+            backward(engine, 1)
+        written = write_now()
+    low = {p.dtype for p in engine.model.parameters()}
+    assert all(
+        torch.equal(a.to(b.dtype), b) for a, b in zip(weights(engine), engine.model.parameters(), strict=True)
+    )
+    if moment != "before step":
+        backward(engine, 1)
+    engine.step()
+    for now, before in zip(weights(engine), written, strict=True):
+        torch.testing.assert_close(now, before, rtol=0.05, atol=0.02)
+    assert low == {p.dtype for p in engine.model.parameters()}
+
+
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str, optimizer: str) -> None:
+    def run(*, swap: bool) -> list[Tensor]:
+        engine = build(level, OPTIMIZERS[optimizer])
+        for seed in range(4):
+            train(engine, seed)
+            if swap:
+                held = [parameter.data.clone() for parameter in engine.model.parameters()]
+                through_data(engine, lambda weight: weight * 0.5)
+                with torch.no_grad():
+                    engine.model(torch.ones(3, 4))
+                assert not same(weights(engine), [value.float() for value in held])
+                for parameter, value in zip(engine.model.parameters(), held, strict=True):
+                    parameter.data.copy_(value)
+        return weights(engine)
+
+    assert same(run(swap=True), run(swap=False))
+
+
+def perturb(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(0.25)
+
+
+def perturb_data(parameter: Tensor) -> None:
+    parameter.data.add_(0.25)
+
+
+def perturb_by_assigning(parameter: Tensor) -> None:
+    parameter.data = parameter.data + 0.25
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("write", [perturb, perturb_data, perturb_by_assigning])
+@pytest.mark.parametrize("moment", ["before forward", "before step"])
+def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model(
+    level: str, optimizer: str, write: Callable[[Tensor], None], moment: str
+) -> None:
+    engine = build(level, OPTIMIZERS[optimizer])
+    train(engine)
+    before = weights(engine)
+    if moment == "before step":
+        backward(engine, 1)
+    for parameter in engine.main_params():
+        write(parameter)
+    expected = [value + 0.25 for value in before]
+    assert all(map(torch.allclose, weights(engine), expected))
+    if moment == "before forward":
+        with engine.forward():
+            engine.model(torch.ones(1, 4))
+        low = [value.to(p.dtype) for value, p in zip(expected, engine.model.parameters(), strict=True)]
+        assert all(map(torch.allclose, engine.model.parameters(), low))
+        backward(engine, 1)
+    engine.step()
+    for now, value in zip(weights(engine), expected, strict=True):
+        torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)

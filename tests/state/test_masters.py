@@ -205,7 +205,7 @@ def test_refreshing_does_not_touch_what_nobody_wrote() -> None:
 
 
 def test_a_step_that_was_not_published_is_published_late() -> None:
-    for late in (Masters.refresh, Masters.publish_stepped):
+    for late in (Masters.refresh, Masters.follow_masters):
         parameter = low(1.0)
         masters, optimizer = adopted(parameter, lr=0.5)
         masters.refresh()
@@ -231,7 +231,7 @@ def test_publishing_one_optimizer_leaves_the_parameters_of_others_unwritten() ->
     version = second._version
     masters.publish(optimizers[0])
     assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
-    masters.publish_stepped()
+    masters.follow_masters()
     assert second.item() == 0.5
 
 

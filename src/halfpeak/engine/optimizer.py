@@ -33,7 +33,7 @@ from halfpeak.engine.step_progress import StepProgress
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.masters import Masters
+from halfpeak.state.masters import Masters, params_of
 
 Closure = Callable[[], Any]
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -127,6 +127,7 @@ class PreparedOptimizer:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         self.thread = threading.get_ident()
         _PREPARED[self] = None
@@ -219,6 +220,11 @@ class PreparedOptimizer:
                 self.drop()
             else:
                 self.window = ready
+
+    def begin_step(self) -> None:
+        """Before a step: follow what happened to gradients and weights since the backward pass."""
+        self.disarm()
+        self.masters.refresh()
 
     def set_window(self, window: Unscaled | Scaled) -> None:
         """Take over what a backward pass has left."""
@@ -356,7 +362,7 @@ class PreparedOptimizer:
         """:meth:`finish_or_discard` as far as a forward pass needs it, which may come from a step hook of the user's."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
-        self.masters.publish_stepped()
+        self.masters.follow_masters()
 
     def has_mutated(self) -> bool:
         """Whether the running step got through the optimizer's own code."""
@@ -400,10 +406,11 @@ class PreparedOptimizer:
         if found_inf is None:
             found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
             self.running = call = replace(call, found_inf=found_inf)
+        reads_elsewhere = call.fused is not None
+        self.masters.follow_values(optimizer, sampled=reads_elsewhere)
         if closure is not None:
             self.masters.mark_stepped(optimizer)
             return rebuild(self._callbacks.wrap_closure(self, closure))
-        reads_elsewhere = call.fused is not None
         if isinstance(found_inf, Tensor) or reads_elsewhere:
             hand_over_found_inf(optimizer, found_inf)
         elif found_inf:
@@ -412,8 +419,17 @@ class PreparedOptimizer:
         changing = [] if reads_elsewhere else self.pairs().with_gradient()
         progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
         self.running = replace(call, progress=progress)
-        self.masters.mark_stepped(optimizer)
+        if found_inf is not True:
+            self.masters.mark_stepped(optimizer)
         return None
+
+    def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """A frozen parameter that was trained gets its master now: torch casts what it loads to the parameter's dtype."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        trained = {
+            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
+        }
+        self.masters.adopt(optimizer, move_grads=not isinstance(self.window, Scaled), trained=trained)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._callbacks.end_step(self)

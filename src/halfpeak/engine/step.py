@@ -168,7 +168,7 @@ class TrainStep:
             return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
         with self._all_or_nothing(prepared):
             for one in prepared:
-                one.disarm()
+                one.begin_step()
             optimizer = self._fused_of(prepared)
             fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
@@ -329,9 +329,9 @@ class TrainStep:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
         check_user_step(prepared.window, engine_steps=self._config.engine_steps)
+        prepared.begin_step()
         if self._config.engine_steps:
             return False
-        prepared.disarm()
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
@@ -355,7 +355,10 @@ class TrainStep:
         """
         call = prepared.running or StepCall(found_inf=False)
         prepared.ended = StepCall(call.found_inf)
-        if call.fused is not None and prepared.has_mutated():
+        if call.found_inf is True or (call.fused is not None and not prepared.has_mutated()):
+            # Nothing has moved, and what somebody wrote into the model stays.
+            prepared.masters.mark_skipped(prepared.optimizer)
+        elif call.fused is not None:
             # The optimizer has written the low parameters itself.
             prepared.masters.record_published(prepared.optimizer)
         else:

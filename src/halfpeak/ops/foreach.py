@@ -119,6 +119,15 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def merge_(wide: Sequence[Tensor], low: Sequence[Tensor]) -> None:
+    """``wide = low`` where ``wide`` does not round to it; see :func:`halfpeak.ops.reference.merge_`.
+
+    On the host what agrees, as nearly everything does nearly always, is only read.
+    """
+    changed = [not (one.is_cpu and _rounds_to(one, other)) for one, other in zip(wide, low, strict=True)]
+    reference.merge_(list(compress(wide, changed)), list(compress(low, changed)))
+
+
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements together, in float32; see :func:`halfpeak.ops.reference.global_norm`."""  # f32[]
     if shards.has_shards(grads):
@@ -219,6 +228,18 @@ def as_vector(tensor: Tensor) -> Tensor | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_dense(tensor):
         return None
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _rounds_to(wide: Tensor, low: Tensor) -> bool:
+    """Whether the bits of ``low`` are those of ``wide`` rounded; False where the host cannot compare them as integers."""
+    if wide.shape != low.shape or as_vector(low) is None or low.element_size() != 2:
+        return False
+    rounded = wide.to(low.dtype)
+    if rounded.stride() != low.stride():
+        return False
+    ours, theirs = as_vector(rounded), as_vector(low)
+    integers = torch.int64 if low.numel() % 4 == 0 else torch.int16
+    return ours is not None and theirs is not None and torch.equal(ours.view(integers), theirs.view(integers))
 
 
 def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:

@@ -58,6 +58,22 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
+def merged(wide: Tensor, low: Tensor) -> Tensor:
+    """Where ``wide`` rounds to ``low``, itself, and elsewhere ``low``: a new tensor of the dtype of ``wide``.
+
+    >>> wide = torch.tensor([1.001, 1.001])
+    >>> merged(wide, torch.tensor([1.0, 3.0], dtype=torch.bfloat16))
+    tensor([1.0010, 3.0000])
+    """
+    return torch.where(wide.to(low.dtype) == low, wide, low.to(wide.dtype))
+
+
+def merge_(wide: Sequence[Tensor], low: Sequence[Tensor]) -> None:
+    """:func:`merged` in place."""
+    for one, other in zip(wide, low, strict=True):
+        one.copy_(merged(one, other))
+
+
 def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The ``norm_type`` norm of all elements together, in float32; 0 where there are none."""  # f32[]
     filled = [values for values in map(_values, grads) if values.numel() > 0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import is_
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,52 @@ from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
-from halfpeak.ops import foreach
+from halfpeak.ops import foreach, reference
 from halfpeak.ops.versions import TensorVersions
 from halfpeak.state.grad_buffers import GradBufferPool
 from halfpeak.state.no_copy import allow_copy, forbid_copy
 from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
 
 
+class _Sample(NamedTuple):
+    """Some values of one tensor when masters were published.
+
+    Lookahead and its like write all masters at once, and averaging all parameters, often through ``.data``, which leaves no
+    trace but the values.
+
+    Attributes:
+        indices: of all pairs that were published with it.
+        place: where the values lie.
+        values: what they were.
+    """
+
+    indices: frozenset[int]
+    place: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, indices: Iterable[int]) -> _Sample:
+        vector = foreach.as_vector(tensor)
+        place = tensor.detach() if vector is None else vector[:: max(1, len(vector) // 64)]
+        return cls(frozenset(indices), place, place.clone())
+
+    def is_written(self) -> bool:
+        """Whether they are others now. Known on the host only: a device would be waited for."""
+        return self.place.is_cpu and not torch.equal(self.place, self.values)
+
+
 class Masters:
     """Pairs of a low parameter and its float32 master, by identity, each once however many groups name it.
 
-    A master takes the place of its parameter in the optimizer's groups and inherits its state. :meth:`publish` rounds
-    the masters back into the parameters; :meth:`refresh` follows whoever wrote to the parameters in the meantime.
+    A master takes the place of its parameter in the optimizer's groups and inherits its state. Both agree, whoever wrote
+    which: the parameter is the master rounded, and either both are trainable or none is.
+
+    ::
+
+        publish           after a step: the parameters from the masters
+        follow_masters    before a forward pass: from masters that were written or frozen outside of a step (SAM, Lookahead)
+        refresh           before a backward pass: the masters from parameters that were written (load, broadcast, clamp)
+        follow_values     before a step: from parameters that were written through ``parameter.data``, which leaves no trace
 
     Args:
         wanted: False never makes a master, for policies that step low parameters themselves.
@@ -47,8 +81,14 @@ class Masters:
         self.grad_buffers = grad_buffers
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        # Of the low parameters, when their masters last agreed with them.
-        self._versions = TensorVersions()
+        # Of both sides, when they last agreed; and whether they were trainable.
+        self._versions, self._high_versions = TensorVersions(), TensorVersions()
+        self._trainable: list[bool] = []
+        # Of the largest master of each optimizer, and of its parameter.
+        self._samples: dict[int, _Sample] = {}
+        self._low_samples: dict[int, _Sample] = {}
+        # Low parameters in the groups that have no master yet, because they are frozen.
+        self._frozen: set[int] = set()
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._retained: dict[int, set[int]] = {}
@@ -94,9 +134,16 @@ class Masters:
         return main_param if low is None else low
 
     def adopt(
-        self, optimizer: Optimizer, values: Mapping[int, Tensor] | None = None, *, move_grads: bool = True
+        self,
+        optimizer: Optimizer,
+        values: Mapping[int, Tensor] | None = None,
+        *,
+        move_grads: bool = True,
+        trained: Collection[int] = (),
     ) -> None:
         """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
+
+        A frozen one gets its master when it is unfrozen, or given a value or a state that its dtype cannot hold.
 
         State that the optimizer holds for the parameter moves to the master, in float32, and so does its gradient. An
         optimizer that keeps remainders of its low parameters is given the values instead.
@@ -106,6 +153,7 @@ class Masters:
             values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
                 low parameter widened.
             move_grads: False leaves gradients where they are, because they are scaled.
+            trained: frozen parameters, by ``id``, that get a master all the same.
         """
         store = remainder_store_of(optimizer)
         if store is not None and not any(known is store for known in self._stores):
@@ -116,7 +164,11 @@ class Masters:
                 if store is not None and store.keeps(parameter):
                     if id(parameter) in (values or {}):
                         store.take(parameter, (values or {})[id(parameter)])
-                elif self._wanted and is_low(parameter) and parameter.requires_grad:
+                elif self._wanted and is_low(parameter):
+                    known = id(parameter) in self._index or id(parameter) in trained
+                    if not (parameter.requires_grad or known):
+                        self._frozen.add(id(parameter))
+                        continue
                     parameters[position] = master = self._master_for(parameter, values or {})
                     _move_state(optimizer, parameter, master)
                     if move_grads:
@@ -125,6 +177,7 @@ class Masters:
 
     def release(self, optimizer: Optimizer) -> None:
         """Undo :meth:`adopt`: put the low parameters back into the optimizer's groups, with their state."""
+        self.follow_masters()
         for group in optimizer.param_groups:
             parameters = group["params"]
             for position, master in enumerate(parameters):
@@ -160,21 +213,56 @@ class Masters:
         """Say that an optimizer is about to move its masters: :meth:`refresh` must not undo it."""
         self._stepped.update(self._indices(optimizer))
 
+    def mark_skipped(self, optimizer: Optimizer) -> None:
+        """Say that an optimizer has not moved its masters after all."""
+        self._stepped.difference_update(self._indices(optimizer))
+
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters of one optimizer, or all of them, into their low parameters.
 
         The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
         discriminator, and its backward pass after it.
         """
-        self._publish(list(range(len(self._low))) if optimizer is None else self._indices(optimizer))
+        indices = list(range(len(self._low))) if optimizer is None else self._indices(optimizer)
+        self._publish(indices)
+        self._sample(indices)
 
     def record_published(self, optimizer: Optimizer) -> None:
         """An optimizer has written its low parameters itself."""
-        self._mark(self._indices(optimizer))
+        indices = self._indices(optimizer)
+        self._mark(indices)
+        self._sample(indices)
 
-    def publish_stepped(self) -> None:
-        """Publish what optimizers have moved, if something kept it from being published."""
-        self._publish(sorted(self._stepped))
+    def _sample(self, indices: list[int]) -> None:
+        largest = max(indices, key=lambda index: self._high[index].numel(), default=None)
+        if largest is not None:
+            self._take_sample(largest, indices)
+
+    def _take_sample(self, index: int, indices: Iterable[int]) -> None:
+        self._samples[index] = _Sample.of(self._high[index], indices)
+        self._low_samples[index] = _Sample.of(self._low[index], indices)
+
+    def follow_masters(self) -> None:
+        """Publish what optimizers have moved in a step that was not published, or outside of their steps.
+
+        Whichever side was frozen or unfrozen, the other follows.
+        """
+        self._agree_on_requires_grad()
+        written = set(self._stepped).union(*(s.indices for s in self._samples.values() if s.is_written()))
+        if not self._high_versions.unchanged(self._high):
+            written.update(
+                i for i, high in enumerate(self._high) if not self._high_versions.is_unchanged(i, high)
+            )
+        self._publish(sorted(written))
+
+    def _agree_on_requires_grad(self) -> None:
+        low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
+        if low != high:
+            for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
+                low[index] = theirs if ours == self._trainable[index] else ours
+                self._low[index].requires_grad_(low[index])
+                self._high[index].requires_grad_(low[index])
+        self._trainable = low
 
     def _publish(self, indices: list[int]) -> None:
         if not indices:
@@ -189,10 +277,13 @@ class Masters:
     def _mark(self, indices: Sequence[int]) -> None:
         if len(indices) == len(self._low):
             self._versions.record(self._low)
+            self._high_versions.record(self._high)
         else:
             for index in indices:
                 self._agree(index)
         self._stepped.difference_update(indices)
+        for index in self._samples.keys() & set(indices):
+            self._take_sample(index, self._samples[index].indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
         """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
@@ -208,45 +299,60 @@ class Masters:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
 
         Element by element, a master stays where it rounds to its parameter (nobody wrote there) and takes the widened
-        parameter elsewhere. Nothing waits for the device. Writes into ``parameter.data`` are seen only before the first
-        refresh, because they leave no trace; a new tensor assigned to ``parameter.data`` is always seen.
+        parameter elsewhere. Nothing waits for the device. Writes into ``parameter.data`` leave no trace, but for a new
+        tensor assigned to it; :meth:`follow_values` sees them.
 
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
-        self.publish_stepped()
+        self.follow_masters()
         if not self._versions.unchanged(self._low):
             for index in range(len(self._low)):
-                if not self._agrees(index):
+                if not self._versions.is_unchanged(index, self._low[index]):
                     self._follow(index)
 
-    def value_of(self, parameter: Tensor) -> Tensor | None:
-        """What a low parameter is worth in float32, as :meth:`refresh` sees it now; None if it has no master.
+    def follow_values(self, optimizer: Optimizer, *, sampled: bool = False) -> None:
+        """:meth:`refresh` by comparing values: who wrote through ``parameter.data`` is followed, too.
 
-        This is its master, except for a parameter that was moved or resized.
+        Args:
+            optimizer: whose parameters are compared.
+            sampled: only if some values of the largest are others: for a step that is as short as the comparison.
+        """
+        indices = self._indices(optimizer)
+        if sampled and not any(
+            s.is_written() for s in self._low_samples.values() if not s.indices.isdisjoint(indices)
+        ):
+            return
+        with torch.no_grad():
+            foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
+        for index in indices:
+            self._high_versions.record_one(index, self._high[index])
+
+    def value_of(self, parameter: Tensor) -> Tensor | None:
+        """What a low parameter is worth in float32; None if it has no master. Waits for the device.
+
+        This is its master, except for a parameter that was written, moved or resized. Looking changes nothing: who swaps
+        weights in and out again keeps what they were worth.
         """
         index = self._index.get(id(parameter))
         if index is None:
             store = self.store_of(parameter)
             return None if store is None else store.value_of(parameter)
-        low, high = self._low[index], self._high[index]
+        low, high = self._low[index].detach(), self._high[index]
         if low.shape != high.shape:
-            return low.detach().to(high.dtype)
+            return low.to(high.dtype)
         if low.device != high.device:
-            return _merge(low.detach(), high.detach().to(low.device))
-        if index in self._stepped or self._agrees(index):
+            return reference.merged(high.detach().to(low.device), low)
+        samples = [sample for sample in self._samples.values() if index in sample.indices]
+        moved = index in self._stepped or not self._high_versions.is_unchanged(index, high)
+        if moved or any(sample.is_written() for sample in samples):
             return high
-        if self._versions.is_recorded(index):
-            # Looking must not change anything: who swaps weights in and out again keeps what they were worth.
-            return _merge(low.detach(), high.detach())
-        self._follow(index)
-        return high
+        value = reference.merged(high.detach(), low)
+        return high if torch.equal(value, high) else value
 
     def _agree(self, index: int) -> None:
         self._versions.record_one(index, self._low[index])
-
-    def _agrees(self, index: int) -> bool:
-        return self._versions.is_unchanged(index, self._low[index])
+        self._high_versions.record_one(index, self._high[index])
 
     def _follow(self, index: int) -> None:
         low, high = self._low[index], self._high[index]
@@ -256,18 +362,23 @@ class Masters:
                 f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
             )
         with torch.no_grad():
-            high.copy_(_merge(low, high))
+            high.copy_(reference.merged(high, low))
         self._agree(index)
 
     def take(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
 
-        Where the parameter ends up with something else, :meth:`refresh` follows it.
+        Where the parameter ends up with something else, :meth:`refresh` follows it. One that stands frozen in an optimizer's
+        groups gets a master if its dtype cannot hold the value: unfrozen later, it goes on from there.
         """
         high, store = self._master_of(parameter), self.store_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
             with torch.no_grad():
                 high.copy_(value)
+            self._high_versions.record_one(self._index[id(parameter)], high)
+        elif id(parameter) in self._frozen and parameter.shape == value.shape and value.is_floating_point():
+            if not torch.equal(value.to(parameter.dtype).to(value.dtype), value):
+                self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
         elif store is not None and parameter.shape == value.shape and value.is_floating_point():
             store.take(parameter, value)
 
@@ -297,24 +408,23 @@ class Masters:
             return known
         value = values.get(id(parameter))
         high = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
-        high.requires_grad_(True)
+        high.requires_grad_(parameter.requires_grad)
+        self._trainable.append(parameter.requires_grad)
+        self._frozen.discard(id(parameter))
         self._index[id(parameter)] = len(self._low)
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
         self._high.append(high)
         # The first refresh compares values, so that writes through .data before it are seen.
         self._versions.add(parameter)
+        self._high_versions.add(high)
+        self._high_versions.record_one(self._index[id(parameter)], high)
         return high
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Whatever stands in an optimizer's groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _merge(low: Tensor, high: Tensor) -> Tensor:
-    """``high`` where it rounds to ``low``, and ``low`` widened elsewhere."""
-    return torch.where(high.to(low.dtype) == low, high, low.to(high.dtype))
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:
@@ -331,3 +441,6 @@ def _move_state(optimizer: Optimizer, parameter: Tensor, master: Tensor) -> None
             if isinstance(value, Tensor) and is_low(value):
                 state[key] = value.float()
         optimizer.state[master] = state
+
+
+_TRAINABLE: Final = attrgetter("requires_grad")

@@ -24,11 +24,13 @@ from halfpeak.engine.gradients.window import (
     Empty,
     Scaled,
     Unscaled,
+    Window,
     after_backward,
     after_delayed_backward,
     is_unit,
     left_for_step,
     rearmed,
+    rewatched,
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
@@ -70,6 +72,7 @@ class BackwardScope:
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
         self._prepared = prepared
         self._own: list[ParamPairs] = []
+        self._windows: list[Window] = []
         self._pairs = ParamPairs()
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds_any = False
@@ -83,6 +86,7 @@ class BackwardScope:
         """Set aside what is there, unless it waits scaled."""
         seen: set[int] = set()
         for prepared in self._prepared:
+            self._windows.append(prepared.window)
             pairs = prepared.pairs_for_backward()
             self._own.append(pairs)
             if len(self._prepared) > 1:
@@ -150,11 +154,11 @@ class BackwardScope:
         for parameter, grad in self._held:
             parameter.grad = grad
         # Those that :meth:`stash` came to.
-        for prepared, _ in zip(self._prepared, self._own, strict=False):
+        for prepared, before, _ in zip(self._prepared, self._windows, self._own, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))
             elif isinstance(prepared.window, Unscaled):
-                prepared.set_window(prepared.window)
+                prepared.set_window(rewatched(prepared.window, before))
         return True
 
     @property

@@ -282,6 +282,14 @@ def unwatched(window: Unscaled) -> Unscaled | None:
     return replace(window, sentinel=None)
 
 
+def rewatched(window: Unscaled, before: Window) -> Unscaled:
+    """``window`` with the sentinel that it had ``before``, where nothing has come of a backward pass."""
+    sentinel = before.sentinel if isinstance(before, Unscaled) else None
+    if sentinel is not None:
+        sentinel.holder.grad = sentinel.grad
+    return replace(window, sentinel=sentinel)
+
+
 def left_for_step(
     window: Empty,
     pairs: ParamPairs,
