@@ -315,8 +315,9 @@ def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
     def prepared() -> Engine:
         model = net()
         model[0].requires_grad_(False)
-        make = adam if optimizer == "adam" else lambda p: torch.optim.SGD(p, lr=0.3)
-        return halfpeak.prepare(model, make(model.parameters()), level, loss_scale=SCALE)
+        parameters = model.parameters()
+        made = adam(parameters) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.3)
+        return halfpeak.prepare(model, made, level, loss_scale=SCALE)
 
     first, second = prepared(), prepared()
     train(first)
@@ -331,7 +332,7 @@ def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
     if parts == "engine":
         second.load_state_dict(whole)
     else:
-        loads = [lambda: second.model.load_state_dict(of_model)]
+        loads: list[Callable[[], object]] = [lambda: second.model.load_state_dict(of_model)]
         loads.insert(parts == "model first", lambda: second.optimizers[0].load_state_dict(of_optimizers[0]))
         for load in loads:
             load()
@@ -347,6 +348,10 @@ def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
 def through_data(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
     for parameter in engine.model.parameters():
         parameter.data.copy_(value(parameter.data))
+
+
+def clamped(weight: Tensor) -> Tensor:
+    return weight.clamp(-0.125, 0.125)
 
 
 def in_place(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
@@ -388,7 +393,7 @@ def test_weights_written_between_steps_are_those_that_train_on(
     train(engine)
 
     def write_now() -> list[Tensor]:
-        write(engine, lambda weight: weight.clamp(-0.125, 0.125))
+        write(engine, clamped)
         return [parameter.detach().float().clone() for parameter in engine.model.parameters()]
 
     if moment == "after a skip":

@@ -297,3 +297,71 @@ def test_the_trainer_takes_the_plugin_and_its_default_level(lightning: SimpleNam
     trainer = make_trainer(lightning.package, plugin)
     assert trainer.precision_plugin is plugin
     assert (trainer.precision, plugin.adapter.level) == ("16-true", "O2")
+
+
+def make_gan(package: Any) -> Any:
+    class Gan(package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.generator, self.critic = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            noise, real = batch
+            of_generator, of_critic = self.optimizers()
+            for optimizer in (of_generator, of_critic):
+                self.toggle_optimizer(optimizer)
+                fake = self.critic(self.generator(noise)).float().mean()
+                loss = -fake if optimizer is of_generator else fake - self.critic(real).float().mean()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+    return Gan()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_toggled_optimizers_of_a_gan_train_their_own_networks(lightning: SimpleNamespace, level: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(6, 3, generator=generator), torch.randn(6, 4, generator=generator)) for _ in range(4)
+    ]
+    batches = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    module, plain = make_gan(lightning.package), make_gan(lightning.package)
+    make_trainer(lightning.package, lightning.precision(level, loss_scale=64.0)).fit(module, batches)
+    make_trainer(lightning.package, []).fit(plain, batches)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if level == "O0" else 5e-3)
+        assert ours.requires_grad
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("callback", ["EMAWeightAveraging", "WeightAveraging"])
+def test_averaged_weights_are_those_of_a_float32_run(
+    lightning: SimpleNamespace, callback: str, level: str, tmp_path: Path
+) -> None:
+    callbacks = importlib.import_module(f"{PACKAGES['lightning']}.callbacks")
+    data = torch.utils.data.DataLoader([make_batch(number) for number in range(8)], batch_size=None)  # type: ignore[arg-type]
+
+    def run(plugin: Any) -> tuple[Any, dict[str, Any]]:
+        # Without avg_fn, torch averages lists of one dtype only.
+        swa = {"avg_fn": torch.optim.swa_utils.get_swa_avg_fn()}
+        options = {"decay": 0.5} if callback == "EMAWeightAveraging" else swa
+        module = make_module(lightning.package, lambda params: torch.optim.SGD(params, lr=0.05))
+        averaging = getattr(callbacks, callback)(**options)
+        trainer = make_trainer(lightning.package, plugin, callbacks=[averaging], max_epochs=2)
+        trainer.fit(module, data, data)
+        trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+        return module, torch.load(tmp_path / "last.ckpt")["state_dict"]
+
+    (module, saved), (plain, _) = run(lightning.precision(level, loss_scale=64.0)), run([])
+    for name, theirs in plain.state_dict().items():
+        # Lightning swaps the averages through the weights to validate, which rounds them.
+        tolerance = {"O0": 1e-6, "O2": 2e-3, "O5": 1e-2}[level]
+        torch.testing.assert_close(module.state_dict()[name], theirs, rtol=0, atol=tolerance)
+        assert torch.equal(saved[name], module.state_dict()[name])
