@@ -299,7 +299,8 @@ class PreparedOptimizer:
             window, unseen = self._empty, [holder.grad for holder in holders]
         elif isinstance(window, Unscaled):
             known = set(map(id, window.snapshot.holders))
-            unseen = [*window.snapshot.changed(), *(h.grad for h in holders if id(h) not in known)]
+            changed = [*window.snapshot.changed(), *(h for h in holders if id(h) not in known)]
+            unseen = [holder.grad for holder in changed]
         else:
             return
         grads = [grad for grad in unseen if grad is not None]
