@@ -115,6 +115,7 @@ _GRAD = "gradients live on parameters: torch's optimizers read them there and no
 
 FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/modules.py", "data"): _CONVERT,
+    ("state/masters.py", "grad"): _GRAD,
     ("casting/tree.py", "setattr"): "fills the copy of a dataclass that it has just made",
     (
         "casting/torch_functions.py",
