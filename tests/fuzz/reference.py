@@ -246,11 +246,11 @@ class Reference:
         self._end(chosen, found, counts=has_gradients)
         return Result(True, found, self.scales[0].scale, norm)
 
-    def _call(self, o: int) -> bool:
+    def _call(self, o: int, *closure: Callable[[], None]) -> bool:
         """``optimizer.step()``; an exception says whether it came after the optimizer's own code."""
         before, idle = [main.detach().clone() for main in self._mains(o)], not self.grads_of(o)
         try:
-            self.optimizers[o].step()
+            self.optimizers[o].step(*closure)
         except BaseException as error:
             moved = any(not same_bits(a, b) for a, b in zip(before, self._mains(o), strict=True))
             error.stepped = moved or idle or getattr(error, "is_late", False)  # type: ignore[attr-defined]
@@ -270,21 +270,23 @@ class Reference:
     def step_with_closure(self, at: int) -> None:
         """Evaluate until the gradients are finite, then step."""
         self.sync()
-        for o in range(len(self.optimizers)):
-            self._drop(o)
-        while True:
-            for loss_id, loss in enumerate(self.forward(at)):
-                self.backward(loss, loss_id, retain=True)
-            if not any(self.found):
-                break
-            for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
-                buffer.copy_(saved)
-            for loss_id, found_inf in self.found_by_loss.items():
-                self.scales[loss_id].update(found_inf)
+
+        def evaluate() -> None:
             self._drop(0)
-            self.found_by_loss, self.stats = {}, None
-        self._clip(self.grads_of(0))
-        self._call(0)
+            while True:
+                for loss_id, loss in enumerate(self.forward(at)):
+                    self.backward(loss, loss_id, retain=True)
+                if not any(self.found):
+                    break
+                for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
+                    buffer.copy_(saved)
+                for loss_id, found_inf in self.found_by_loss.items():
+                    self.scales[loss_id].update(found_inf)
+                self._drop(0)
+                self.found_by_loss, self.stats = {}, None
+            self._clip(self.grads_of(0))
+
+        self._call(0, torch.enable_grad()(evaluate))
         self._end([0], False)
 
     def zero_model(self) -> None:
