@@ -66,7 +66,7 @@ def known(config: Config, planned: Planned, micro: int) -> str | None:
         return "edits between the passes of a window over float32 weights drop its earlier passes"
     if masters and name in ("freeze through the groups", "toggle an optimizer"):
         return "only masters are frozen"
-    if masters and name == "unfreeze and save":
+    if masters and name in ("unfreeze and save", "unfreeze and abort"):
         return "a look keeps parameters from getting masters"
     if masters and name == "weights through .data":
         return "leaves no trace"
@@ -76,6 +76,8 @@ def known(config: Config, planned: Planned, micro: int) -> str | None:
         return "does not reach masters"
     if name.startswith("zero_grad") and (config.is_fused or (between_passes and not masters)):
         return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
+    if name == "add a group" and config.accumulate > 1:
+        return "what lay in its gradients is added in another order"
     if name == "add a group" and (inside or planned.moment in ("before backward", "before step")):
         return "the earlier gradients of its window are lost"
     return None
