@@ -64,14 +64,8 @@ def known(config: Config, planned: Planned, micro: int) -> str | None:
     between_passes = place > 0 if planned.moment != "before step" else place < config.accumulate - 1
     if name.startswith("gradients ") and between_passes and not masters:
         return "edits between the passes of a window over float32 weights drop its earlier passes"
-    if masters and name in ("freeze through the groups", "toggle an optimizer"):
-        return "only masters are frozen"
-    if masters and name in ("unfreeze and save", "unfreeze and abort"):
-        return "a look keeps parameters from getting masters"
     if masters and name == "weights through .data":
         return "leaves no trace"
-    if masters and name == "masters written":
-        return "the model does not follow"
     if masters and name.startswith("zero_grad of the model"):
         return "does not reach masters"
     if name.startswith("zero_grad") and (config.is_fused or (between_passes and not masters)):
