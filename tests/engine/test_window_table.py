@@ -136,7 +136,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
 
 
 # Where the scale is always 1 and there are no masters, pending gradients are unscaled as they lie: they may be edited.
-PENDING_AT_SCALE_ONE = {"zero_grad, backward": Unscaled, "edit, step": Empty}
+PENDING_AT_SCALE_ONE = {"edit, step": Empty}
 
 
 def engine_in(window: type[Any], level: str) -> Engine:

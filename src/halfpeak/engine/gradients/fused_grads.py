@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfpeak.engine.gradients.accumulate import are_dense
+from halfpeak.engine.gradients.accumulate import are_dense, are_none
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import Pending, Unscaled, refuse_edits
 from halfpeak.fused.base import FusedOptimizer
@@ -100,9 +100,9 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
         OrderError: somebody has written to them, or has given masters gradients.
     """
     refuse_edits([holder.grad for holder in window.snapshot.changed()])
-    sentinel = window.sentinel
+    grads, sentinel = gradients_of(table.model_params), window.sentinel
     if sentinel is None:
-        return window
+        return None if are_none(grads) else window
     left, changed = sentinel.holder.grad, not sentinel.unchanged()
     if changed:
         refuse_edits([left])
@@ -111,7 +111,7 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
     if left is None:
         return None
     if changed:
-        torch._foreach_zero_([grad for grad in gradients_of(table.model_params) if grad is not None])
+        torch._foreach_zero_([grad for grad in grads if grad is not None])
     return replace(window, sentinel=None)
 
 
