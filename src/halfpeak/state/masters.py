@@ -348,7 +348,7 @@ class Masters:
         if moved or any(sample.is_written() for sample in samples):
             return high
         value = reference.merged(high.detach(), low)
-        return high if torch.equal(value, high) else value
+        return high if bool((value == high).all()) else value
 
     def _agree(self, index: int) -> None:
         self._versions.record_one(index, self._low[index])
@@ -377,7 +377,7 @@ class Masters:
                 high.copy_(value)
             self._high_versions.record_one(self._index[id(parameter)], high)
         elif id(parameter) in self._frozen and parameter.shape == value.shape and value.is_floating_point():
-            if not torch.equal(value.to(parameter.dtype).to(value.dtype), value):
+            if not bool((value.to(parameter.dtype) == value).all()):
                 self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
         elif store is not None and parameter.shape == value.shape and value.is_floating_point():
             store.take(parameter, value)
