@@ -408,7 +408,7 @@ class PreparedOptimizer:
             found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
             self.running = call = replace(call, found_inf=found_inf)
         reads_elsewhere = call.fused is not None
-        self.masters.follow_values(optimizer, sampled=reads_elsewhere)
+        self.masters.follow_values(optimizer)
         if closure is not None:
             self.masters.mark_stepped(optimizer)
             return rebuild(self._callbacks.wrap_closure(self, closure))

@@ -311,22 +311,21 @@ class Masters:
                 if not self._versions.is_unchanged(index, self._low[index]):
                     self._follow(index)
 
-    def follow_values(self, optimizer: Optimizer, *, sampled: bool = False) -> None:
-        """:meth:`refresh` by comparing values: who wrote through ``parameter.data`` is followed, too.
+    def follow_values(self, optimizer: Optimizer) -> None:
+        """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.
+
+        64 values of the largest parameter are looked at: averaging, clamping and swapping weights change them, and comparing
+        all weights would take half the time of a step. On an accelerator nothing is looked at, because the host would wait.
 
         Args:
             optimizer: whose parameters are compared.
-            sampled: only if some values of the largest are others: for a step that is as short as the comparison.
         """
         indices = self._indices(optimizer)
-        if sampled and not any(
-            s.is_written() for s in self._low_samples.values() if not s.indices.isdisjoint(indices)
-        ):
-            return
-        with torch.no_grad():
-            foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
-        for index in indices:
-            self._high_versions.record_one(index, self._high[index])
+        if any(s.is_written() for s in self._low_samples.values() if not s.indices.isdisjoint(indices)):
+            with torch.no_grad():
+                foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
+            for index in indices:
+                self._high_versions.record_one(index, self._high[index])
 
     def value_of(self, parameter: Tensor) -> Tensor | None:
         """What a low parameter is worth in float32; None if it has no master. Waits for the device.
