@@ -413,6 +413,19 @@ def test_weights_written_between_steps_are_those_that_train_on(
 
 
 @pytest.mark.parametrize("level", MASTERED)
+def test_clamped_weights_of_two_optimizers_are_followed_without_a_write(level: str) -> None:
+    model = net()
+    halves = [list(part.parameters()) for part in (model[0], model[1:])]
+    engine = halfpeak.prepare(model, [adam(half) for half in halves], level, loss_scale=SCALE)
+    train(engine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+    train(engine, 1)  # a write between forward and backward would raise there
+    assert all(weight.abs().max() < 0.06 for weight in weights(engine))
+
+
+@pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str, optimizer: str) -> None:
     def run(*, swap: bool) -> list[Tensor]:

@@ -278,12 +278,12 @@ class Masters:
         if len(indices) == len(self._low):
             self._versions.record(self._low)
             self._high_versions.record(self._high)
+            for index, sample in list(self._samples.items()):
+                self._take_sample(index, sample.indices)
         else:
             for index in indices:
                 self._agree(index)
         self._stepped.difference_update(indices)
-        for index in self._samples.keys() & set(indices):
-            self._take_sample(index, self._samples[index].indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
         """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
@@ -325,7 +325,7 @@ class Masters:
             with torch.no_grad():
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
-                self._high_versions.record_one(index, self._high[index])
+                self._agree(index)
 
     def value_of(self, parameter: Tensor) -> Tensor | None:
         """What a low parameter is worth in float32; None if it has no master. Waits for the device.
@@ -352,6 +352,8 @@ class Masters:
     def _agree(self, index: int) -> None:
         self._versions.record_one(index, self._low[index])
         self._high_versions.record_one(index, self._high[index])
+        if index in self._samples:
+            self._take_sample(index, self._samples[index].indices)
 
     def _follow(self, index: int) -> None:
         low, high = self._low[index], self._high[index]
