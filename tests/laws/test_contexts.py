@@ -21,6 +21,7 @@ from laws.source import modules
 ELSEWHERE = {
     "amp/larc.py": "tests/amp",
     "amp/init_handle.py": "tests/shim",
+    "checkpoint/archives.py": "tests/checkpoint",
     "checkpoint/temporary.py": "tests/checkpoint",
     "cli/interrupt.py": "tests/cli",
     "cli/progress.py": "tests/cli",

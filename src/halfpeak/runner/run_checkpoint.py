@@ -130,8 +130,8 @@ def load_optimizers(optimizer: Optimizers, state: Any, logger: Logger) -> None:
 def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
     """The windows that are open in a checkpoint: whole states of hooks, and parts of those of wrappers.
 
-    >>> lanes = [{"phase": "UNSCALED"}]
-    >>> hooks = {"A": {RESUME_KEY: {"window": {"lanes": lanes}}, "iter": 3}, "B": {}}
+    >>> saved = {"version": 1, "scalers": [], "buffers": [], "window": {"lanes": [{"phase": "UNSCALED"}], "losses": {}}}
+    >>> hooks = {"A": {RESUME_KEY: saved, "iter": 3}, "B": {}}
     >>> state = {"hooks": hooks, "optimizer": {"param_groups": []}}
     >>> open_windows(state) == {"hooks": {"A": state["hooks"]["A"]}, "optimizer": {}}
     True

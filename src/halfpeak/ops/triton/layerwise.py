@@ -168,7 +168,7 @@ def lamb_moments_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     skips = tl.load(found_inf) != 0.0
-    for rest in tl.static_range(2):
+    for rest in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
         end = tl.where(skips, 0, count if rest else full)
         for chunk in range(full * rest + program, end, programs):
             _lamb_moments(
@@ -246,7 +246,7 @@ def lamb_update_kernel(
     skips = tl.load(found_inf) != 0.0
     full = tl.where(skips, 0, full)
     count = tl.where(skips, 0, count)
-    for rest in tl.static_range(2):
+    for rest in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
         for chunk in range(full * rest + program, count if rest else full, programs):
             _lamb_update(
                 members, chunks, chunk, numbers, rates, DTYPE, LOWER, OPTION, COLUMNS, CHUNK, ALIGN, rest == 0

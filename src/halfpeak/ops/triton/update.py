@@ -220,7 +220,7 @@ def update_kernel(
     skips = tl.load(found_inf) != 0.0
     full = tl.where(skips, 0, full)
     count = tl.where(skips, 0, count)
-    for rest in tl.static_range(2):
+    for rest in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
         for chunk in range(full * rest + program, count if rest else full, programs):
             _move(
                 members,
