@@ -123,7 +123,7 @@ def fused_step(count: int, device: str) -> tuple[Callable[[], None], Callable[[]
     loss = torch.zeros((), device=device)
 
     def step(size: float = 1.0) -> None:
-        with engine.scaled(loss, lanes=engine.context.prepared):
+        with engine.scaled(loss):
             for parameter in model:
                 parameter.grad = torch.full_like(parameter, size)
         engine.step()

@@ -185,7 +185,7 @@ def split_engine(
     loss = torch.zeros((), device=device)
 
     def before() -> None:
-        with engine.scaled(loss, lanes=engine.context.prepared):
+        with engine.scaled(loss):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 

@@ -126,7 +126,7 @@ def with_engine(
     loss = torch.zeros((), device=device)
 
     def run() -> None:
-        with engine.scaled(loss, lanes=engine.context.prepared):
+        with engine.scaled(loss):
             hand_over(parameters, gradients)
         engine.step()
 

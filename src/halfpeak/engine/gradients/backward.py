@@ -38,7 +38,6 @@ from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.masters import params_of
 
 
 class GradMode(enum.Enum):
@@ -273,11 +272,17 @@ class OtherGrads:
         """Before the backward pass: set aside what is there, but for the parameters that the pass is for."""
         seen = set(map(id, own))
         for one in self._prepared:
-            members = map(one.masters.model_param_of, params_of(one.optimizer))
-            parameters = list({id(p): p for p in members if id(p) not in seen}.values())
-            seen.update(map(id, parameters))
-            self._stashed.append((one, parameters, list(map(detached_from_bucket, gradients_of(parameters)))))
-            _put(parameters, [None] * len(parameters))
+            parameters = one.table().model_params
+            keys = list(map(id, parameters))
+            # Every engine that is alive is asked in every pass, so what is usual, nothing shared and no gradient, runs in C.
+            if len(set(keys)) != len(keys) or not seen.isdisjoint(keys):
+                parameters = list({id(p): p for p in parameters if id(p) not in seen}.values())
+            seen.update(keys)
+            grads = gradients_of(parameters)
+            if not are_none(grads):
+                grads = list(map(detached_from_bucket, grads))
+                _put(parameters, [None] * len(parameters))
+            self._stashed.append((one, parameters, grads))
 
     @untraced
     def rollback(self) -> None:
@@ -301,7 +306,8 @@ class OtherGrads:
         while self._stashed:
             one, parameters, grads = self._stashed.pop(0)
             fresh = gradients_of(parameters)
-            _put(parameters, grads)
+            if not (are_none(fresh) and are_none(grads)):
+                _put(parameters, grads)
             if not are_none(fresh):
                 found_inf = _add(one, parameters, fresh, scale)
                 one.add_found_inf_elsewhere(scaler, found_inf)
