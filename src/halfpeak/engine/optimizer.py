@@ -398,8 +398,6 @@ class PreparedOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepArguments | None:
         self.ended = None
-        # Weights that were clamped or loaded since the backward pass are what is stepped.
-        self.masters.refresh()
         closure, rebuild = take_closure(args, kwargs)
         # Running before it is decided: an exception in the decision must not leave its consequences behind.
         self.running = call = replace(self.running or StepCall(None), progress=None)
@@ -408,6 +406,9 @@ class PreparedOptimizer:
             found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
             self.running = call = replace(call, found_inf=found_inf)
         reads_elsewhere = call.fused is not None
+        if closure is not None:
+            # Without one, begin_step has done so: weights that were clamped or loaded are what is stepped.
+            self.masters.refresh()
         self.masters.follow_values(optimizer)
         if closure is not None:
             self.masters.mark_stepped(optimizer)

@@ -87,6 +87,7 @@ class Masters:
         # Of the largest master of each optimizer, and of its parameter.
         self._samples: dict[int, _Sample] = {}
         self._low_samples: dict[int, _Sample] = {}
+        self._watched: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
         self._index: dict[int, int] = {}
@@ -234,9 +235,10 @@ class Masters:
         self._sample(indices)
 
     def _sample(self, indices: list[int]) -> None:
-        largest = max(indices, key=lambda index: self._high[index].numel(), default=None)
-        if largest is not None:
-            self._take_sample(largest, indices)
+        """Begin to watch the largest of some pairs that were published together; :meth:`_mark` takes its values anew."""
+        if indices and indices is not self._watched:
+            self._watched = indices
+            self._take_sample(max(indices, key=lambda index: self._high[index].numel()), indices)
 
     def _take_sample(self, index: int, indices: Iterable[int]) -> None:
         self._samples[index] = _Sample.of(self._high[index], indices)
