@@ -363,7 +363,7 @@ class PreparedOptimizer:
         """:meth:`finish_or_discard` as far as a forward pass needs it, which may come from a step hook of the user's."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
-        self.masters.publish_stepped()
+        self.masters.follow_masters()
 
     def has_mutated(self) -> bool:
         """Whether the running step got through the optimizer's own code."""

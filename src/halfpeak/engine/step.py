@@ -423,8 +423,6 @@ class TrainStep:
         """Before a forward pass: what a step decided and an exception kept from happening happens now."""
         for one in prepared:
             one.finish_if_mutated()
-        for masters in {id(one.masters): one.masters for one in prepared}.values():
-            masters.follow_masters()
         if not any(one.running is not None for one in prepared):
             self._record.apply_pending()
 

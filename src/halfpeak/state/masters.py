@@ -244,10 +244,6 @@ class Masters:
         self._samples[index] = _Sample.of(self._high[index], indices)
         self._low_samples[index] = _Sample.of(self._low[index], indices)
 
-    def publish_stepped(self) -> None:
-        """Publish what optimizers have moved, if something kept it from being published."""
-        self._publish(sorted(self._stepped))
-
     def follow_masters(self) -> None:
         """Publish what optimizers have moved in a step that was not published, or outside of their steps.
 
