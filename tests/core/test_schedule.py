@@ -95,10 +95,10 @@ def test_a_batch_of_states_advances_as_each_of_them() -> None:
         assert torch.equal(scales_of(config, flags[:, column : column + 1])[:, 0], together[:, column])
 
 
-@pytest.mark.parametrize("verdict", [1.0, 2.0, -1.0, math.inf, math.nan])
-def test_any_verdict_but_zero_is_an_overflow(verdict: float) -> None:
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.inf, math.nan])
+def test_any_found_inf_but_zero_is_an_overflow(found_inf: float) -> None:
     config = ScaleConfig(init=8.0)
-    assert advance(config, config.start(), torch.tensor(verdict)).scale.item() == 4.0
+    assert advance(config, config.start(), torch.tensor(found_inf)).scale.item() == 4.0
 
 
 def test_a_static_scale_counts_and_stays() -> None:
@@ -111,11 +111,11 @@ def test_a_static_scale_counts_and_stays() -> None:
 
 def test_advance_changes_neither_state_nor_verdict() -> None:
     config = ScaleConfig(init=8.0, interval=1)
-    state, verdict = config.start(), torch.ones(())
-    before = [part.clone() for part in (*state, verdict)]
-    advance(config, state, verdict)
+    state, found_inf = config.start(), torch.ones(())
+    before = [part.clone() for part in (*state, found_inf)]
+    advance(config, state, found_inf)
     advance(config, state, torch.zeros(()))
-    assert all(torch.equal(now, then) for now, then in zip((*state, verdict), before, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip((*state, found_inf), before, strict=True))
 
 
 def test_state_keeps_its_dtypes() -> None:

@@ -49,7 +49,7 @@ class Run:
             fully_shard(model, "O2")
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         options = {"scale": halfpeak.ScaleConfig(init=1024.0), "clip": 1.0, **options}
-        # Without a wrapper, gradients are each rank's own and only the verdict is shared.
+        # Without a wrapper, gradients are each rank's own and only found_inf is shared.
         group = "world" if layout == "none" else None
         self.engine = halfpeak.prepare(model, self.optimizer, "O2", group=group, **options)
         self.model = model

@@ -72,9 +72,9 @@ def doomed_step(restart: int) -> int:
 
 def agreed(asked: bool) -> bool:
     """Whether any worker was asked to end."""
-    verdict = torch.tensor(float(asked))
-    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-    return bool(verdict)
+    anyone_asked = torch.tensor(float(asked))
+    dist.all_reduce(anyone_asked, op=dist.ReduceOp.MAX)
+    return bool(anyone_asked)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 class Counting:
-    """Counts the collectives that DDP and the verdict begin on this rank."""
+    """Counts the collectives that DDP and found_inf begin on this rank."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -72,7 +72,7 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None) -> dict[st
         spoilt = rank == 1 and poisoned is not None and step == every + poisoned
         with engine.forward(wrapped):
             loss = wrapped(batch(rank, step)).float().square().mean()
-        # A loss of inf with finite activations: the verdict has to come from the gradients.
+        # A loss of inf with finite activations: found_inf has to come from the gradients.
         engine.backward(loss * float("inf") if spoilt else loss)
         result = engine.step()
         if result.boundary:
@@ -81,7 +81,7 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None) -> dict[st
 
 
 def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
-    """No DDP at all: parameters of each rank are its own, and only the verdict is shared."""
+    """No DDP at all: parameters of each rank are its own, and only found_inf is shared."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = halfpeak.ScaleConfig(init=1024.0)

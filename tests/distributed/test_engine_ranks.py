@@ -57,7 +57,7 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
     assert first["outcomes"] == other["outcomes"] == [True, not poisoned, True]
     assert (first["scale"], first["counters"]) == (other["scale"], other["counters"])
     assert all(parameter.isfinite().all() for seen in (first, other) for parameter in seen["parameters"])
-    # One reduction of the verdict per step, whatever came of it.
+    # One reduction of found_inf per step, whatever came of it.
     assert first["collectives"] == other["collectives"] == WINDOWS
 
 

@@ -70,7 +70,7 @@ def state(engine: halfpeak.Engine) -> list[Tensor]:
 
 def held(engine: halfpeak.Engine) -> list[Tensor]:
     """The gradients that the optimizer reads."""
-    return [grad for lane in engine.context.prepared for grad in lane.main_grads()]
+    return [grad for one in engine.context.prepared for grad in one.main_grads()]
 
 
 @pytest.mark.parametrize("every", [1, 3])

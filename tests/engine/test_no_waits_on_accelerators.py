@@ -1,4 +1,4 @@
-"""On an accelerator the host never waits for a step: whatever the optimizer, but for the verdict of those that cannot skip."""
+"""On an accelerator the host never waits for a step: whatever the optimizer, but for the decision of those that cannot skip."""
 
 from __future__ import annotations
 

@@ -173,13 +173,13 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "statistics of no list": set_at("buffers", value=3),
     "statistics of words": set_at("buffers", value=["x"]),
     "a window of no dict": set_at("window", "lanes", 0, value=3),
-    "a verdict that is a word": set_at("window", "lanes", 0, "found_inf", value="x"),
-    "three verdicts": set_at("window", "lanes", 0, "found_inf", value=torch.ones(3)),
+    "a found_inf that is a word": set_at("window", "lanes", 0, "found_inf", value="x"),
+    "three found_infs": set_at("window", "lanes", 0, "found_inf", value=torch.ones(3)),
     "gradients of no dict": set_at("window", "lanes", 0, "true_sized", value=3),
     "a gradient that is a number": set_at("window", "lanes", 0, "true_sized", 0, value=3),
     "a frozen scale of no loss": set_at("window", "lanes", 0, "frozen", value=(9, torch.ones(()))),
     "a frozen scale that is a number": set_at("window", "lanes", 0, "frozen", value=3),
-    "a loss's verdict that is a number": set_at("window", "losses", 0, value=3),
+    "a loss's found_inf that is a number": set_at("window", "losses", 0, value=3),
     "a loss that there is not": set_at("window", "losses", 5, value=torch.ones(())),
 }  # fmt: skip
 

@@ -136,7 +136,7 @@ VERBS: list[Verb] = [
 
 
 def agree(verb: Verb, make: Callable[[], list[Tensor]]) -> Tensor:
-    """Both backends on equal lists give equal tensors and one verdict, which is returned."""
+    """Both backends on equal lists give equal tensors and one found_inf, which is returned."""
     torch.manual_seed(1)
     ours, our_flag = make(), torch.zeros(())
     torch.manual_seed(1)

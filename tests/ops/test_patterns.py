@@ -108,12 +108,12 @@ def telling(dtype: torch.dtype) -> Tensor:
 def test_nothing_is_missed_and_nothing_invented(
     dtype: torch.dtype, scale: float, length: int, backend: ModuleType
 ) -> None:
-    """One tensor at a time, so that one wrong verdict cannot hide behind another."""
+    """One tensor at a time, so that one wrong found_inf cannot hide behind another."""
     values = telling(dtype) if scale == 1 else telling(dtype)[::16]
     rows, inv_scale = placed(values, length), torch.tensor(1 / scale)
     low, high = scaled(rows, 1 / scale, dtype), scaled(rows, 1 / scale, torch.float32)
     expected = [(~written.isfinite()).any(dim=1) for written in (rows, low, high, high)]
-    assert all(verdicts.any() for verdicts in expected)
+    assert all(found_infs.any() for found_infs in expected)
     flags = torch.zeros(4, len(rows))
     for row, of_row in zip(rows, flags.T, strict=True):
         checked, unscaled, fresh, summed = of_row

@@ -35,9 +35,9 @@ def test_an_unknown_group() -> None:
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_alone_a_verdict_stands(found_inf: float) -> None:
-    verdict, flag = FoundInfReducer(), torch.tensor(found_inf)
-    assert verdict.is_local
-    verdict.all_reduce_(flag)
+    reducer, flag = FoundInfReducer(), torch.tensor(found_inf)
+    assert reducer.is_local
+    reducer.all_reduce_(flag)
     assert flag == found_inf
     assert is_first_rank()
     assert not is_multi_rank()
@@ -46,10 +46,10 @@ def test_alone_a_verdict_stands(found_inf: float) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["world", "group"])
 def test_one_rank_agrees_with_itself(name: str) -> None:
-    verdict = FoundInfReducer("world" if name == "world" else dist.group.WORLD)
-    assert not verdict.is_local
+    reducer = FoundInfReducer("world" if name == "world" else dist.group.WORLD)
+    assert not reducer.is_local
     flags = torch.tensor([0.0, 1.0])
-    verdict.all_reduce_(flags)
+    reducer.all_reduce_(flags)
     assert flags.tolist() == [0.0, 1.0]
     assert is_first_rank()
     assert not is_multi_rank()

@@ -20,7 +20,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "InstanceNorm1d": lambda: nn.InstanceNorm1d(3, track_running_stats=True),
 }
 
-VERDICTS: dict[str, Callable[[bool], Tensor | bool]] = {
+FOUND_INFS: dict[str, Callable[[bool], Tensor | bool]] = {
     "device": lambda skipped: torch.tensor(float(skipped)),
     "host": bool,
 }
@@ -44,9 +44,9 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("found_inf", FOUND_INFS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_skipped_step_puts_every_statistic_back(norm: str, verdict: str) -> None:
+def test_a_skipped_step_puts_every_statistic_back(norm: str, found_inf: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), NORMS[norm](), nn.Sequential(NORMS[norm]()))
     buffers = BatchNormStats([model])
     for value in (1.0, torch.inf, torch.nan):
@@ -54,27 +54,27 @@ def test_a_skipped_step_puts_every_statistic_back(norm: str, verdict: str) -> No
         assert before
         spoil(model, value)
         assert not equal(stats(model), before)
-        buffers.end_step(VERDICTS[verdict](True))
+        buffers.end_step(FOUND_INFS[found_inf](True))
         assert equal(stats(model), before)
     spoil(model, 2.0)
     after = stats(model)
-    buffers.end_step(VERDICTS[verdict](False))
+    buffers.end_step(FOUND_INFS[found_inf](False))
     assert equal(stats(model), after)
     spoil(model, torch.nan)
-    buffers.end_step(VERDICTS[verdict](True))
+    buffers.end_step(FOUND_INFS[found_inf](True))
     assert equal(stats(model), after), "a clean step is what a later skip goes back to"
 
 
-@pytest.mark.parametrize("verdict", VERDICTS)
-def test_a_forward_pass_that_overflows(verdict: str) -> None:
+@pytest.mark.parametrize("found_inf", FOUND_INFS)
+def test_a_forward_pass_that_overflows(found_inf: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, dtype=torch.float64))
     buffers = BatchNormStats([model])
     model[0](torch.randn(4, 3))
-    buffers.end_step(VERDICTS[verdict](False))
+    buffers.end_step(FOUND_INFS[found_inf](False))
     before = stats(model)
     model[0](torch.full((4, 3), torch.inf))
     assert not model[0].running_mean.isfinite().any()
-    buffers.end_step(VERDICTS[verdict](True))
+    buffers.end_step(FOUND_INFS[found_inf](True))
     assert equal(stats(model), before)
     assert model[0].num_batches_tracked == 1
 
@@ -83,8 +83,8 @@ def test_evaluation_moves_nothing() -> None:
     model = nn.BatchNorm1d(3).eval()
     buffers, before = BatchNormStats([model]), stats(model)
     model(torch.randn(4, 3))
-    for verdict in (True, False, torch.ones(()), torch.zeros(())):
-        buffers.end_step(verdict)
+    for found_inf in (True, False, torch.ones(()), torch.zeros(())):
+        buffers.end_step(found_inf)
         assert equal(stats(model), before)
 
 

@@ -17,7 +17,7 @@ FIELDS = ScaleState._fields
 
 
 def moved(flags: str, **config: Any) -> LossScaler:
-    """A scaler that went through these verdicts."""
+    """A scaler that went through these found_infs."""
     scaler = LossScaler(ScaleConfig(**{"init": 64.0, "interval": 3, "floor": 4.0, **config}))
     for flag in flags:
         scaler.update(torch.tensor(float(flag)))
@@ -36,9 +36,9 @@ def test_a_state_loads_as_it_was_saved(flags: str, hysteresis: int) -> None:
     other.load_state_dict(scaler.state_dict())
     assert same(other.state, scaler.state)
     assert other.state_dict() == scaler.state_dict()
-    for verdict in (0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0):
-        scaler.update(torch.tensor(verdict))
-        other.update(torch.tensor(verdict))
+    for found_inf in (0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0):
+        scaler.update(torch.tensor(found_inf))
+        other.update(torch.tensor(found_inf))
         assert same(other.state, scaler.state)
 
 
@@ -99,9 +99,9 @@ def test_loading_leaves_the_dict_and_the_config_alone() -> None:
 def test_update_is_the_rule() -> None:
     config = ScaleConfig(init=64.0, interval=2, hysteresis=2)
     scaler, state = LossScaler(config), config.start()
-    for verdict in (0.0, 1.0, 1.0, 0.0, 0.0):
-        scaler.update(torch.tensor(verdict))
-        state = advance(config, state, torch.tensor(verdict))
+    for found_inf in (0.0, 1.0, 1.0, 0.0, 0.0):
+        scaler.update(torch.tensor(found_inf))
+        state = advance(config, state, torch.tensor(found_inf))
         assert same(scaler.state, state)
 
 
@@ -116,8 +116,8 @@ def test_setting_the_scale_keeps_the_counters() -> None:
 def test_patience_counts_overflows_that_could_not_lower_the_scale() -> None:
     scaler = LossScaler(ScaleConfig(init=8.0, floor=4.0, patience=2))
     seen = []
-    for verdict in (1.0, 1.0, 1.0, 0.0, 1.0, 1.0):
-        scaler.update(torch.tensor(verdict))
+    for found_inf in (1.0, 1.0, 1.0, 0.0, 1.0, 1.0):
+        scaler.update(torch.tensor(found_inf))
         seen.append(scaler.read_exhausted())
     assert seen == [False, False, True, False, False, True]
 

@@ -87,7 +87,7 @@ def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") ->
         if low.is_finite:
             return Diagnosis(frames=_frames(low, None))
         wide = replay.trace(float32=True)
-        return _verdict(low, wide, replay)
+        return _conclude(low, wide, replay)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class _Suspect:
     event: Event
 
 
-def _verdict(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
+def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
     suspect = _suspect(low, wide, replay)
     inside = _wide_events(suspect, wide)
     if inside:

@@ -15,7 +15,7 @@ from halfpeak.ops import foreach
 
 
 class Clip(Protocol):
-    """Something that limits true-sized gradients in place and may say what their norm was."""
+    """Something that limits unscaled gradients in place and may say what their norm was."""
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Clip ``grads`` in place; return their norm before that, or None."""

@@ -1,4 +1,4 @@
-"""Gradients of parameters that the engine does not step: true-sized, whoever else steps them."""
+"""Gradients of parameters that the engine does not step: unscaled, whoever else steps them."""
 
 from __future__ import annotations
 

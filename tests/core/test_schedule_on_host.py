@@ -24,33 +24,33 @@ CONFIGS = st.builds(
     floor=BOUNDS,
     ceiling=st.sampled_from([128.0, 2.0**24, 3.3e38]),
 )
-VERDICTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_size=1, max_size=30)
+FOUND_INFS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_size=1, max_size=30)
 
 
-def by_tensors(config: ScaleConfig, state: ScaleState, verdict: Tensor) -> ScaleState:
-    batch = advance(config, ScaleState(*(part.reshape(1) for part in state)), verdict.reshape(1))
+def by_tensors(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:
+    batch = advance(config, ScaleState(*(part.reshape(1) for part in state)), found_inf.reshape(1))
     return ScaleState(*(part.reshape(()) for part in batch))
 
 
 @settings(max_examples=300, deadline=None)
-@given(config=CONFIGS, verdicts=VERDICTS)
-def test_both_give_the_same_bits(config: ScaleConfig, verdicts: list[float]) -> None:
+@given(config=CONFIGS, found_infs=FOUND_INFS)
+def test_both_give_the_same_bits(config: ScaleConfig, found_infs: list[float]) -> None:
     state = config.start()
-    for number in verdicts:
-        verdict = torch.tensor(number)
-        assert is_on_host(*state, verdict)
-        expected = by_tensors(config, state, verdict)
-        state = advance(config, state, verdict)
+    for number in found_infs:
+        found_inf = torch.tensor(number)
+        assert is_on_host(*state, found_inf)
+        expected = by_tensors(config, state, found_inf)
+        state = advance(config, state, found_inf)
         for part, other in zip(state, expected, strict=True):
             assert part.dtype == other.dtype
             assert torch.equal(part, other), (config, number, state, expected)
 
 
 def test_a_state_in_host_memory_stays_there() -> None:
-    config, verdict = ScaleConfig(), torch.zeros(())
+    config, found_inf = ScaleConfig(), torch.zeros(())
     state = config.start()
     with torch.device("meta"):
-        state = advance(config, state, verdict)
+        state = advance(config, state, found_inf)
     assert {one.device.type for one in state} == {"cpu"}
 
 
