@@ -65,7 +65,7 @@ def test_a_runner_steps_through_ddp(two: Seen) -> None:
 @pytest.mark.parametrize("kind", ["autocast", "master"])
 @pytest.mark.parametrize("poisoned", [None, POISONED])
 def test_the_hook_averages_as_ddp_does(seen: Seen, kind: str, poisoned: int | None) -> None:
-    """DDP sums low gradients, the hook true-sized float32 ones, so they are near and not equal."""
+    """DDP sums low gradients, the hook unscaled float32 ones, so they are near and not equal."""
     ddp, own = seen[f"ddp {kind} {poisoned}"][0], seen[f"hook {kind} {poisoned}"][0]
     assert own["scales"] == ddp["scales"]
     for a, b in zip(own["masters"], ddp["masters"], strict=True):

@@ -1,4 +1,4 @@
-"""Gradients taken in with ``create_graph=True`` are functions of the parameters, true-sized in both directions."""
+"""Gradients taken in with ``create_graph=True`` are functions of the parameters, unscaled in both directions."""
 
 from __future__ import annotations
 

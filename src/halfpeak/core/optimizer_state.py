@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import (
-    is_dense,
+    has_memory,
     is_number,
     require_list,
     require_mapping,
@@ -241,7 +241,7 @@ def _require_own_memory(value: Tensor, what: str) -> None:
         raise StateError(f"{what} is {short_repr(value)} that autograd computed; save a detached one")
     span = 1
     for stride, size in (
-        sorted(zip(value.stride(), value.shape, strict=True)) if is_dense(value) else [(0, 2)]
+        sorted(zip(value.stride(), value.shape, strict=True)) if has_memory(value) else [(0, 2)]
     ):
         if size > 1 and stride < span:
             raise StateError(

@@ -64,7 +64,7 @@ def require_number(value: object, what: str, *, least: float = -math.inf) -> flo
     """
     number = math.nan
     if isinstance(value, Tensor):
-        if is_dense(value) and value.numel() == 1 and not value.is_complex():
+        if has_memory(value) and value.numel() == 1 and not value.is_complex():
             number = float(value)
     elif is_number(value) and abs(value) < 2**63:
         number = float(value)
@@ -92,7 +92,7 @@ def require_tensor(
     """
     if not isinstance(value, Tensor):
         raise StateError(f"{what} is {short_repr(value)} in the state and should be a tensor")
-    if not is_dense(value):
+    if not has_memory(value):
         raise StateError(f"{what} is {_shown(value)} in the state and should be a dense tensor")
     shape = tuple(like.shape) if like is not None else shape
     if shape is not None and tuple(value.shape) != shape:
@@ -105,7 +105,7 @@ def require_tensor(
     return value
 
 
-def is_dense(value: Tensor) -> bool:
+def has_memory(value: Tensor) -> bool:
     """Whether it has memory, with an address for each element."""
     return (
         value.layout is torch.strided
@@ -133,7 +133,7 @@ def copied(state: Any, what: str) -> Any:
 
 
 def _shown(value: object) -> str:
-    if not isinstance(value, Tensor) or is_dense(value):
+    if not isinstance(value, Tensor) or has_memory(value):
         return f"{value.item()}" if isinstance(value, Tensor) and value.numel() == 1 else short_repr(value)
     kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
     return f"{short_repr(value)} ({kind}, {value.device})"

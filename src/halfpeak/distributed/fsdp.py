@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfpeak.casting.modules import is_kept_fp32, is_prepared, kept_by_user
@@ -15,7 +14,7 @@ from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
-from halfpeak.ops.shards import is_shard
+from halfpeak.ops.shards import has_process_group, is_shard
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """A class of modules, the name of one, the name of a module in its model; or several of them."""
@@ -193,7 +192,7 @@ def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
         raise ConfigTypeError(f"{type(model).__name__} is not a torch.nn.Module; pass a module")
     if "mp_policy" in options:
         raise ConfigError("mp_policy= is what the level gives; leave it out, or call torch's fully_shard")
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         raise ConfigError(
             "fully_shard needs torch.distributed; call torch.distributed.init_process_group first, and start the script "
             "with torchrun"

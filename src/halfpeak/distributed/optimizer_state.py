@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.state_checks import is_dense, is_number, require_mapping
+from halfpeak.core.state_checks import has_memory, is_number, require_mapping
 
 _NUMBER: Final = re.compile("[0-9]{1,9}")
 
@@ -81,5 +81,5 @@ def has_moments(optimizer: Optimizer) -> bool:
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:
     step = entry.get("step")
     if isinstance(step, Tensor):
-        return is_dense(step) and step.numel() == 1 and step.item() == 0
+        return has_memory(step) and step.numel() == 1 and step.item() == 0
     return is_number(step) and step == 0
