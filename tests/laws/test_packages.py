@@ -33,6 +33,7 @@ HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextV
 
 DISTRIBUTED = {
     "distributed/fsdp.py": "fully_shard is torch's, by level",
+    "distributed/launched.py": "halfpeak train joins the processes that torchrun has started",
     "distributed/ranks.py": "check_ranks compares ranks",
     "distributed/replicas.py": "all ranks get the masters of the first, as DistributedDataParallel gives them its weights",
     "ops/shards.py": "found_inf and norms over the ranks that hold parts of one tensor",

@@ -12,7 +12,7 @@ import torch
 
 from halfpeak import __version__
 from halfpeak.cli import convert, inspect, migrate, run, train
-from halfpeak.core.errors import HalfpeakError, LossScaleCollapse
+from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, RankLostError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -76,7 +76,7 @@ def _guarded(name: str, rest: Sequence[str]) -> int:
     title = f"halfpeak {name}"
     try:
         return COMMANDS[name].run(rest)
-    except LossScaleCollapse as error:
+    except (LossScaleCollapse, RankLostError) as error:
         return _fail(title, str(error), FAILED)
     except HalfpeakError as error:
         if os.environ.get("RANK", "0") != "0":  # every process that torchrun starts refuses the same

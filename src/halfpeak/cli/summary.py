@@ -11,7 +11,7 @@ from halfpeak.cli.text import short
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
-from halfpeak.recipes.device import environment, peak_memory
+from halfpeak.recipes.device import peak_memory
 from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def summarise(training: Training, rows: list[Row], reason: str | None) -> dict[s
         "recipe": config.recipe,
         "level": config.level,
         "level_reason": reason,
-        "environment": environment(device),
+        "environment": training.environment(),
         "parameters": training.parameters,
         "steps": training.step,
         "steps_of": config.steps,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,15 @@ from halfpeak.cli.run_folder import RunFolder, existing_folder, folder_to_contin
 from halfpeak.cli.summary import finish
 from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
+from halfpeak.distributed.launched import ALONE, Ranks, joined
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard
 from halfpeak.insight.suitable import slow_float16
 from halfpeak.recipes.catalog import build_config, build_recipe, choose_level, complete
-from halfpeak.recipes.device import environment, find_device, repeatable, threads
+from halfpeak.recipes.device import find_device, repeatable, threads
 from halfpeak.recipes.loop import Loop
 from halfpeak.recipes.precision import properties
-from halfpeak.recipes.settings import REMOVED, TrainConfig
+from halfpeak.recipes.settings import TrainConfig
 from halfpeak.recipes.training import Training, require_checkpoint, require_same
 
 if TYPE_CHECKING:
@@ -39,20 +40,31 @@ Stop = Callable[[], bool]
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     request = parse(arguments)
-    processes = os.environ.get("WORLD_SIZE", "1")  # as torchrun sets it
-    if processes != "1":
-        raise ConfigError(
-            f"'halfpeak train' trains in one process, not in {processes}; start {REMOVED['runner']} with torchrun instead"
-        )
     with needs("cli"):
         from rich.console import Console
-    with Interrupt() as interrupt:
-        finished = train(request, Console(), interrupt.requested)
+    interrupt = Interrupt()
+    with joined() as ranks:
+        console = Console() if ranks.is_first else Console(quiet=True, force_terminal=False)
+        finished = train(request, console, interrupt.requested, handlers=interrupt, ranks=ranks)
     return 0 if finished else interrupt.exit_status
 
 
-def train(request: Request, console: Console, stop: Stop) -> bool:
+def train(
+    request: Request,
+    console: Console,
+    stop: Stop,
+    *,
+    handlers: AbstractContextManager[Any] | None = None,
+    ranks: Ranks = ALONE,
+) -> bool:
     """Train as requested until the last step, or until ``stop`` says so after a step.
+
+    Args:
+        request: what was typed.
+        console: where messages go.
+        stop: asked on each rank; one that says yes stops all.
+        handlers: entered for the steps alone, since before and after them nothing is lost when the process ends.
+        ranks: the processes that train together. The first writes all files.
 
     Returns:
         Whether the last step was reached.
@@ -67,22 +79,21 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     given = [{} if request.config is None else read_config(request.config), request.values]
-    config, folder, saved = build_config(*given), None, None
-    if request.resume == AUTO:
-        folder = folder_to_continue(config.output)
-    elif request.resume is not None:
-        folder = existing_folder(request.resume, config.output)
+    config, saved = build_config(*given), None
+    folder = ranks.from_first(lambda: _folder_to_continue(request, config.output))
     if folder is not None:
         saved = _load(folder, say)
         config = build_config(saved["plan"], _length(folder), *given)
     with repeatable(config.deterministic), threads(config.threads):
-        training, reason = _build(config, say, None if saved is None else saved["plan"])
+        training, reason = _build(config, say, None if saved is None else saved["plan"], ranks)
         if folder is None or saved is None:
-            folder = new_folder(
-                config.output,
-                training.config.recipe,
-                training.config.level,
-                may_begin_again=request.resume == AUTO,
+            folder = ranks.from_first(
+                lambda: new_folder(
+                    config.output,
+                    training.config.recipe,
+                    training.config.level,
+                    may_begin_again=request.resume == AUTO,
+                )
             )
             resumed_at = None
         else:
@@ -93,38 +104,59 @@ def train(request: Request, console: Console, stop: Stop) -> bool:
             _resume(training, folder, saved, say)
             resumed_at = training.step
         training.config = replace(training.config, output=str(folder.path))
-        write_config(folder.config, {**training.config.values(), "output": None})
-        history = History(_sinks(training.config, folder, resumed_at, say), every=training.config.log_every)
+        sinks: list[Sink] = []
+        if ranks.is_first:
+            write_config(folder.config, {**training.config.values(), "output": None})
+            sinks = _sinks(training.config, folder, resumed_at, say)
+        history = History(sinks, every=training.config.log_every)
         finished, collapse = False, None
         try:
-            finished = _run(training, folder, history, console, stop)
+            with handlers or nullcontext():
+                finished = _run(training, folder, history, console, stop)
         except LossScaleCollapse as error:
             collapse = error
         history.close()
-        finish(training, folder, console, reason)
+        if ranks.is_first:
+            finish(training, folder, console, reason)
         if collapse is not None:
             raise collapse
     if not finished:
         say(f"stopped after step {training.step} of {training.config.steps}, saved. Continue with:")
-        say(f"  halfpeak train --resume {shlex.quote(str(folder.path))}")
+        start = "torchrun ... -m halfpeak" if ranks.has_group else "halfpeak"
+        say(f"  {start} train --resume {shlex.quote(str(folder.path))}")
     return finished
 
 
-def _build(config: TrainConfig, say: Say, saved: Mapping[str, Any] | None) -> tuple[Training, str | None]:
+def _folder_to_continue(request: Request, output: str | None) -> RunFolder | None:
+    if request.resume == AUTO:
+        return folder_to_continue(output)
+    return None if request.resume is None else existing_folder(request.resume, output)
+
+
+def _build(
+    config: TrainConfig, say: Say, saved: Mapping[str, Any] | None, ranks: Ranks
+) -> tuple[Training, str | None]:
     """The training of a configuration, with what it leaves open decided; the reason for a level that nobody asked for."""
-    device = find_device(config.device)
-    if ":" in config.device:
+    device = find_device(config.device, ranks)
+    if ":" in str(device):
         torch.accelerator.set_device_index(device.index)
     config, reason = choose_level(config, device)
     if saved is not None:
         require_same(saved, config)
     recipe = build_recipe(config, device)
     config, sampler = complete(config, recipe)
-    say(f"{config.recipe} at level {config.level} on {device}" + (f": {reason}" if reason else ""))
+    say(
+        f"{config.recipe} at level {config.level} on {device}{_among(ranks)}"
+        + (f": {reason}" if reason else "")
+    )
     slow = slow_float16(device, uses_float16=properties(config).policy().compute is torch.float16)
     if slow is not None:
         say(f"note: {slow}")
-    return Training(config, recipe, sampler, device), reason
+    return Training(config, recipe, sampler, device, ranks), reason
+
+
+def _among(ranks: Ranks) -> str:
+    return f", in {ranks.count} processes" if ranks.count > 1 else ""
 
 
 def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say: Say) -> None:
@@ -135,7 +167,7 @@ def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say
             f"the run in {folder.path} is over: it took its {training.step} steps. Write --steps with a larger number to "
             "go on"
         )
-    now = environment(training.device)
+    now = training.environment()
     for name, before in saved["environment"].items():
         if now.get(name) != before:
             say(
@@ -176,11 +208,15 @@ def _length(folder: RunFolder) -> Mapping[str, Any]:
 def _run(training: Training, folder: RunFolder, history: History, console: Console, stop: Stop) -> bool:
     """Take the steps that are left; False where ``stop`` ended the run before its last."""
 
+    ranks = training.ranks
+
     def save() -> None:
-        checkpoint.save(folder.checkpoint, training.state_dict())
+        state = training.state_dict()
+        if ranks.is_first:
+            checkpoint.save(folder.checkpoint, state)
 
     with progress(console, training) as reporter:
-        return Loop(training, history, reporter, save=save, stop=stop).run() is not None
+        return Loop(training, history, reporter, save=save, stop=lambda: ranks.any(stop())).run() is not None
 
 
 def _sinks(config: TrainConfig, folder: RunFolder, resumed_at: int | None, say: Say) -> list[Sink]:

@@ -15,7 +15,8 @@ them still work::
     ├── CheckpointError (RuntimeError)                 a file that is damaged, foreign or not plain data
     ├── BannedOpError (NotImplementedError)            an operation that is unsafe in a low dtype
     ├── LossScaleCollapse (RuntimeError, ArithmeticError)  gradients stay non-finite at the smallest scale
-    └── RankMismatchError (RuntimeError)               ranks that step together disagree
+    ├── RankMismatchError (RuntimeError)               ranks that step together disagree
+    └── RankLostError (RuntimeError)                   another rank has died or hangs
 """
 
 from __future__ import annotations
@@ -85,3 +86,7 @@ class LossScaleCollapse(HalfpeakError, RuntimeError, ArithmeticError):
 
 class RankMismatchError(HalfpeakError, RuntimeError):
     """Ranks that take a step together hold different configuration or state."""
+
+
+class RankLostError(HalfpeakError, RuntimeError):
+    """Another rank has died or hangs, so that a collective could not end."""

@@ -11,18 +11,25 @@ from typing import Any
 import torch
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.distributed.launched import ALONE, Ranks
 
 
-def find_device(name: str) -> torch.device:
-    """The device of that name; ``"auto"`` is the accelerator if there is one, else the CPU.
+def find_device(name: str, ranks: Ranks = ALONE) -> torch.device:
+    """The device of that name; ``"auto"`` is the accelerator if there is one, else the CPU. Each rank has its own accelerator.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: there is no such device here, or fewer than ranks.
 
     >>> find_device("cpu")
     device(type='cpu')
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if ":" in name and ranks.count > 1:
+        raise ConfigError(
+            f"device={name!r} is one device for {ranks.count} processes; write {name.partition(':')[0]!r}"
+        )
+    if accelerator is not None and name in ("auto", accelerator.type) and ranks.count > 1:
+        name = f"{accelerator.type}:{ranks.local}"
     if name == "auto":
         return accelerator or torch.device("cpu")
     here = ["cpu"]

@@ -56,14 +56,15 @@ class Loop:
         self._last_read = time.perf_counter()
         while training.step < total:
             self._record(training.advance())
-            over, stopped = training.step >= total, self._stop()
+            over = training.step >= total
             validates = over or _is_due(training.step, config.eval_every)
-            saves = over or stopped or _is_due(training.step, config.save_every)
-            if validates or saves:
-                self._report(self._history.read())
             if validates:
+                self._report(self._history.read())
                 validation = self._validate()
+            stopped = self._stop()
+            saves = over or stopped or _is_due(training.step, config.save_every)
             if saves:
+                self._report(self._history.read())
                 self._save()
             if validates or saves:
                 self._last_read = time.perf_counter()

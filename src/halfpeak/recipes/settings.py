@@ -113,6 +113,11 @@ class TrainConfig:
     threads: int | None = _setting(
         "run", "Threads that share one operation on a CPU. None: torch's own.", None, least=1, most=1024
     )
+    shard: bool = _setting(
+        "run",
+        "Divide weights and moments among the processes of torchrun (FSDP2), not the batches alone.",
+        False,
+    )
     deterministic: bool = _setting(
         "run", "Repeatable kernels only; a bitwise resume on a GPU needs them.", True
     )
@@ -213,10 +218,10 @@ RECIPES: Mapping[str, RecipeInfo] = MappingProxyType(
 DEFAULT_RECIPE = "digits"
 
 CHANGEABLE = frozenset({
-    "steps", "epochs", "device", "threads", "output", "eval_every", "save_every", "log_every", "tensorboard", "plot",
+    "steps", "epochs", "device", "threads", "shard", "output", "eval_every", "save_every", "log_every", "tensorboard", "plot",
 })  # fmt: skip
 """Settings that may change when a run is resumed: the parameters after a given step do not depend on them, or on the
-device and its threads in the last bits only."""
+device, its threads and the number of processes in the last bits only."""
 
 COMMON = frozenset({"level", "optimizer", "lr", "clip_norm", "epochs", "steps", "batch", "output"})
 """Settings that ``--help`` shows; ``--help-all`` shows every one."""

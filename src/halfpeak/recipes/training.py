@@ -9,11 +9,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.distributed.fsdp import fully_shard
+from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment
@@ -47,21 +50,42 @@ class Training:
         num_steps: steps in which the optimizer moved, without the last one until that is read.
         seconds: time spent in training steps; the loop adds to it.
         parameters: how many numbers the model learns.
+
+    Args:
+        config: what to do; a batch is divided among the ranks, so it is the same training on any number of them.
+        recipe: model and data.
+        sampler: the order of the data.
+        device: of this rank.
+        ranks: the processes that train together.
+
+    Raises:
+        ConfigError: the ranks cannot divide a batch among them, or there are none to shard over.
     """
 
     def __init__(
-        self, config: TrainConfig, recipe: Recipe, sampler: BatchSampler, device: torch.device
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        sampler: BatchSampler,
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.recipe, self.device = config, recipe, device
+        _check_ranks(config, ranks)
+        self.config, self.recipe, self.device, self.ranks = config, recipe, device, ranks
         self._sampler = sampler
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         self.model = recipe.model().to(device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if config.shard:
+            fully_shard(self.model, config.level)
         policy = properties(config).policy()
         steps_low = policy.param in LOW and not policy.masters
         self.optimizer = build_optimizer(config, self.model, steps_low=steps_low)
         self._engine = build_engine(config, self.model, self.optimizer)
+        self._wrapped: nn.Module | None = self.model if config.shard else None
+        if ranks.count > 1 and not config.shard:
+            self._wrapped = DistributedDataParallel(self.model)
         self.step = self.num_steps = 0
         self.seconds = 0.0
         self._found_inf: AsyncCopy | None = None
@@ -70,7 +94,8 @@ class Training:
         """Take one step."""
         first = self.step * self.config.accumulate
         score = self._backward([
-            self.recipe.batch(self._sampler.indices(first + i)) for i in range(self.config.accumulate)
+            self.recipe.batch(self._sampler.indices(first + i)[self.ranks.rank :: self.ranks.count])
+            for i in range(self.config.accumulate)
         ])  # fmt: skip
         self._count_last()
         rate = learning_rate(self.config, self.num_steps)
@@ -85,8 +110,9 @@ class Training:
         return Step({"step": self.step, "epoch": epoch, "lr": rate}, scalars)
 
     def validate(self) -> Step:
-        """Loss and accuracy on the held-out data."""
+        """Loss and accuracy on the held-out data, all of which every rank goes through."""
         model = self.model
+        self.ranks.copy_buffers(model)
         model.eval()
         try:
             with torch.no_grad(), self._engine.forward():
@@ -103,18 +129,19 @@ class Training:
         return Step({"step": self.step}, {"validation_loss": loss, "validation_accuracy": accuracy})
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run. Waits for the device."""
+        """Everything that continues the run, on any number of ranks; all must call it. Waits for the device."""
         self._count_last()
+        self.ranks.copy_buffers(self.model)
         return {
             "format": FORMAT,
             "version": VERSION,
             "plan": self.config.values(),
             "fingerprint": self.recipe.fingerprint,
-            "environment": environment(self.device),
+            "environment": self.environment(),
             "step": self.step,
             "taken": self.num_steps,
             "seconds": self.seconds,
-            "driver": self._engine.state_dict(),
+            "driver": whole(self._engine.state_dict()),
             "random": random_state.capture([torch.device(self.device.type)]),
         }
 
@@ -134,7 +161,7 @@ class Training:
             raise ConfigError(
                 f"the data of recipe {self.config.recipe!r} changed since the run began; start a new run"
             )
-        self._engine.load_state_dict(state["driver"])
+        self._engine.load_state_dict(parts(state["driver"], self._engine.state_dict()))
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
         self._found_inf = None
         try:
@@ -142,17 +169,22 @@ class Training:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise StateError(f"the state of the random generators does not fit: {error}") from None
 
+    def environment(self) -> dict[str, str]:
+        """What the last bits of a result depend on besides the program."""
+        shards = ", which hold shards" if self.config.shard else ""
+        return {**environment(self.device), "number of processes": f"{self.ranks.count}{shards}"}
+
     def _backward(self, batches: Sequence[Batch]) -> Score:
         """Forward and backward of every batch of one step; their mean gradient is kept, their mean score returned."""
         scores: list[Score] = []
         for number, batch in enumerate(batches):
             if number:
                 self._engine.step()  # inside a window: it only ends the backward pass before
-            with self._engine.forward():
-                score = self.recipe.score(self.model(batch.inputs), batch.targets)
+            with self._engine.forward(self._wrapped):
+                score = self.recipe.score((self._wrapped or self.model)(batch.inputs), batch.targets)
             self._engine.backward(score.loss)
             scores.append(Score(score.loss.detach(), score.accuracy))
-        return mean_score(scores)
+        return Score(*self.ranks.mean(torch.stack(mean_score(scores))).unbind())
 
     def _devices_by_name(self, drawn: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state of the random generators; earlier versions saved that of the run's one device without its name."""
@@ -204,6 +236,18 @@ def _check_parts(state: Mapping[str, Any]) -> None:
     for name, is_possible in _PARTS.items():
         if not is_possible(state.get(name)):
             raise StateError(f"the saved run is damaged: its {name!r} is {short_repr(state.get(name))}")
+
+
+def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
+    if config.batch % ranks.count:
+        raise ConfigError(
+            f"batch={config.batch} cannot be divided among {ranks.count} processes; write a multiple of that, or start a "
+            "number of processes that divides it"
+        )
+    if config.shard and not ranks.has_group:
+        raise ConfigError(
+            "shard=True divides the model among processes; start them with torchrun -m halfpeak train, or write --shard false"
+        )
 
 
 def _is_count(value: Any) -> bool:

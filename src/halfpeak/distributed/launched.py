@@ -1,0 +1,142 @@
+"""The processes that torchrun has started for one command: what they agree on, and their shards gathered and cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfpeak.core.errors import ConfigError, HalfpeakError, RankLostError
+from halfpeak.ops.shards import is_shard
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that train together; by default this one alone. Every rank calls each method, in the same order.
+
+    Attributes:
+        rank: the number of this process.
+        count: how many there are.
+        local: the number of this process on its machine, which is that of its accelerator.
+        has_group: whether they can talk to each other, which one process that torchrun has started can, too.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+    has_group: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and prints."""
+        return self.rank == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0.
+
+        Raises:
+            HalfpeakError: on every rank, what ``make`` raised there.
+        """
+        if self.count == 1:
+            return make()
+        made: list[Any] = [None]
+        if self.is_first:
+            try:
+                made = [make()]
+            except HalfpeakError as error:
+                made = [error]
+        dist.broadcast_object_list(made)
+        if isinstance(made[0], HalfpeakError):
+            raise made[0]
+        return made[0]  # type: ignore[no-any-return]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank. Talks between hosts, and waits for no device."""
+        if self.count == 1:
+            return flag
+        number = torch.tensor(float(flag))
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return bool(number)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the ranks of what each has computed of its part.  # f32[n]"""
+        if self.count == 1:
+            return values
+        dist.all_reduce(values)
+        return values / self.count
+
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Give all ranks the buffers of the first, as ``DistributedDataParallel`` does before its next forward pass."""
+        for buffer in model.buffers() if self.count > 1 else ():
+            dist.broadcast(buffer, src=0)
+
+
+ALONE: Final = Ranks()
+"""This process, by itself."""
+
+
+@contextmanager
+def joined() -> Generator[Ranks]:
+    """The ranks that torchrun has started, joined by a process group in the body; this process alone where it has not.
+
+    Raises:
+        ConfigError: the environment says that there are several, and not how to reach them.
+        RankLostError: in the body, a rank could not be reached any more.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 and not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield ALONE
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ConfigError(f"{count} processes cannot join: {error}; start them with torchrun") from None
+    rank = dist.get_rank()
+    try:
+        yield Ranks(rank, count, int(os.environ.get("LOCAL_RANK", "0")), has_group=True)
+    except RuntimeError as error:
+        # Those of gloo have no class of their own.
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+            raise RankLostError(
+                f"rank {rank} could not reach another rank, which has died or hangs: the report of torchrun names it. Start "
+                "all of them again, from the last checkpoint"
+            ) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(state: Any) -> Any:
+    """A state with each shard gathered on the host, which needs room for all of them there. Every rank must call it."""
+    if isinstance(state, Mapping):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(whole(value) for value in state)
+    if not isinstance(state, Tensor) or not is_shard(state):
+        return state
+    shard: Any = state.detach()
+    return shard.full_tensor().cpu()
+
+
+def parts(state: Any, like: Any) -> Any:
+    """What :func:`whole` has gathered, cut as in ``like``, a state of this moment. What does not fit is left as it is."""
+    if isinstance(like, Mapping) and isinstance(state, Mapping):
+        return {key: parts(value, like.get(key)) for key, value in state.items()}
+    if isinstance(like, list | tuple) and isinstance(state, list | tuple) and len(like) == len(state):
+        return [parts(value, other) for value, other in zip(state, like, strict=True)]
+    if not isinstance(like, Tensor) or not is_shard(like) or not isinstance(state, Tensor):
+        return state
+    from torch.distributed.tensor import (
+        distribute_tensor,
+    )  # slow, and imported already where there is a shard
+
+    shard: Any = like
+    return distribute_tensor(state.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
