@@ -190,6 +190,70 @@ def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
     torch.testing.assert_close(pairs[0], pairs[1], rtol=1e-6, atol=1e-6)
 
 
+def evaluation_copy(model: nn.Module) -> Callable[[], list[Tensor]]:
+    twin = copy.deepcopy(model)
+    # Not by the model's own state_dict(): at O2 that gives float32 copies.
+    for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+        for name, parameter in ours.named_parameters(recurse=False):
+            setattr(theirs, name, nn.Parameter(parameter.detach()))
+    held: list[Tensor] = list(twin.parameters())
+    return lambda: held
+
+
+def rows_of_others(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """Parameters of another optimizer, over part of the memory."""
+    held: list[Tensor] = [nn.Parameter(p.detach()[:2]) for p in model.parameters()]
+    return lambda: held
+
+
+def arrays(model: nn.Module) -> Callable[[], list[Tensor]]:
+    views = [
+        (p.detach().view(torch.int16) if p.dtype is torch.bfloat16 else p.detach()).numpy()
+        for p in model.parameters()
+    ]
+    dtypes = [p.dtype for p in model.parameters()]
+    return lambda: [torch.from_numpy(view).view(dtype) for view, dtype in zip(views, dtypes, strict=True)]
+
+
+def shared_run(
+    level: str, share: Callable[[nn.Module], Callable[[], list[Tensor]]] | None, when: int
+) -> tuple[list[Tensor], set[int]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    engine = halfpeak.prepare(
+        model, FusedAdamW(model.parameters(), lr=0.01, backend="eager"), level, clip=0.5, loss_scale=64.0
+    )
+    seen: Callable[[], list[Tensor]] = list
+    for step in range(5):
+        if step == when and share is not None:
+            seen = share(model)
+        if step == 3:
+            # Lays the buffers out anew.
+            engine.optimizers[0].load_state_dict(engine.optimizers[0].state_dict())
+        with engine.forward():
+            loss = model(torch.linspace(-1, 1, 28).view(4, 7) * step).float().square().sum()
+        engine.backward(loss)
+        assert engine.step().stepped()
+        for there, own in zip(seen(), model.parameters(), strict=share is not None and step >= when):
+            assert torch.equal(there, own[: len(there)])
+    masters = [p for group in engine.optimizers[0].param_groups for p in group["params"]]
+    memory = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *masters]}
+    return [p.detach().clone() for p in [*model.parameters(), *masters]], memory
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("share", [evaluation_copy, rows_of_others, arrays])
+@pytest.mark.parametrize("when", [0, 2])
+def test_whoever_else_holds_the_memory_of_weights_goes_on_seeing_them(
+    level: str, share: Callable[[nn.Module], Callable[[], list[Tensor]]], when: int
+) -> None:
+    alone, memory = shared_run(level, None, 0)
+    shared, _ = shared_run(level, share, when)
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+    # Nothing of ours counts as somebody else: what nobody shares lies in one buffer for each pair of dtypes.
+    assert len(memory) == (1 if level == "O0" else 3)
+
+
 def test_weights_in_shared_memory_stay_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).share_memory()
     places = [p.data_ptr() for p in model.parameters()]

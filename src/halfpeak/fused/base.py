@@ -303,7 +303,12 @@ class FusedOptimizer(Optimizer, ABC):
             count.increment()
         # Kernels write through their own views of the memory; autograd must still see that these tensors change.
         torch.autograd.graph.increment_version(layout.written)
+        inside, outside = [view for _, view in layout.guests], [guest for guest, _ in layout.guests]
+        if inside:
+            torch._foreach_copy_(inside, outside)
         run()
+        if inside:
+            torch._foreach_copy_(outside, inside)
         self._invalidate_grads()
         if self.remainders is not None:
             self.remainders.note()
@@ -330,14 +335,15 @@ class FusedOptimizer(Optimizer, ABC):
             if slices is not None:
                 return slices
         check_gradients(inputs.grads)
-        layout = self._layout = FlatLayout(self, rules, model_params, mask, self._layout)
+        self._updates = self._measured = None
+        if self._backend is not None:
+            self._backend.invalidate_layout()
+        layout = self._layout = FlatLayout(self, rules, model_params, mask, layout)
         slices = layout.slices(mask) or []
         if self.remainders is not None:
             self.remainders.note()
-        if self._backend is not None:
-            self._backend.invalidate_layout()
-            if slices and not still_fits(self._backend, slices):
-                self._backend = None
+        if slices and self._backend is not None and not still_fits(self._backend, slices):
+            self._backend = None
         return slices
 
     def _backend_for(self, slices: Sequence[BufferSlice]) -> Backend | DeviceBackend:

@@ -28,23 +28,27 @@ class _Sample(NamedTuple):
 
     Attributes:
         indices: of all pairs that were published with it.
-        place: where the values lie.
-        values: what they were.
+        tensor: which one. No view of it is kept: whoever holds memory counts as one who looks at it.
+        values: what it was.
     """
 
     indices: frozenset[int]
-    place: Tensor
+    tensor: Tensor
     values: Tensor
 
     @classmethod
     def of(cls, tensor: Tensor, indices: Iterable[int]) -> _Sample:
-        vector = foreach.as_vector(tensor)
-        place = tensor.detach() if vector is None else vector[:: max(1, len(vector) // 64)]
-        return cls(frozenset(indices), place, place.clone())
+        return cls(frozenset(indices), tensor, _some_of(tensor).clone())
 
     def is_written(self) -> bool:
         """Whether they are others now. Known on the host only: a device would be waited for."""
-        return self.place.is_cpu and not torch.equal(self.place, self.values)
+        return self.tensor.is_cpu and not torch.equal(_some_of(self.tensor), self.values)
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """About 64 of its values."""
+    vector = foreach.as_vector(tensor)
+    return tensor.detach() if vector is None else vector[:: max(1, len(vector) // 64)]
 
 
 class Masters:

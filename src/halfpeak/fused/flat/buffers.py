@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 MIN_STANDALONE = 2**16
@@ -143,6 +144,27 @@ def shares_storage(tensors: Sequence[Tensor]) -> set[int]:
             found |= {last, one}
         if stop > end:
             end, last = stop, one
+    return found
+
+
+def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
+    """The ``id`` of tensors whose memory somebody beside ``tensors`` holds, or has lent: a view, a numpy array, a mapped file.
+
+    >>> import torch
+    >>> first, second = torch.zeros(3), torch.zeros(3)
+    >>> view = second.numpy()
+    >>> held_elsewhere([first, second]) == {id(second)}
+    True
+    """
+    by_storage: dict[int, tuple[torch.UntypedStorage, set[int]]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        by_storage.setdefault(storage._cdata, (storage, set()))[1].add(id(tensor))
+    found: set[int] = set()
+    for address, (storage, own) in by_storage.items():
+        # One holder more is ``storage`` itself. Memory that torch did not allocate has owners that it does not count.
+        if torch._C._storage_Use_Count(address) > len(own) + 1 or not storage.resizable():
+            found |= own
     return found
 
 

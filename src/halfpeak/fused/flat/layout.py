@@ -18,6 +18,7 @@ from halfpeak.fused.flat.buffers import (
     FlatBuffer,
     buckets_of,
     flat,
+    held_elsewhere,
     padded,
     shares_storage,
 )
@@ -49,13 +50,16 @@ class FlatLayout:
     """The flat buffers of an optimizer's parameters.
 
     Small parameters are moved into shared buffers: their ``data`` and the tensors of their state become views. Parameters
-    that share memory with another tensor or another process stay where they are. If a parameter or a state is replaced
+    that share memory with each other or with another process stay where they are and are stepped there. One whose memory
+    somebody else holds stays, too, and :attr:`guests` has it with a copy in the buffer, so that what a kernel computes does
+    not depend on who else looks. If a parameter or a state is replaced
     (``load_state_dict``, ``parameter.data = ...``, a new group), :meth:`is_current` is False, and the next layout starts
     from the new tensors. Addresses are enough to notice that: this layout holds the memory that it has laid out, so no
     other tensor can come to have the same address.
 
     Attributes:
         written: every tensor that a step of the last :meth:`slices` writes.
+        guests: those of them that are not in the buffers, and their places there: copied in before the step, out after it.
 
     Args:
         optimizer: its state gets a row for every parameter laid out.
@@ -63,7 +67,7 @@ class FlatLayout:
         model_params: the model's weight for each parameter that is a master of one, else the parameter itself; in the
             order of the groups.
         has_gradient: which of them are to be laid out now, beside those that have a state.
-        before: the layout that this one follows.
+        before: the layout that this one follows, which gives its buffers up.
 
     Raises:
         ParameterError: a parameter that no kernel here can step.
@@ -91,8 +95,12 @@ class FlatLayout:
             self.rules,
             () if before is None else before.counted_rows(),
         )
+        if before is not None:
+            before._release()
+        self._guests: list[tuple[Tensor, Tensor]] = []
+        self._held = held_elsewhere([t for i in wanted for t in (self.targets[i], self.model_params[i])])
         self._blocks: list[tuple[int, FlatBuffer]] = []
-        self._bound = bound = shares_storage([*self.targets, *self.model_params])
+        bound = shares_storage([*self.targets, *self.model_params])
         alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.model_params[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
             align = _alignment(self._rule(members[0]))
@@ -114,6 +122,7 @@ class FlatLayout:
         self._low_places = _places(self.model_params)
         self._mask: list[bool] = []
         self.written: list[Tensor] = []
+        self.guests: list[tuple[Tensor, Tensor]] = []
         self._pieces: list[BufferSlice] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
@@ -144,6 +153,8 @@ class FlatLayout:
         moved = [i for slice_ in self._pieces for i in slice_.buffer.members]
         self.written = [self.targets[i] for i in moved]
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
+        moving = set(map(id, self.written))
+        self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
         self._mask = list(mask)
         return self._pieces
 
@@ -217,8 +228,8 @@ class FlatLayout:
             spans.append((start, start + target.numel()))
         strides = [_dense_stride(target) for target in targets]
         buffer = FlatBuffer(
-            weight=_join(targets, spans, strides),
-            low=None if model_params[0] is targets[0] else _join(model_params, spans, strides),
+            weight=self._join(targets, spans, strides),
+            low=None if model_params[0] is targets[0] else self._join(model_params, spans, strides),
             states=(),
             members=tuple(members),
             spans=tuple(spans),
@@ -247,6 +258,28 @@ class FlatLayout:
         return replace(
             buffer, states=tuple(states), per_param_scalars=rule.per_param_scalars, block_sizes=block_sizes
         )
+
+    def _join(
+        self, tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]], strides: Sequence[tuple[int, ...]]
+    ) -> Tensor:
+        """One tensor as a vector in its own memory, or several moved into one new buffer."""
+        if len(tensors) == 1 and tensors[0].stride() == strides[0]:
+            return flat(tensors[0])
+        buffer = tensors[0].new_zeros(padded(spans[-1][1]))
+        for tensor, (start, _), stride in zip(tensors, spans, strides, strict=True):
+            view = buffer.as_strided(tensor.shape, stride, start)
+            view.copy_(tensor.detach())
+            if id(tensor) in self._held:
+                self._guests.append((tensor, view))
+            else:
+                # The parameter stays the same object; only its memory changes.
+                tensor.data = view
+        return buffer
+
+    def _release(self) -> None:
+        """Hold no memory any more: who else does can then be counted."""
+        self._blocks, self._pieces, self._mask, self._places = [], [], [], []
+        self._guests, self.guests = [], []
 
     def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
         """For each name in the states, the rows that have it and their tensors."""
@@ -291,21 +324,6 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The stride of a tensor; if it has gaps, that of a contiguous tensor of its shape."""
     return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-
-
-def _join(
-    tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]], strides: Sequence[tuple[int, ...]]
-) -> Tensor:
-    """One tensor as a vector in its own memory, or several moved into one new buffer."""
-    if len(tensors) == 1 and tensors[0].stride() == strides[0]:
-        return flat(tensors[0])
-    buffer = tensors[0].new_zeros(padded(spans[-1][1]))
-    for tensor, (start, _), stride in zip(tensors, spans, strides, strict=True):
-        view = buffer.as_strided(tensor.shape, stride, start)
-        view.copy_(tensor.detach())
-        # The parameter stays the same object; only its memory changes.
-        tensor.data = view
-    return buffer
 
 
 def _vector(
