@@ -18,11 +18,12 @@ CONFIGS = st.builds(
     dynamic=st.booleans(),
     growth=st.sampled_from([1.0, 1.1, 2.0, 1e30]),
     backoff=st.sampled_from([1.0, 0.9, 0.5, 1e-30]),
-    interval=st.integers(1, 4),
+    interval=st.sampled_from([1, 2, 3, 4, 14]),
     hysteresis=st.integers(1, 3),
     refill=st.sampled_from(["clean", "growth"]),
     floor=BOUNDS,
     ceiling=st.sampled_from([128.0, 2.0**24, 3.3e38]),
+    recovers=st.booleans(),
 )
 FOUND_INFS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_size=1, max_size=30)
 

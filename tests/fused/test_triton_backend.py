@@ -10,7 +10,7 @@ import torch
 
 from fused.reference import CASES, Reference, agree, give
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.schedule import ScaleConfig, advance
+from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, advance
 from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.fused.backends.triton_tables import hyper_row
 from halfpeak.fused.base import FusedOptimizer
@@ -169,6 +169,8 @@ CONFIGS = {
     "refilled by growth": ScaleConfig(init=2.0**8, interval=3, hysteresis=2, refill="growth"),
     "bounds": ScaleConfig(init=2.0**4, interval=1, floor=4.0, ceiling=32.0),
     "beyond float32": ScaleConfig(init=2.0**126, interval=1, growth=2.0**10, ceiling=2.0**127),
+    "recovers": ScaleConfig(init=2.0**8, interval=13, floor=1.0, recovers=True),
+    "recovers in small steps": ScaleConfig(init=2.0**8, interval=2, floor=1.0, hysteresis=2, recovers=True),
     "crooked": ScaleConfig(init=1000.0, interval=2, growth=1.7, backoff=0.3),
 }
 
@@ -187,11 +189,13 @@ def test_control_moves_the_loss_scale_as_the_schedule_does(name: str, device: st
         gradients = [torch.full_like(parameter, math.inf if bad else 1.0) for parameter in parameters]
         optimizer.set_step_inputs(None)
         one = torch.ones((), device=device)
+        known = one * NONFINITE_LOSS * (bad and history.random() < 0.3)
         decision = optimizer.decide(
-            StepInputs(gradients, parameters, one), decision_inputs(device, config, state, **counts)
+            StepInputs(gradients, parameters, one),
+            decision_inputs(device, config, state, found_inf=known, **counts),
         )
         assert isinstance(decision, StepDecision)
-        expected = advance(config, expected, decision.found_inf)
+        expected = advance(config, expected, known if known else decision.found_inf)
         state = decision.scale_state
         counts = {"num_steps": decision.num_steps, "num_skipped": decision.num_skipped}
         assert bool(decision.found_inf) is bad

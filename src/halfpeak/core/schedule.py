@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import is_on_host, read_host
+
+NONFINITE_LOSS: Final = 2.0
+"""``found_inf`` where the loss itself was not finite: with :attr:`ScaleConfig.recovers`, the scale stays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,8 @@ class ScaleConfig:
         ceiling: the scale never grows above this.
         patience: the overflow in a row that could not lower the scale at which
             :class:`~halfpeak.LossScaleCollapse` is raised; None never raises.
+        recovers: what has thrown the scale down does not keep it there; see :func:`advance`. The default of
+            :func:`halfpeak.prepare`; False is the rule of the libraries that halfpeak answers for.
 
     Raises:
         ConfigError: a value out of its range, or not finite.
@@ -54,12 +59,14 @@ class ScaleConfig:
     floor: float = 2.0**-14
     ceiling: float = 2.0**24
     patience: int | None = 100
+    recovers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("init", "growth", "backoff", "floor", "ceiling"):
             require_scale(name, getattr(self, name))
-        if not isinstance(self.dynamic, bool):
-            raise ConfigError(f"dynamic={self.dynamic!r} must be True or False")
+        for name in ("dynamic", "recovers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.growth < 1:
             raise ConfigError(f"growth={self.growth!r} must be at least 1; write growth=2.0")
         if self.backoff > 1:
@@ -98,6 +105,14 @@ class ScaleConfig:
         lowest = require_scale("min_loss_scale", floor) if floor else 2.0**-14
         return ScaleConfig(floor=lowest, ceiling=require_scale("max_loss_scale", ceiling), patience=patience)
 
+    @property
+    def recovery(self) -> Recovery | None:
+        """How the scale comes back; None where it does not."""
+        if not (self.recovers and self.dynamic):
+            return None
+        counts = (max(self.interval - left, 0) for left in (3, 12, 96))
+        return Recovery(_single(min(self.init, self.ceiling) / 16), *counts)
+
     def start(self, device: torch.device | str | None = None) -> ScaleState:
         """The first state. A dynamic scale starts no higher than its ceiling."""
         scale = min(self.init, self.ceiling) if self.dynamic else self.init
@@ -109,6 +124,22 @@ class ScaleConfig:
         )
 
 
+class Recovery(NamedTuple):
+    """Numbers of :func:`advance`: what counts as far below, and the clean updates that the scale is credited with there.
+
+    Attributes:
+        below: a scale that is less has been thrown down.
+        after_growth: 3 short of the next growth.
+        after_overflow: 12 short of it.
+        after_failure: 96 short of it, where an attempt to grow has just met an overflow.
+    """
+
+    below: float
+    after_growth: int
+    after_overflow: int
+    after_failure: int
+
+
 class ScaleState(NamedTuple):
     """Where the loss scale stands. Replaced, never edited; all four are scalars on the device.
 
@@ -116,7 +147,7 @@ class ScaleState(NamedTuple):
         scale: the loss scale.                                               # f32[]
         clean: clean updates since the last overflow or growth.              # i32[]
         grace: overflows left before the scale falls.                        # i32[]
-        stuck: overflows in a row that could not lower the scale.            # i32[]
+        stuck: skips in a row that could not lower the scale; see :func:`advance`.  # i32[]
     """
 
     scale: Tensor
@@ -135,6 +166,17 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
                    if clean >= interval: scale = min(scale * growth, ceiling); clean = 0
 
     A grown scale that would not be finite is not taken. A static scale only counts. Nothing here waits for the device.
+
+    With ``recovers``, a scale below a sixteenth of its first value is taken to have been thrown down, and soon tries to come
+    back. Where that fails it waits longer, so a network that needs so small a scale skips a step in a hundred::
+
+        below init / 16, after     growth                                clean = interval - 3
+                                   an overflow                           clean = interval - 12
+                                   an overflow with clean >= interval - 3  clean = interval - 96
+        found_inf == 2, the loss itself was not finite: no scale helps, so only stuck += 1
+        every second clean update takes one from stuck, where otherwise any takes all
+
+    So LossScaleCollapse is raised, too, where for long more than a third of the updates are skips that lower nothing.
 
     With other constants this one rule is the scaler of apex (interval 2000, no hysteresis), of mmcv (init 2**32,
     interval 1000, floor 1), of ``torch.amp`` (no bounds), of jmp, and of Megatron (hysteresis, refill "growth"). All
@@ -169,31 +211,58 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     raised = torch.where(torch.isfinite(raised), torch.clamp(raised, max=config.ceiling), state.scale)
 
     refills = ~overflow if config.refill == "clean" else grows
-    return ScaleState(
+    moved = ScaleState(
         scale=torch.where(falls, lowered, torch.where(grows, raised, state.scale)),
         clean=torch.where(grows, 0, clean),
         grace=torch.where(overflow, spent, torch.where(refills, config.hysteresis, state.grace)),
         stuck=stuck,
     )
+    recovery = config.recovery
+    return moved if recovery is None else _recovering(recovery, state, moved, found_inf, grows)
+
+
+def _recovering(
+    recovery: Recovery, state: ScaleState, moved: ScaleState, found_inf: Tensor, grows: Tensor
+) -> ScaleState:
+    """What ``recovers`` makes of a state that :func:`advance` has moved otherwise."""
+    overflow = found_inf != 0
+    failed = state.clean >= recovery.after_growth
+    credit = torch.where(failed, recovery.after_failure, recovery.after_overflow)
+    credit = torch.where(overflow, credit, recovery.after_growth).to(state.clean.dtype)
+    clean = torch.where((moved.scale < recovery.below) & (overflow | grows), credit, moved.clean)
+    eased = torch.clamp(state.stuck - (clean % 2 == 0).to(torch.int32), min=0)
+    changed = ScaleState(moved.scale, clean, moved.grace, torch.where(overflow, moved.stuck, eased))
+    stays = state._replace(stuck=state.stuck + 1)
+    is_loss = found_inf == NONFINITE_LOSS
+    return ScaleState(*(torch.where(is_loss, old, new) for old, new in zip(stays, changed, strict=True)))
 
 
 def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:
     """:func:`advance` in plain numbers, for a state in host memory: thirty tiny operations are a step's largest cost."""
     scale, clean, grace, stuck = map(read_host, state)
-    if read_host(found_inf):
+    recovery, overflow = config.recovery, read_host(found_inf)
+    if recovery is not None and overflow == NONFINITE_LOSS:
+        stuck += 1
+    elif overflow:
+        failed = recovery is not None and clean >= recovery.after_growth
         clean, grace = 0, int(grace) - 1 if config.dynamic else int(grace)
         lowered = max(_single(scale * _single(config.backoff)), _single(config.floor))
         falls = config.dynamic and grace <= 0
         stuck = stuck + 1 if not config.dynamic or (falls and lowered >= scale) else stuck
         scale = lowered if falls else scale
+        if recovery is not None and scale < recovery.below:
+            clean = recovery.after_failure if failed else recovery.after_overflow
     else:
-        clean, stuck = clean + 1, 0
+        clean += 1
         grows = config.dynamic and clean >= config.interval
         if config.dynamic and (grows or config.refill == "clean"):
             grace = config.hysteresis
         if grows:
             raised = _single(scale * _single(config.growth))
             scale, clean = min(raised, _single(config.ceiling)) if math.isfinite(raised) else scale, 0
+            if recovery is not None and scale < recovery.below:
+                clean = recovery.after_growth
+        stuck = 0 if recovery is None else max(stuck - (clean % 2 == 0), 0)
     return ScaleState(
         torch.tensor(scale, dtype=torch.float32, device="cpu"),
         *(torch.tensor(int(count), dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),

@@ -288,6 +288,11 @@ class PreparedOptimizer:
             self.window.pass_found_inf.copy_(found_inf)
         self.window = replace(self.window, found_inf=torch.maximum(self.window.found_inf, found_inf))
 
+    def note_loss(self, nonfinite: Tensor) -> None:
+        """The loss of a backward pass of the window was itself not finite, unless this is 0.  # f32[]"""
+        found_inf = torch.maximum(self.window.found_inf, nonfinite.to(self.window.found_inf.device).clamp(max=1))
+        self.window = replace(self.window, found_inf=found_inf)
+
     def check_unseen_grads(self) -> None:
         """Look at unscaled gradients that no backward pass of the engine has left, before a step reads them.
 

@@ -86,7 +86,7 @@ def prepare(
         loss_scale: a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns; None means float32 at levels that cast the model.
         norms: which layers stay float32: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
-        scale: bounds, factors and window of the loss scale.
+        scale: bounds, factors and window of the loss scale; None means ``ScaleConfig(recovers=True)``.
         num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
         clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.
@@ -134,7 +134,7 @@ def prepare(
         policy=replace(
             properties.policy(norms=norms, output=cast_model_outputs), keep_fp32=parse_keep_fp32(keep_fp32)
         ),
-        scale=properties.scale_config(scale),
+        scale=properties.scale_config(scale or ScaleConfig(recovers=True)),
         num_losses=num_losses,
         accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
         clip=parse_clip(clip),

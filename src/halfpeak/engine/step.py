@@ -49,9 +49,10 @@ from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.ops.async_scalar import AsyncScalar
+from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import limit_of_norm
-from halfpeak.state.found_inf import FoundInfReducer
-from halfpeak.state.loss_scaler import LossScaler, scale_loss
+from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
+from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
 """Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides that it has reached, each with its own."""
@@ -136,6 +137,7 @@ class TrainStep:
                 self._unmanaged.accumulate(scale)
             reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
+            self._note_loss(loss, scaler, prepared)
             if on_found_inf is None and not delay:
                 self._record.add_found_inf(scaler, scope.found_inf)
             elif on_found_inf is not None and not delay:
@@ -147,6 +149,20 @@ class TrainStep:
             elif scope.has_begun:
                 self._unmanaged.drop()
             raise
+
+    def _note_loss(self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]) -> None:
+        """A loss that is itself not finite skips the step and leaves its scale, which could not help. Does not wait.
+
+        Ranks that do not agree on ``found_inf`` know only gradients in common, and their scales must stay the same.
+        """
+        is_agreed = not (self.reducer.is_local and is_multi_rank())
+        if scaler.config.recovery is None or loss.numel() != 1 or not is_agreed or is_shard(loss):
+            return
+        nonfinite = nonfinite_loss(loss)
+        if nonfinite is not None:
+            self._record.add_loss(scaler, nonfinite)
+            for one in prepared:
+                one.note_loss(nonfinite)
 
     # The step.
 
@@ -225,7 +241,7 @@ class TrainStep:
                 scaler.state,
                 self._record.num_steps,
                 self._record.num_skipped,
-                one.found_inf,
+                self._record.with_loss(scaler, one.found_inf),
                 limit_of_norm(self._config.clip),
             )
         )

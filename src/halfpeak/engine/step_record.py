@@ -49,12 +49,13 @@ class StepRecord:
         self._stats = stats
         self._found_infs: list[tuple[LossScaler, Tensor]] = []
         self._found_elsewhere: list[tuple[LossScaler, Tensor]] = []
+        self._losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
     @property
     def found_inf_per_scaler(self) -> list[tuple[LossScaler, Tensor]]:
         """The loss scalers used since the last step, each with its ``found_inf``."""
-        return list(self._found_infs)
+        return [(scaler, self.with_loss(scaler, found_inf)) for scaler, found_inf in self._found_infs]
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember that a backward pass used ``scaler``."""
@@ -63,6 +64,17 @@ class StepRecord:
                 self._found_infs[index] = (known, torch.maximum(so_far, found_inf))
                 return
         self._found_infs.append((scaler, found_inf))
+
+    def add_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
+        """Remember whether a loss was itself not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
+        self._losses.append((scaler, nonfinite))
+
+    def with_loss(self, scaler: LossScaler, found_inf: Tensor) -> Tensor:
+        """``found_inf``, or ``NONFINITE_LOSS`` where a loss of ``scaler`` was itself not finite.  # f32[]"""
+        for known, nonfinite in self._losses:
+            if known is scaler:
+                found_inf = torch.maximum(found_inf, nonfinite.to(found_inf.device))
+        return found_inf
 
     @property
     def only_scaler(self) -> LossScaler | None:
@@ -81,7 +93,7 @@ class StepRecord:
         """
         first = of_optimizers[0]
         step = torch.stack([found_inf.to(first.device) for found_inf in of_optimizers]).max()
-        return torch.stack([step, *(found_inf.to(first.device) for _, found_inf in self._found_infs)])
+        return torch.stack([step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)])
 
     def begin(
         self,
@@ -149,6 +161,7 @@ class StepRecord:
         self._pending = None
         self._found_infs.clear()
         self._found_elsewhere.clear()
+        self._losses.clear()
 
     def discard_evaluation(self) -> None:
         """The evaluation of a closure is thrown away, and with it what batch norms saw in it."""
@@ -170,9 +183,7 @@ class StepRecord:
         self.num_steps, self.num_skipped = pending.num_steps, pending.num_skipped
         self.micro_step = pending.micro_step
         self._stats.end_step(pending.found_inf, pending.models)
-        self._found_infs.clear()
-        self._found_elsewhere.clear()
-        self._pending = None
+        self.discard()
 
     def use_counters(self, num_steps: Tensor, num_skipped: Tensor) -> None:
         """Keep the counters in these tensors from here on.  # i32[], i32[]"""

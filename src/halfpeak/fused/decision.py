@@ -36,7 +36,8 @@ class DecisionInputs(NamedTuple):
         state: the loss scale before the step.
         num_steps: steps taken so far.      # i32[]
         num_skipped: steps skipped so far.  # i32[]
-        found_inf: any value but zero skips the step, whatever the gradients are.  # f32[]
+        found_inf: any value but zero skips the step, whatever the gradients are; see
+            :func:`~halfpeak.core.schedule.advance` for 2.  # f32[]
         max_norm: the gradients of all parameters together are clipped to this norm; None does not clip.
     """
 
@@ -115,7 +116,7 @@ def decide_on_host(
         coef = _single(_single(1 / _single(norm + _single(1e-6))) * _single(inputs.max_norm))
         times = _single(times * min(coef, 1.0))
     skip = _float(skips)
-    state = advance(inputs.config, inputs.state, skip)
+    state = advance(inputs.config, inputs.state, inputs.found_inf if read_host(inputs.found_inf) else skip)
     num_steps, num_skipped = (
         int(read_host(inputs.num_steps)) + (not skips),
         int(read_host(inputs.num_skipped)) + skips,

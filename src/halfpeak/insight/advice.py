@@ -39,7 +39,7 @@ def suggestion_for(
         else:
             advice = (
                 f"A loss scale of {largest_scale:g} fits this batch; a dynamic scale finds it, or write "
-                f"scale=halfpeak.ScaleConfig(ceiling={largest_scale!r}). "
+                f"scale=halfpeak.ScaleConfig(ceiling={largest_scale!r}, recovers=True). "
             )
         return advice + (f"{keep}{wider}." if module else f"Compute the loss in float32{wider}.")
     if not module:

@@ -34,6 +34,7 @@ def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer) ->
             interval=config.loss_scale_interval,
             floor=config.min_loss_scale,
             ceiling=config.max_loss_scale,
+            recovers=True,
         ),
         accumulate=config.accumulate,
         clip=MeasuredClip(_clip(config)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
+from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.core.state_checks import require_count, require_mapping
+from halfpeak.core.torch_compat import is_on_host, read_host
 
 
 class LossScaler:
@@ -107,3 +109,11 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """
     wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
     return wide * scale.to(loss.device)
+
+
+def nonfinite_loss(loss: Tensor) -> Tensor | None:
+    """``NONFINITE_LOSS`` where a scalar loss is not finite, else 0; None where the host knows that it is. Does not wait."""  # f32[]
+    if is_on_host(loss) and math.isfinite(read_host(loss)):
+        return None
+    value = loss.detach().float()
+    return torch.nan_to_num(value - value, nan=NONFINITE_LOSS).reshape(())

@@ -214,6 +214,7 @@ class TritonBackend(DeviceBackend):
             config.ceiling,
             config.interval,
             config.hysteresis,
+            config.recovery,
             config.dynamic,
             config.refill == "clean",
             (state.scale, state.clean, state.grace, state.stuck, inputs.num_steps, inputs.num_skipped),

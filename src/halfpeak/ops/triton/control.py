@@ -13,7 +13,9 @@ from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
 
 
 @triton.jit(
-    do_not_specialize=["partials", "count", "interval", "hysteresis"],
+    do_not_specialize=[
+        "partials", "count", "interval", "hysteresis", "after_growth", "after_overflow", "after_failure"
+    ],
     do_not_specialize_on_alignment=[
         "squares",
         "flags",
@@ -58,12 +60,17 @@ def control_kernel(
     ceiling,
     interval,
     hysteresis,
+    below,
+    after_growth,
+    after_overflow,
+    after_failure,
     JUDGES: tl.constexpr,
     CLIPS: tl.constexpr,
     CLIPS_AGAIN: tl.constexpr,
     DECIDES: tl.constexpr,
     IS_DYNAMIC: tl.constexpr,
     REFILLS_CLEAN: tl.constexpr,
+    RECOVERS: tl.constexpr,
     RULE: tl.constexpr,
     HYPER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,7 +83,7 @@ def control_kernel(
     Args:
         squares, flags: of each program that measured; ``partials`` of them.  # f32[partials], i32[partials]
         factor: what unscales gradients.                                       # f32[]
-        found_inf: what is known already: skip on anything but zero.           # f32[]
+        found_inf: what is known already: skip on anything but zero; 2 if the loss itself was not finite.  # f32[]
         scale, clean, grace, stuck: the loss scale.                            # f32[], i32[], ...
         num_steps, num_skipped: steps so far.                                          # i32[]
         rows: hyper-parameters, address of the step count, of the learning rate or 0.  # i64[count, 3]
@@ -87,6 +94,7 @@ def control_kernel(
         max_norm: of the norm, with ``CLIPS``.
         own_max_norm: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
         growth, backoff, floor, ceiling, interval, hysteresis: of the scale's configuration.
+        below, after_growth, after_overflow, after_failure: of its recovery, with ``RECOVERS``.
         JUDGES: what was measured decides, too.
     """
     at = tl.arange(0, BLOCK)
@@ -119,11 +127,24 @@ def control_kernel(
             grows = (overflow == 0) & (calm >= interval)
             raised = was * growth
             raised = tl.where(tl.abs(raised) < float("inf"), tl.minimum(raised, ceiling), was)
-            patience = tl.where(falls & (lowered >= was), patience + 1, tl.where(overflow, patience, 0))
+            eased = 0
+            calm = tl.where(grows, 0, calm)
+            after = tl.where(falls, lowered, tl.where(grows, raised, was))
+            if RECOVERS:
+                failed = tl.load(clean) >= after_growth
+                credit = tl.where(overflow, tl.where(failed, after_failure, after_overflow), after_growth)
+                calm = tl.where((after < below) & (overflow | grows), credit, calm)
+                eased = tl.maximum(patience - (calm % 2 == 0).to(tl.int32), 0)
+            patience = tl.where(falls & (lowered >= was), patience + 1, tl.where(overflow, patience, eased))
             refills = (overflow == 0) if REFILLS_CLEAN else grows
             spare = tl.where(overflow, spare - 1, tl.where(refills, hysteresis, spare))
-            was = tl.where(falls, lowered, tl.where(grows, raised, was))
-            calm = tl.where(grows, 0, calm)
+            if RECOVERS:
+                is_loss = tl.load(found_inf) == 2.0
+                after = tl.where(is_loss, was, after)
+                calm = tl.where(is_loss, tl.load(clean), calm)
+                spare = tl.where(is_loss, tl.load(grace), spare)
+                patience = tl.where(is_loss, tl.load(stuck) + 1, patience)
+            was = after
         else:
             patience = tl.where(overflow, patience + 1, 0)
         skips = overflow.to(tl.int32)

@@ -88,6 +88,7 @@ class Schedule(NamedTuple):
     ceiling: float
     interval: int
     hysteresis: int
+    recovery: tuple[float, int, int, int] | None
     is_dynamic: bool
     refills_clean: bool
     state: tuple[Tensor, ...]
@@ -157,7 +158,7 @@ def control(
     squares, flags = partials or (floats, ints)
     many = 0 if partials is None else len(squares)
     known = schedule or Schedule(
-        1.0, 1.0, 1.0, 1.0, 1, 1, False, False, (floats, ints, ints, ints, ints, ints)
+        1.0, 1.0, 1.0, 1.0, 1, 1, None, False, False, (floats, ints, ints, ints, ints, ints)
     )
     control_kernel[(1,)](
         squares,
@@ -180,12 +181,14 @@ def control(
         known.ceiling,
         known.interval,
         known.hysteresis,
+        *(known.recovery or (0.0, 0, 0, 0)),
         JUDGES=judges and partials is not None,
         CLIPS=max_norm is not None,
         CLIPS_AGAIN=own_max_norm is not None,
         DECIDES=schedule is not None,
         IS_DYNAMIC=known.is_dynamic,
         REFILLS_CLEAN=known.refills_clean,
+        RECOVERS=known.recovery is not None,
         RULE=rule,
         HYPER=HYPER,
         BLOCK=max(128, triton.next_power_of_2(many)),
