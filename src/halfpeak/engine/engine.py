@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -59,6 +60,10 @@ Optimizers = Iterable[Optimizer] | Optimizer | None
 """One optimizer, several, or None for all of an engine."""
 
 
+AfterStep = Callable[["Engine", StepResult], None]
+"""Told of every step after it; see ``on_skip`` of :func:`halfpeak.prepare`."""
+
+
 class Engine:
     """Takes mixed-precision steps. Made by :func:`halfpeak.prepare`.
 
@@ -87,6 +92,7 @@ class Engine:
         reducer: FoundInfReducer,
         device: torch.device,
         handles: Iterable[RemovableHandle],
+        after_step: AfterStep | None = None,
     ) -> None:
         scalers = [LossScaler(config.scale, device) for _ in range(config.num_losses)]
         stats = BatchNormStats(models if config.restore_buffers else ())
@@ -120,6 +126,7 @@ class Engine:
         self._synchronised = True
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
+        self._after_step = after_step
         self.compiled_step: CompiledStep | None = None
 
     # Training.
@@ -290,7 +297,10 @@ class Engine:
                 f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "
                 "cannot be stepped in turn; write engine.step(), or prepare an engine for each optimizer"
             )
-        return self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
+        result = self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
+        if self._after_step is not None:
+            self._after_step(self, result)
+        return result
 
     # The open window.
 
@@ -535,6 +545,7 @@ class Engine:
             reducer=self.context.train_step.reducer,
             device=self.device,
             handles=parts.handles,
+            after_step=deepcopy(self._after_step, memo),
         )
         parts.copy_progress(self.context, copied.context)
         return copied

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,7 @@ from halfpeak.core.levels import resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
+from halfpeak.engine.engine import AfterStep, Engine
 from halfpeak.engine.model_hooks import hook
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.engine.validation import (
@@ -67,6 +68,7 @@ def prepare(
     keep_gradient_memory: bool | None = None,
     keep_fp32: Sequence[KeepFp32] = (),
     group: Group = None,
+    on_skip: Literal["warn", "diagnose"] | Callable[[Engine, Any], object] | None = "warn",
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 
@@ -103,6 +105,10 @@ def prepare(
             such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
+        on_skip: what is done about skipped steps that are not the usual search for a loss scale, a scale near its floor, and
+            more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at most once in 1,000
+            steps, and waits for nothing; ``"diagnose"`` replays the step and writes ``diagnosis-<step>.html``, and waits for
+            each step to know; a function is called with the engine and a :class:`~halfpeak.insight.skips.SkipEvent`.
 
     Raises:
         ConfigError: an unknown level, or an override it does not allow.
@@ -141,13 +147,19 @@ def prepare(
         restore_buffers=restore_buffers,
         keep_gradient_memory=keep_gradient_memory,
     )
-    return build(
+    # What reports lies above the engine, which is only told whom to call.
+    after_step = import_module("halfpeak.insight.skips").watch_for(on_skip)
+    engine = build(
         config,
         _listed(models, nn.Module),
         _listed(optimizers, Optimizer),
         casts=_parse_op_lists(config.policy, op_lists),
         reducer=FoundInfReducer(group),
+        after_step=after_step,
     )
+    if on_skip == "diagnose":
+        engine.context.handles += after_step.attach(engine)
+    return engine
 
 
 def build(
@@ -157,6 +169,7 @@ def build(
     *,
     casts: OpCasts | Literal["torch"] | None = None,
     reducer: FoundInfReducer | None = None,
+    after_step: AfterStep | None = None,
 ) -> Engine:
     """What every front end calls: prepare from a config. See :func:`prepare`.
 
@@ -166,6 +179,7 @@ def build(
         optimizers: given masters in place.
         casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
         reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
+        after_step: told of every step after it.
     """
     policy = config.policy
     models = [uncompiled(model) for model in models]
@@ -203,6 +217,7 @@ def build(
             reducer=reducer or FoundInfReducer(),
             device=_home(models, optimizers),
             handles=handles,
+            after_step=after_step,
         )
         undo.pop_all()
     return engine

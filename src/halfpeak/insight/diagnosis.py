@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from halfpeak.casting.modules import convert_network, hook_boundary, hook_kept, 
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
+from halfpeak.core.schedule import require_scale
 from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.engine.validation import uncompiled
 from halfpeak.insight.advice import suggestion_for
@@ -38,7 +39,9 @@ SMALLEST_EXPONENT = -14
 """Of the loss scales that are tried, as :class:`~halfpeak.ScaleConfig` has it: with less, gradients of one are subnormal."""
 
 
-def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") -> Diagnosis:
+def diagnose(
+    run: Engine | nn.Module, closure: Closure, *, level: str = "O0", scale: float | None = None
+) -> Diagnosis:
     """Replay a batch and name the first module that makes something of it not finite, and what to do about it.
 
     Forward and backward pass run as in training, under the same loss scale, and once more in float32 from the masters, which
@@ -54,6 +57,7 @@ def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") ->
         closure: computes and returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts
             are on.
         level: for a model that was not prepared: the opt level to try.
+        scale: what the loss is multiplied by; None for the loss scale as it is now. A step that was skipped may have had twice that.
 
     Returns:
         A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None where all is finite.
@@ -81,6 +85,8 @@ def diagnose(run: Engine | nn.Module, closure: Closure, *, level: str = "O0") ->
         raise ConfigTypeError(
             f"{type(run).__name__} is neither an engine nor a module; write halfpeak.diagnose(engine, closure)"
         )
+    if scale is not None:
+        subject = replace(subject, scale=torch.full_like(subject.scale, require_scale("scale", scale)))
     with undisturbed(subject.models) as rewind:
         replay = _Replay(subject, closure, rewind)
         low = replay.trace()
@@ -183,11 +189,11 @@ class _Replay:
             unmasked: an input or output of a module that gets ones for what is not finite in it.
         """
 
-        def replace(key: Key, tensor: Tensor) -> Tensor:
+        def unmask(key: Key, tensor: Tensor) -> Tensor:
             return torch.where(tensor.isfinite(), tensor, 1.0) if key == unmasked else tensor
 
         with self._running(float32=float32) as models:
-            tracer = Tracer(models, replace=replace if unmasked else None)
+            tracer = Tracer(models, replace=unmask if unmasked else None)
             with tracer.watching():
                 try:
                     loss = self._loss()

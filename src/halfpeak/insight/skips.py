@@ -1,0 +1,270 @@
+"""What ``prepare(..., on_skip=...)`` does: notices skips that are not the usual search for a loss scale, and reports them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.step_result import StepResult
+from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.engine.engine import Engine
+from halfpeak.insight.diagnosis import diagnose
+from halfpeak.ops.async_scalar import AsyncCopy
+from halfpeak.state.found_inf import is_first_rank
+
+WINDOW: Final = 200
+"""Steps over which the share of skips is taken."""
+
+LARGEST_SHARE: Final = 0.05
+"""Of skips in a window, without a report."""
+
+QUIET: Final = 1000
+"""Steps after a report in which no other of its kind is made."""
+
+EVERY: Final = 16
+"""On an accelerator the counters are read once in so many steps, without waiting."""
+
+_logger = logging.getLogger("halfpeak")
+
+
+class SkipEvent(NamedTuple):
+    """Why ``on_skip`` is called.
+
+    Attributes:
+        step: steps so far, skipped ones included.
+        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value; ``"floor"``, the scale is within
+            a factor 16 of its floor; ``"share"``, more than 5 % of the last 200 steps were skipped.
+        message: it in a line.
+    """
+
+    step: int
+    kind: Literal["skip", "floor", "share"]
+    message: str
+
+
+OnSkip = Callable[[Engine, SkipEvent], object]
+"""Told of skips worth a look, after the step in which they were noticed."""
+
+
+class _Counters(NamedTuple):
+    """Numbers of a run: steps taken and skipped, and each loss's scale and clean updates."""
+
+    taken: int
+    skipped: int
+    scales: tuple[float, ...]
+    clean: tuple[int, ...]
+
+
+class SkipWatch:
+    """Reads the counters of an engine after its steps and calls ``on_skip`` where they say that something is wrong.
+
+    On the CPU they are read after every step; elsewhere once in :data:`EVERY` steps and when they have arrived, so that no step
+    waits.
+
+    Args:
+        on_skip: what is called.
+        waits: read them after every step on every device.
+    """
+
+    def __init__(self, on_skip: OnSkip, *, waits: bool = False) -> None:
+        self._on_skip, self._waits = on_skip, waits
+        self._calls = 0
+        self._copy: AsyncCopy | None = None
+        self._last: _Counters | None = None
+        self._window: _Counters | None = None
+        self._told: dict[str, int] = {}
+
+    def __call__(self, engine: Engine, result: StepResult) -> None:
+        """After a step. Does not wait for the device, unless asked to."""
+        if not result.boundary:
+            return
+        self._calls += 1
+        scalars = [engine.num_steps, engine.num_skipped]
+        scalars += [s.state.scale for s in engine.scalers] + [s.state.clean for s in engine.scalers]
+        if is_on_host(*scalars):
+            self._judge(engine, result, _counters(list(map(read_host, scalars))))
+        elif self._waits:
+            self._judge(engine, result, _counters(torch.stack([one.float() for one in scalars]).tolist()))
+        elif not (engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            if self._copy is not None and self._copy.is_ready():
+                self._judge(engine, result, _counters(self._copy.read().tolist()))
+                self._copy = None
+            if self._copy is None and self._calls % EVERY == 0:
+                self._copy = AsyncCopy(torch.stack([one.float() for one in scalars]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
+        """That of a copied engine, which has told of nothing yet."""
+        return SkipWatch(self._on_skip, waits=self._waits)
+
+    def _judge(self, engine: Engine, result: StepResult, now: _Counters) -> None:
+        last, self._last = self._last, now
+        self._window = window = self._window or now
+        step = now.taken + now.skipped
+        if last is not None and now.skipped > last.skipped:
+            self._judge_skip(engine, result, last, now, step)
+        steps = step - window.taken - window.skipped
+        if steps >= WINDOW:
+            skips = now.skipped - window.skipped
+            if skips > LARGEST_SHARE * steps:
+                self._tell(engine, step, "share", f"{skips} of the last {steps} steps were skipped")
+            self._window = now
+
+    def _judge_skip(
+        self, engine: Engine, result: StepResult, last: _Counters, now: _Counters, step: int
+    ) -> None:
+        configs = [scaler.config for scaler in engine.scalers]
+        names = result.nonfinite() if is_on_host(result.found_inf) or self._waits else ()
+        shown = f" Not finite: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
+        was_clean = [clean + now.taken - last.taken for clean in last.clean]
+        if now.scales == last.scales and (not configs[0].dynamic or list(now.clean) == was_clean):
+            self._tell(engine, step, "skip", f"step {step} was skipped, and no loss scale would help.{shown}")
+        for config, scale, before in zip(configs, now.scales, last.scales, strict=True):
+            if not config.dynamic:
+                continue
+            first = min(config.init, config.ceiling)
+            # Before the first step the scale is still looked for.
+            if scale < before and scale < first / 16 and last.taken:
+                text = f"step {step} was skipped, and the loss scale has fallen from {first:g} to {scale:g}.{shown}"
+                self._tell(engine, step, "skip", text)
+            if scale < before and scale <= 16 * config.floor:
+                text = f"the loss scale is down to {scale:g} at step {step}, where small gradients are zero"
+                self._tell(engine, step, "floor", text)
+
+    def _tell(self, engine: Engine, step: int, kind: Literal["skip", "floor", "share"], message: str) -> None:
+        if step - self._told.get(kind, -QUIET) >= QUIET:
+            self._told[kind] = step
+            self._on_skip(engine, SkipEvent(step, kind, message))
+
+
+def _counters(numbers: Sequence[float]) -> _Counters:
+    taken, skipped, *others = numbers
+    half = len(others) // 2
+    return _Counters(int(taken), int(skipped), tuple(others[:half]), tuple(map(int, others[half:])))
+
+
+def watch_for(on_skip: object) -> SkipWatch | None:
+    """What an engine calls after each step, for an ``on_skip`` of :func:`halfpeak.prepare`.
+
+    Raises:
+        ConfigError: it is something else than ``"warn"``, ``"diagnose"``, a function or None.
+    """
+    if on_skip is None:
+        return None
+    if on_skip == "warn":
+        return SkipWatch(log)
+    if on_skip == "diagnose":
+        return DiagnosingWatch()
+    if not callable(on_skip):
+        raise ConfigError(
+            f"on_skip={on_skip!r} must be 'warn', 'diagnose', None, or a function of the engine and a SkipEvent"
+        )
+    return SkipWatch(on_skip)
+
+
+def log(engine: Engine, event: SkipEvent) -> None:
+    """``on_skip="warn"``: a line to the logger ``"halfpeak"``, on the first rank."""
+    if is_first_rank():
+        _logger.warning(
+            "%s halfpeak.diagnose(engine, closure) names the layer.", _sentence(event.message)
+        )
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
+
+
+class DiagnosingWatch(SkipWatch):
+    """``on_skip="diagnose"``: writes ``diagnosis-<step>.html``, of the forward passes that the skipped step was made of.
+
+    They are run again on the inputs they had, and backward from the gradients that their outputs got. Reads the counters after
+    every step, so it waits for the device, and keeps the inputs of a step until the next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._diagnose, waits=True)
+        self._calls_of_models: list[_Call] = []
+        self._is_replaying = False
+
+    def attach(self, engine: Engine) -> list[RemovableHandle]:
+        """Take note of the forward passes of the engine's models; returns what ends that."""
+        handles: list[RemovableHandle] = []
+        for model in engine.models:
+            handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+            handles.append(model.register_forward_hook(partial(self._after, engine), with_kwargs=True))
+        return handles
+
+    def __call__(self, engine: Engine, result: StepResult) -> None:
+        """After a step."""
+        super().__call__(engine, result)
+        if result.boundary:
+            self._calls_of_models.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
+        """That of a copied engine, whose forward passes nobody notes: it logs."""
+        return SkipWatch(log)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._is_replaying:
+            self._calls_of_models.append(_Call(model, args, kwargs, {}))
+
+    def _after(self, engine: Engine, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or self._is_replaying or not self._calls_of_models:
+            return
+        grads = self._calls_of_models[-1].grads
+        for number, leaf in enumerate(_float_leaves(output)):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(_keep, grads, number, engine))
+
+    def _diagnose(self, engine: Engine, event: SkipEvent) -> None:
+        path = f"diagnosis-{event.step}.html"
+        scales = [scale for call in self._calls_of_models for _, scale in call.grads.values()]
+        self._is_replaying = True
+        try:
+            report = diagnose(
+                engine, partial(_replay, list(self._calls_of_models)), scale=scales[0] if scales else None
+            )
+        except Exception as error:  # a report is never worth the run
+            _logger.warning("%s It could not be diagnosed: %s", _sentence(event.message), error)
+            return
+        finally:
+            self._is_replaying = False
+        report.save(path)
+        headline = str(report).partition("\n")[0]
+        _logger.warning("%s %s; see %s", _sentence(event.message), headline, path)
+
+
+class _Call(NamedTuple):
+    """A forward pass of a model, and by number of the output its gradient, with the loss scale that is in it."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grads: dict[int, tuple[Tensor, float]]
+
+
+def _float_leaves(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _keep(grads: dict[int, tuple[Tensor, float]], number: int, engine: Engine, grad: Tensor) -> None:
+    grads[number] = grad.detach(), engine.read_scale()
+
+
+def _replay(calls: Sequence[_Call]) -> Tensor:
+    """A loss whose gradients with respect to the outputs are those that were kept, without the loss scale."""
+    total = torch.zeros(())
+    for model, args, kwargs, grads in calls:
+        for number, leaf in enumerate(_float_leaves(model(*args, **kwargs))):
+            if number in grads:
+                grad, scale = grads[number]
+                total = total.to(leaf.device) + (leaf.float() * (grad.float() / scale)).sum()
+    return total

@@ -1,0 +1,114 @@
+"""``on_skip``: one line where skips are not the usual search for a scale, and a diagnosis of the step where asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfpeak
+from halfpeak.insight.skips import SkipEvent
+
+
+def make(level: str = "O2", **options: Any) -> halfpeak.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    nn.init.constant_(model[0].weight, 0.5)
+    return halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), level, **options)
+
+
+def run(engine: halfpeak.Engine, steps: int, *, loss: float = 0.0, grad: float = 0.0) -> None:
+    for _ in range(steps):
+        with engine.forward():
+            out = engine.model(torch.full((2, 4), 0.1))
+            out.register_hook(lambda found: found + grad)
+            value = out.float().square().mean() * (1 + loss)
+        engine.backward(value)
+        engine.step()
+
+
+def test_the_search_for_a_scale_and_one_overflow_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    run(engine, 3, grad=torch.inf)
+    run(engine, 30)
+    run(engine, 1, grad=torch.inf)
+    assert engine.read_scale() == 2.0**12 and not caplog.messages
+
+
+def test_a_loss_that_is_not_finite_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    for _ in range(5):
+        run(engine, 30)
+        run(engine, 1, loss=torch.nan)
+    (line,) = caplog.messages
+    assert line.startswith("step 31 was skipped, and no loss scale would help. Not finite: 2.bias, 2.weight")
+    assert "halfpeak.diagnose(engine, closure)" in line
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_without_a_loss_scale_any_skip_is_told(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(level)
+    run(engine, 2)
+    run(engine, 1, grad=torch.nan)
+    assert [line.split(",")[0] for line in caplog.messages] == ["step 3 was skipped"]
+
+
+def test_a_scale_that_falls_far_and_nears_its_floor() -> None:
+    told: list[SkipEvent] = []
+    engine = make(on_skip=lambda engine, event: told.append(event))
+    run(engine, 1)
+    run(engine, 30, grad=torch.inf)
+    assert [event.kind for event in told] == ["skip", "floor"]
+    assert "fallen from 65536 to 2048" in told[0].message
+    assert "down to 0.000976562" in told[1].message
+
+
+@pytest.mark.parametrize(("good", "shares"), [(19, []), (17, ["11 of the last 200 steps were skipped"])])
+def test_the_share_of_skips_in_a_window(good: int, shares: list[str]) -> None:
+    told: list[SkipEvent] = []
+    engine = make(on_skip=lambda engine, event: told.append(event), level="O5")
+    while int(engine.num_steps + engine.num_skipped) < 202:
+        run(engine, good)
+        run(engine, 1, loss=torch.nan)
+    assert [event.message for event in told if event.kind == "share"] == shares
+
+
+def test_a_copy_has_told_nothing_yet() -> None:
+    told: list[halfpeak.Engine] = []
+    engine = make("O5", on_skip=lambda engine, event: told.append(engine))
+    run(engine, 1)
+    copied = copy.deepcopy(engine)
+    for one in (engine, copied):
+        run(one, 2)
+        run(one, 1, loss=torch.nan)
+    assert told == [engine, copied]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_diagnose_writes_what_was_wrong_with_the_step(
+    level: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = make(level, on_skip="diagnose", accumulate=accumulate)
+    run(engine, 2 * accumulate)
+    before = [parameter.clone() for parameter in engine.model.parameters()]
+    with engine.forward():
+        loss = engine.model(torch.full((2, 4), 6e4)).float().mean()
+    engine.backward(loss)
+    engine.step()
+    run(engine, accumulate - 1)
+    found = json.loads((tmp_path / "diagnosis-3.json").read_text())
+    assert (found["where"], found["module"], found["reason"]) == ("forward", "0", "overflow")
+    assert (tmp_path / "diagnosis-3.html").is_file()
+    assert all(map(torch.equal, before, engine.model.parameters()))
+
+
+def test_it_is_refused_before_anything_changes() -> None:
+    with pytest.raises(halfpeak.ConfigError, match="on_skip='shout'"):
+        make(on_skip="shout")
