@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "keep_gradient_memory": {"keep_gradient_memory": False},
     "keep_fp32": {"keep_fp32": ["0"]},
     "group": {"group": "world"},
+    "on_skip": {"on_skip": None},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""
 
@@ -47,6 +49,9 @@ def seen(**options: Any) -> list[Any]:
     except halfpeak.ConfigError as refusal:
         return [str(refusal)]
     found: list[Any] = [len(engine.scalers)]
+    logger, handler = logging.getLogger("halfpeak"), logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
     for x in torch.randn(4, 8, 4).mul(torch.tensor([1.0, 1.0, 1e30, 1.0])[:, None, None]):
         with engine.forward():
             output = model(x)
@@ -54,6 +59,7 @@ def seen(**options: Any) -> list[Any]:
         engine.backward(loss)
         result = engine.step()
         found += [output.dtype, result.stepped(), float(result.scale)]
+    logger.removeHandler(handler)
     found.append(engine.memory())
     return found + [(t.dtype, t.tolist()) for t in (*model.parameters(), *model.buffers())]
 
