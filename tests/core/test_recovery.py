@@ -71,6 +71,7 @@ def test_a_collapse_by_the_share_of_skips(kind: float, skips: int, clean: int, c
 
 def test_far_below_means_below_the_first_scale() -> None:
     low = ScaleConfig(recovers=True, ceiling=64.0)
-    assert low.recovery is not None and low.recovery.below == 4.0
+    assert low.recovery is not None
+    assert low.recovery.below == 4.0
     assert ScaleConfig.static().recovery is None
     assert play([1.0] * 4 + [0.0] * 200, low).scale.item() == 4.0

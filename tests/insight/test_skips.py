@@ -37,7 +37,8 @@ def test_the_search_for_a_scale_and_one_overflow_say_nothing(caplog: pytest.LogC
     run(engine, 3, grad=torch.inf)
     run(engine, 30)
     run(engine, 1, grad=torch.inf)
-    assert engine.read_scale() == 2.0**12 and not caplog.messages
+    assert engine.read_scale() == 2.0**12
+    assert not caplog.messages
 
 
 def test_a_loss_that_is_not_finite_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

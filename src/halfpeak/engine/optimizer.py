@@ -290,7 +290,9 @@ class PreparedOptimizer:
 
     def note_loss(self, nonfinite: Tensor) -> None:
         """The loss of a backward pass of the window was itself not finite, unless this is 0.  # f32[]"""
-        found_inf = torch.maximum(self.window.found_inf, nonfinite.to(self.window.found_inf.device).clamp(max=1))
+        found_inf = torch.maximum(
+            self.window.found_inf, nonfinite.to(self.window.found_inf.device).clamp(max=1)
+        )
         self.window = replace(self.window, found_inf=found_inf)
 
     def check_unseen_grads(self) -> None:

@@ -93,7 +93,9 @@ class StepRecord:
         """
         first = of_optimizers[0]
         step = torch.stack([found_inf.to(first.device) for found_inf in of_optimizers]).max()
-        return torch.stack([step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)])
+        return torch.stack(
+            [step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)]
+        )
 
     def begin(
         self,

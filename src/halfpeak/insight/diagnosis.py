@@ -57,7 +57,8 @@ def diagnose(
         closure: computes and returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts
             are on.
         level: for a model that was not prepared: the opt level to try.
-        scale: what the loss is multiplied by; None for the loss scale as it is now. A step that was skipped may have had twice that.
+        scale: what the loss is multiplied by; None for the loss scale as it is now, which a skip
+            has lowered.
 
     Returns:
         A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None where all is finite.

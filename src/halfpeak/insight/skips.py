@@ -40,8 +40,8 @@ class SkipEvent(NamedTuple):
 
     Attributes:
         step: steps so far, skipped ones included.
-        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value; ``"floor"``, the scale is within
-            a factor 16 of its floor; ``"share"``, more than 5 % of the last 200 steps were skipped.
+        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value; ``"floor"``, the scale is
+            within a factor 16 of its floor; ``"share"``, more than 5 % of the last 200 steps were skipped.
         message: it in a line.
     """
 
@@ -172,9 +172,7 @@ def watch_for(on_skip: object) -> SkipWatch | None:
 def log(engine: Engine, event: SkipEvent) -> None:
     """``on_skip="warn"``: a line to the logger ``"halfpeak"``, on the first rank."""
     if is_first_rank():
-        _logger.warning(
-            "%s halfpeak.diagnose(engine, closure) names the layer.", _sentence(event.message)
-        )
+        _logger.warning("%s halfpeak.diagnose(engine, closure) names the layer.", _sentence(event.message))
 
 
 def _sentence(text: str) -> str:
@@ -251,7 +249,9 @@ class _Call(NamedTuple):
 
 
 def _float_leaves(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output)
+    leaves = tree_leaves(
+        vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
+    )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 

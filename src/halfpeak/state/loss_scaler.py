@@ -112,7 +112,10 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def nonfinite_loss(loss: Tensor) -> Tensor | None:
-    """``NONFINITE_LOSS`` where a scalar loss is not finite, else 0; None where the host knows that it is. Does not wait."""  # f32[]
+    """``NONFINITE_LOSS`` where a scalar loss is not finite, else 0; None where the host knows that it is.
+
+    Does not wait.
+    """  # f32[]
     if is_on_host(loss) and math.isfinite(read_host(loss)):
         return None
     value = loss.detach().float()

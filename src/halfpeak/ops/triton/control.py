@@ -14,7 +14,13 @@ from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
 
 @triton.jit(
     do_not_specialize=[
-        "partials", "count", "interval", "hysteresis", "after_growth", "after_overflow", "after_failure"
+        "partials",
+        "count",
+        "interval",
+        "hysteresis",
+        "after_growth",
+        "after_overflow",
+        "after_failure",
     ],
     do_not_specialize_on_alignment=[
         "squares",
