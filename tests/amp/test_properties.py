@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from halfpeak import LEVELS as LEVELS_OF
 from halfpeak import amp
+from halfpeak.amp.properties import Properties, opt_levels
 from support.nets import LEVELS, make_net
 from support.snapshot import snapshot
 
@@ -60,7 +62,7 @@ def test_the_default_level_is_o1() -> None:
     assert amp._amp_state.opt_properties.opt_level == "O1"
 
 
-REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception]]] = [
     ("o1", {}, RuntimeError),
     ("01", {}, RuntimeError),
     ("O6", {}, RuntimeError),
@@ -72,7 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("O1", {"cast_model_type": HALF}, RuntimeError),
     ("O2", {"keep_batchnorm_fp32": "true"}, ValueError),
     ("O2", {"keep_batchnorm_fp32": 1}, ValueError),
-    ("O2", {"keep_batchnorm_fp32": 0}, ValueError),
+    ("O2", {"keep_batchnorm_fp32": 0}, AssertionError),
     ("O2", {"patch_torch_functions": True}, RuntimeError),
     ("O2", {"cast_model_type": torch.int32}, ValueError),
     ("O2", {"cast_model_type": "torch.float16"}, ValueError),
@@ -92,7 +94,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("O2", {"cast_model_outputs": "half a float"}, ValueError),
     ("O2", {"norms": "layer"}, ValueError),
     ("O2", {"patience": 0}, ValueError),
-    ("O2", {"verbosity": None}, TypeError),
     ("O2", {"verbosity": "1"}, TypeError),
 ]
 
@@ -115,8 +116,58 @@ def test_a_refused_property_changes_nothing(
 
 
 def test_a_wrong_level_is_told_from_the_digit_zero() -> None:
-    with pytest.raises(RuntimeError, match=r"'O0', 'O1'.*letter O.*digit zero"):
+    with pytest.raises(
+        RuntimeError, match=r"Unexpected optimization level.*'O0', 'O1'.*letter O.*digit zero"
+    ):
         initialize("01")
+
+
+def test_cudnn_must_be_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    with pytest.raises(RuntimeError, match=r"torch\.backends\.cudnn\.enabled"):
+        initialize("O2")
+    amp.initialize(make_net(), enabled=False)
+
+
+@pytest.mark.parametrize("bounds", [(8.0, 4.0), (-1.0, 0), (float("nan"), None)])
+def test_a_static_scale_ignores_its_bounds(bounds: tuple[Any, Any]) -> None:
+    initialize("O2", loss_scale=128, min_loss_scale=bounds[0], max_loss_scale=bounds[1])
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 128.0
+
+
+class TestProperties:
+    def test_a_level_sets_them(self) -> None:
+        for name, level in opt_levels.items():
+            assert level(Properties()).options == Properties(LEVELS_OF[name].properties).options
+            assert level.brief.startswith(f"{name}:  ")
+        assert tuple(opt_levels["O2"](Properties()).options) == NAMES
+
+    @pytest.mark.parametrize(
+        ("level", "name", "value", "stored"),
+        [
+            (None, "loss_scale", "128.0", 128.0),
+            ("O2", "keep_batchnorm_fp32", "False", False),
+            ("O2", "cast_model_type", BF16, BF16),
+            ("O1", "master_weights", None, None),
+            ("O1", "master_weights", True, RuntimeError),
+            ("O1", "cast_model_type", HALF, RuntimeError),
+            ("O2", "patch_torch_functions", True, RuntimeError),
+            (None, "patch_torch_functions", True, RuntimeError),
+            ("O2", "keep_batchnorm_fp32", "maybe", AssertionError),
+            ("O2", "loss_scale", "Dynamic", ValueError),
+            ("O2", "unknown", 1, AttributeError),
+        ],
+    )
+    def test_what_is_set_is_checked(self, level: str | None, name: str, value: Any, stored: Any) -> None:
+        properties = Properties() if level is None else opt_levels[level](Properties())
+        before = dict(properties.options)
+        if isinstance(stored, type):
+            with pytest.raises(stored):
+                setattr(properties, name, value)
+            assert properties.options == before
+        else:
+            setattr(properties, name, value)
+            assert getattr(properties, name) == properties.options[name] == stored
 
 
 class TestHardOverride:
@@ -163,6 +214,12 @@ class TestPrinting:
         printed = capsys.readouterr().out
         properties = amp._amp_state.opt_properties
         assert printed.startswith(f"Selected optimization level {level}")
+        for heading in (
+            "Defaults for this optimization level are:",
+            "Processing user overrides (additional kwargs that are not None)...",
+            "After processing overrides, optimization options are:",
+        ):
+            assert f"\n{heading}\n" in printed
         for name in NAMES:
             line = f"{name:22} : {getattr(properties, name)}\n"
             assert printed.count(line) == 2, line
@@ -188,6 +245,10 @@ class TestPrinting:
         optimizer.step()
         assert not amp.last_step(optimizer).stepped()
         assert capsys.readouterr().out == ""
+
+    def test_verbosity_none_prints_as_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        amp.initialize(make_net(), opt_level="O1", verbosity=None)
+        assert capsys.readouterr().out.startswith("Selected")
 
     def test_disabled_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         amp.initialize(make_net(), enabled=False)

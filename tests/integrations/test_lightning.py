@@ -219,7 +219,7 @@ def test_it_goes_on_from_a_run_of_lightnings_mixed_precision(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"level": "02"}, "unknown opt_level '02'"),
+        ({"level": "02"}, "Unexpected optimization level '02'"),
         ({"clip": 1.0}, "gradient_clip_val"),
         ({"accumulate": 2}, "accumulate_grad_batches"),
         ({"loss_scal": 2}, "unknown option 'loss_scal'"),

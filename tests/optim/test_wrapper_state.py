@@ -117,7 +117,7 @@ def test_the_keys_of_the_original() -> None:
         "plain": set(),
         "amp": {"loss_scaler"},
         "amp-hysteresis": {"loss_scaler"},
-        "amp-bf16": set(),
+        "amp-bf16": {"loss_scaler"},
     }
     assert all(found[level] == {"apex_amp"} for level in LEVELS)
     model, _, wrapper = make("O2", 1)

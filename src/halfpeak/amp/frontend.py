@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
-from halfpeak.amp.messages import print_properties, warn_or_err
+from halfpeak.amp.messages import maybe_print, warn_or_err
 from halfpeak.amp.overflow_report import report_steps
+from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
-from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.levels import resolve
+from halfpeak.core.messages import level_table
 from halfpeak.core.policy import NormRule
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
 from halfpeak.engine.validation import is_low_model, uncompiled, wrapper_of
@@ -35,7 +37,7 @@ def initialize(
     loss_scale: Any = None,
     cast_model_outputs: Any = None,
     num_losses: int = 1,
-    verbosity: int = 1,
+    verbosity: int | None = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
     *,
@@ -61,8 +63,9 @@ def initialize(
         loss_scale: a number, a string with a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
-        verbosity: 0 prints nothing, 1 the properties and skipped steps, 2 also every cast at O1 and O4.
-        min_loss_scale: lower bound of a dynamic scale; None means 2**-14, so that it can never reach 0.
+        verbosity: 0 prints nothing, 1 (and None) the properties and skipped steps, 2 also every cast at O1 and O4.
+        min_loss_scale: lower bound of a dynamic scale, ignored by a static one; None means 2**-14, so that it can never
+            reach 0.
         max_loss_scale: upper bound of a dynamic scale.
         patch_torch_functions_type: the low dtype of per-operation casts.
         norms: which layers ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's own rule.
@@ -88,6 +91,7 @@ def initialize(
         ...     scaled_loss.backward()
         >>> optimizer.step()
     """
+    verbosity = 1 if verbosity is None else verbosity
     if not enabled:
         _amp_state.opt_properties = Properties()
         _amp_state.verbosity = verbosity
@@ -98,6 +102,8 @@ def initialize(
         raise ConfigTypeError(
             f"verbosity={verbosity!r} must be an integer; write verbosity=0 to print nothing"
         )
+    if not torch.backends.cudnn.enabled:
+        raise ConfigError("amp requires torch.backends.cudnn.enabled = True; set it before amp.initialize")
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -111,7 +117,7 @@ def initialize(
     config = EngineConfig(
         properties=properties,
         policy=properties.policy(norms=norms, output=outputs),
-        scale=properties.scale_config(ScaleConfig.bounded(min_loss_scale, max_loss_scale, patience=patience)),
+        scale=properties.bounded_scale(min_loss_scale, max_loss_scale, patience=patience),
         num_losses=num_losses,
         engine_steps=False,
     )
@@ -129,11 +135,11 @@ def initialize(
     report_steps(run)
     suspend_casts_in_step(run)
     enter_ambient(run)
-    _amp_state.opt_properties = properties
+    _amp_state.opt_properties = Properties(properties)
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.add(run, optimizer_list)
-    print_properties(opt_level, get_level(opt_level).properties, properties, verbosity)
+    maybe_print(level_table(properties), verbosity=verbosity, rank0=True)
     return models if optimizers is None else (models, optimizers)
 
 

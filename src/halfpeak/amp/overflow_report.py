@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.amp.messages import maybe_print, overflow_line
+from halfpeak.amp.messages import maybe_print
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
+from halfpeak.core.messages import overflow_line
 from halfpeak.core.step_result import StepResult
 
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.levels import Properties
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 
@@ -62,7 +61,7 @@ class AmpState:
         hard_override: print a warning instead of refusing an override that makes no sense.
         allow_incoming_model_not_fp32: let ``initialize`` accept a model in a low dtype.
         verbosity: of the last ``initialize``.
-        opt_properties: of the last ``initialize``; None before the first.
+        opt_properties: of the last ``initialize``, a :class:`~halfpeak.amp.properties.Properties`; None before the first.
         loss_scalers: of the last ``initialize`` that was enabled.
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
@@ -77,7 +76,7 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
-        self.opt_properties: Properties | None = None
+        self.opt_properties: Any = None
         self.loss_scalers: list[LossScaler] = []
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
@@ -134,7 +133,7 @@ class AmpState:
         scalers = [scaler for run in self.runs() for scaler in run.scalers]
         return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
 
-    def require_started(self) -> Properties:
+    def require_started(self) -> Any:
         """The properties of the last ``initialize``.
 
         Raises:

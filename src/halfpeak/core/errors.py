@@ -4,7 +4,7 @@ Each is also the builtin class that the older libraries raised in the same place
 them still work::
 
     HalfpeakError
-    ├── ConfigError (ValueError, RuntimeError)         an argument is refused; nothing was changed
+    ├── ConfigError (ValueError, RuntimeError, AssertionError)  an argument is refused; nothing was changed
     │   └── ConfigTypeError (TypeError)                an argument has the wrong type
     ├── LossIdError (IndexError)                       a loss_id that num_losses does not reach
     ├── OrderError (RuntimeError)                      a call at the wrong moment
@@ -26,7 +26,7 @@ class HalfpeakError(Exception):
     """Base of every exception that halfpeak raises on purpose."""
 
 
-class ConfigError(HalfpeakError, ValueError, RuntimeError):
+class ConfigError(HalfpeakError, ValueError, RuntimeError, AssertionError):
     """An argument is refused. The message names the value, the allowed ones and what to write."""
 
 

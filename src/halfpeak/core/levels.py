@@ -70,6 +70,22 @@ class Properties:
             return replace(base, dynamic=True)
         return replace(base, dynamic=False, init=self.loss_scale)
 
+    def bounded_scale(
+        self, floor: float | None, ceiling: float | None, *, patience: int | None = 100
+    ) -> ScaleConfig:
+        """:meth:`scale_config` between apex's ``min_loss_scale`` and ``max_loss_scale``, which a static scale ignores.
+
+        Raises:
+            ConfigTypeError: a dynamic scale, and ``ceiling`` is None.
+            ConfigError: a dynamic scale, and a bound that is not a finite number above zero.
+        """
+        is_dynamic = self.loss_scale == "dynamic"
+        return self.scale_config(
+            ScaleConfig.bounded(floor, ceiling, patience=patience)
+            if is_dynamic
+            else ScaleConfig(patience=patience)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
@@ -239,15 +255,17 @@ def get_level(opt_level: object) -> Level:
     >>> get_level("bf16-mixed")
     Traceback (most recent call last):
     ...
-    halfpeak.core.errors.ConfigError: unknown opt_level 'bf16-mixed'; write 'O4', which is nearest to it
+    halfpeak.core.errors.ConfigError: Unexpected optimization level 'bf16-mixed'; write 'O4', which is nearest to it
     """
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         near = _ELSEWHERE.get(opt_level.lower()) if isinstance(opt_level, str) else None
         if near is not None:
-            raise ConfigError(f"unknown opt_level {opt_level!r}; write {near!r}, which is nearest to it")
+            raise ConfigError(
+                f"Unexpected optimization level {opt_level!r}; write {near!r}, which is nearest to it"
+            )
         raise ConfigError(
-            f"unknown opt_level {opt_level!r}; write one of {', '.join(repr(name) for name in LEVELS)}. "
+            f"Unexpected optimization level {opt_level!r}; write one of {', '.join(repr(name) for name in LEVELS)}. "
             "The first character is the letter O, not the digit zero"
         )
     return level

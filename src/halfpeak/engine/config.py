@@ -26,7 +26,8 @@ class EngineConfig:
         clip: what limits the gradients before a step.
         restore_buffers: put batch-norm statistics back when a step is skipped.
         keep_gradient_memory: whether masters' gradients keep their memory between steps; None to let the device decide.
-        engine_steps: the engine alone calls ``optimizer.step()``; False where the caller does, as with apex.
+        engine_steps: the engine calls ``optimizer.step()``; False where the caller does, as with apex.
+        caller_may_step: the caller may, too, in place of the engine.
 
     Raises:
         ConfigError: ``num_losses`` is not a positive integer, the norm rule is unknown, or
@@ -42,6 +43,7 @@ class EngineConfig:
     restore_buffers: bool = True
     keep_gradient_memory: bool | None = None
     engine_steps: bool = True
+    caller_may_step: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.num_losses, bool) or not isinstance(self.num_losses, int) or self.num_losses < 1:

@@ -344,18 +344,23 @@ class TrainStep:
         Raises:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
-        check_user_step(prepared.window, engine_steps=self._config.engine_steps)
+        config = self._config
+        check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
         prepared.begin_step()
-        if self._config.engine_steps:
+        if config.engine_steps and not config.caller_may_step:
             return False
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
-        found_infs = prepared.found_inf.reshape(1).clone()
+        if config.caller_may_step and not has_closure:
+            prepared.check_unseen_grads()
+        found_infs = self._record.found_infs([prepared.found_inf])
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
         self._record.begin(found_infs, skip, _params_of([prepared]))
-        exhausted = skip and any(scaler.read_exhausted() for scaler in self._scalers)
+        exhausted = skip and (
+            self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
+        )
         self._collapse_after_step = self._collapse.error([prepared]) if exhausted else None
         return skip
 
@@ -380,7 +385,7 @@ class TrainStep:
         else:
             prepared.masters.publish(prepared.optimizer)
         prepared.clear_stepped(call)
-        if not self._config.engine_steps:
+        if not call.by_engine:
             self._record.apply_pending()
             collapse, self._collapse_after_step = self._collapse_after_step, None
             if collapse is not None:

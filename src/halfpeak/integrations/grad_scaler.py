@@ -19,11 +19,11 @@ from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf, takes_found_inf
 from halfpeak.engine.optimizer import take_closure
-from halfpeak.integrations.grad_scaler_attrs import GradScalerAttrs
 from halfpeak.integrations.scaler_io import map_outputs, read_number
 from halfpeak.integrations.unscaled_grads import UnscaledGrads, gradients
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.state.found_inf import FoundInfReducer, Group
+from halfpeak.state.grad_scaler_attrs import GradScalerAttrs
 from halfpeak.state.loss_scaler import LossScaler
 
 
@@ -312,6 +312,15 @@ class GradScaler(GradScalerAttrs):
         self._scaler.load_state_dict({**numbers, "grace": self._scaler.config.hysteresis})
         self._unscaled.clear()
         self._found.clear()
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """``found_inf`` of an optimizer's gradients, which ranks that step together may reduce in place."""
+        unscaled = self._unscaled.get(optimizer)
+        return {} if unscaled is None else {unscaled.found_inf.device: unscaled.found_inf}
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
+        """``found_inf`` of an optimizer's gradients as they are, for optimizers that divide by the scale themselves."""
+        return {self._scale.device: UnscaledGrads(optimizer, torch.ones_like(self._scale), ()).found_inf}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the open window: a copy begins a new one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -19,8 +19,10 @@ from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim import resume_state
+from halfpeak.optim.base import is_optimizer
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.state.grad_scaler_attrs import GradScalerAttrs
 from halfpeak.state.loss_scaler import LossScaler
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,8 +44,7 @@ class AmpOptimWrapper(OptimWrapper):
         loss_scale: ``"dynamic"``, a number (a static scale), or a dict: ``GradScaler``'s keys ``init_scale``,
             ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, or those of
             :class:`~halfpeak.ScaleConfig`.
-        dtype: the low dtype, by name or as a dtype; None means torch's own for the device (float16 on CUDA, bfloat16 on
-            a CPU).
+        dtype: the low dtype, by name or as a dtype; None means bfloat16 on a CPU and float16 elsewhere.
         use_fsdp: gradients are shards, so all ranks agree on skipping a step. Shards of FSDP2 do so without it.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
@@ -82,12 +83,82 @@ class AmpOptimWrapper(OptimWrapper):
                 "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave it out"
             ) from None
         self._device_type: str | None = None
+        self._given_scaler: Any = None
+        self._is_scaled_by_caller = False
         super().__init__(**require_optimizer(kwargs, type(self)))
 
     @property
-    def loss_scaler(self) -> ScalerView:
-        """The loss scale, as code written for ``GradScaler`` reads it."""
-        return ScalerView(self._ready().scalers[0], enabled=self._has_scaler())
+    def loss_scaler(self) -> Any:
+        """The loss scale, as a ``torch.amp.GradScaler``; or the scaler that was set in its place.
+
+        A scaler of your own, or anything with ``scale``, ``unscale_``, ``step`` and ``update``, is called as mmengine calls
+        it, and decides alone what is skipped. None puts the wrapper's own back.
+
+        Raises:
+            ConfigTypeError: what is set has not these methods.
+        """
+        return self._given_scaler or WrapperScaler(self)
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: Any) -> None:
+        methods = ("scale", "unscale_", "step", "update")
+        lacks = [name for name in methods if not callable(getattr(scaler, name, None))]
+        if scaler is not None and lacks:
+            raise ConfigTypeError(
+                f"loss_scaler={scaler!r} has no {lacks[0]}(); set a torch.amp.GradScaler, or what has {', '.join(methods)}"
+            )
+        if self._engine is not None:
+            self._engine.abort()
+            self._engine.remove()
+            self._engine = None
+        self._given_scaler = scaler
+
+    @property
+    def _scale_update_param(self) -> float | None:
+        """What ``loss_scaler.update`` is called with: a static scale."""
+        config = self._scale_config
+        return None if config is None or config.dynamic else config.init
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        """As :meth:`OptimWrapper.step`."""
+        if self._is_scaled_by_caller:
+            self.loss_scaler.unscale_(self.optimizer)
+        super().step(closure, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As :meth:`OptimWrapper.load_state_dict`; a scaler that was set gets its state."""
+        super().load_state_dict(state_dict)
+        if self._given_scaler is not None and state_dict.get("loss_scaler"):
+            self._given_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._given_scaler is None and super()._is_watched
+
+    def _unwatched_scaler(self) -> Any:
+        """The scaler that was set; torch's own for an optimizer that is not torch's."""
+        if self._given_scaler is None:
+            config = self._scale_config or ScaleConfig()
+            self._given_scaler = torch.amp.GradScaler(
+                self._device(),
+                config.init,
+                config.growth,
+                config.backoff,
+                config.interval,
+                self._has_scaler(),
+            )
+        return self._given_scaler
+
+    def _backward_unwatched(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
+        self._unwatched_scaler().scale(loss).backward(**kwargs)
+
+    def _unscale_unwatched(self) -> None:
+        self._unwatched_scaler().unscale_(self.optimizer)
+
+    def _step_unwatched(self, kwargs: Mapping[str, Any]) -> None:
+        scaler = self._unwatched_scaler()
+        scaler.step(self.optimizer, **kwargs)
+        scaler.update(self._scale_update_param)
 
     def _config(self) -> EngineConfig:
         scale = self._scale_config if self._has_scaler() else None
@@ -118,13 +189,13 @@ class AmpOptimWrapper(OptimWrapper):
         return self._device_type or first.device.type
 
     def _low_dtype(self) -> torch.dtype:
-        return self.cast_dtype or torch.get_autocast_dtype(self._device())
+        return self.cast_dtype or (torch.bfloat16 if self._device() == "cpu" else torch.float16)
 
     def _extra_state(self) -> dict[str, Any]:
         state = super()._extra_state()
-        if self._scale_config is None:
-            state["loss_scaler"] = {}
-        elif self._has_scaler() and "loss_scaler" not in state:
+        if self._given_scaler is not None:
+            state["loss_scaler"] = self._given_scaler.state_dict()
+        elif "loss_scaler" not in state and self._is_watched:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
@@ -140,23 +211,62 @@ class AmpOptimWrapper(OptimWrapper):
             scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
 
 
-class ScalerView:
-    """A loss scaler under the names of ``torch.amp.GradScaler``. Every method waits for the device."""
+class WrapperScaler(GradScalerAttrs):
+    """The loss scaler of a wrapper as a ``torch.amp.GradScaler``, for overrides of ``backward`` and ``step`` that call it.
 
-    def __init__(self, scaler: LossScaler, *, enabled: bool) -> None:
-        self._scaler, self._enabled = scaler, enabled
+    ::
 
-    def get_scale(self) -> float:
-        """The scale; 1.0 where there is none."""
-        return self._scaler.read_scale()
+        scale(loss).backward()   gradients wait scaled, until unscale_ or a step
+        unscale_                 the engine unscales them
+        step                     the optimizer steps, or skips, and the scale moves
+        update                   nothing is left to do, but for a scale that is given
+    """
 
-    def is_enabled(self) -> bool:
-        """Whether the loss is scaled."""
-        return self._enabled
+    def __init__(self, wrapper: AmpOptimWrapper) -> None:
+        self._wrapper = wrapper
+        self._scaler = wrapper._ready().scalers[0]
+        self._enabled = wrapper._has_scaler()
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or each in a list or tuple, times the scale."""
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        self._wrapper._is_scaled_by_caller = True
+        return self._scaler.scale(outputs) if self._enabled else outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients; once is enough."""
+        engine = self._wrapper._ready()
+        if self._wrapper._is_scaled_by_caller:
+            self._wrapper._is_scaled_by_caller = False
+            engine.adopt_scaled_grads()
+        engine.unscale()
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`unscale_`, then ``optimizer.step``, which skips where a gradient is not finite."""
+        self.unscale_(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Set the scale, if one is given; the step has moved it otherwise."""
+        if new_scale is not None:
+            self._scaler.set_scale(float(new_scale))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state of ``GradScaler``. A static scale keeps its value.
+
+        Raises:
+            StateError: it is none. Nothing was loaded.
+        """
+        self._wrapper._check_state({"loss_scaler": state_dict})
+        self._wrapper._restore(self._wrapper._ready(), {"loss_scaler": state_dict})
 
     def state_dict(self) -> dict[str, Any]:
-        """``GradScaler``'s own format; ``{}`` where there is no scale."""
-        return to_grad_scaler(numbers_of(self._scaler), self._scaler.config) if self._enabled else {}
+        """``GradScaler``'s own format; waits for the device. Where nothing is scaled, that of a scaler at its start."""
+        if self._enabled:
+            return to_grad_scaler(numbers_of(self._scaler), self._scaler.config)
+        rule = self._wrapper._scale_config
+        return {} if rule is None else to_grad_scaler(numbers_of(LossScaler(rule)), rule)
 
 
 def parse_scale(loss_scale: object) -> ScaleConfig | None:
@@ -208,7 +318,7 @@ def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
     Raises:
         ConfigTypeError: it is not; the first positional argument of these wrappers is another one.
     """
-    if not isinstance(kwargs.get("optimizer"), Optimizer):
+    if not is_optimizer(kwargs.get("optimizer")):
         raise ConfigTypeError(f"{cls.__name__} needs optimizer=...; write {cls.__name__}(optimizer=SGD(...))")
     return kwargs
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from halfpeak.checkpoint.scaler_states import from_apex, to_apex
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
-from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.levels import resolve
+from halfpeak.core.messages import level_table, overflow_line
 from halfpeak.core.policy import NormRule
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
+from halfpeak.optim.skip_watch import SkipWatch
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.state.found_inf import is_first_rank
 
 
 class ApexOptimWrapper(OptimWrapper):
@@ -32,15 +34,16 @@ class ApexOptimWrapper(OptimWrapper):
     Args:
         opt_level: ``"O0"`` to ``"O5"``.
         loss_scale: ``"dynamic"``, a number, or None for the level's own.
-        enabled: False converts nothing and scales nothing.
+        enabled: False, or 0, is a plain :class:`OptimWrapper`, whatever the other arguments are.
         cast_model_type: as in :func:`halfpeak.prepare`, likewise the next five.
         patch_torch_functions: cast per operation.
         keep_batchnorm_fp32: leave normalisation layers in float32.
         master_weights: step float32 copies of low parameters.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers; ``backward(loss, loss_id=...)`` chooses.
-        verbosity: accepted for old configs; a wrapper prints nothing.
-        min_loss_scale: floor of a dynamic scale; None means 2**-14.
+        verbosity: 1 (and None) prints the properties when the model is converted, and a line for each skipped step; 0
+            nothing.
+        min_loss_scale: floor of a dynamic scale; None means 2**-14. A static scale ignores it and the next.
         max_loss_scale: its ceiling.
         norms: which layers stay float32: ``"all"``, or ``"batchnorm"``, apex's rule.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
@@ -72,16 +75,16 @@ class ApexOptimWrapper(OptimWrapper):
         master_weights: Any = None,
         cast_model_outputs: Any = None,
         num_losses: int = 1,
-        verbosity: int = 1,
+        verbosity: int | None = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = 2.0**24,
         *,
         norms: NormRule = "all",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(enabled, bool):
+        if not isinstance(enabled, int):
             raise ConfigTypeError(f"enabled={enabled!r} must be True or False")
-        if isinstance(verbosity, bool) or not isinstance(verbosity, int):
+        if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):
             raise ConfigTypeError(f"verbosity={verbosity!r} must be an integer; write verbosity=1")
         if norms not in get_args(NormRule):
             raise ConfigError(f"norms={norms!r} must be one of {', '.join(map(repr, get_args(NormRule)))}")
@@ -99,6 +102,8 @@ class ApexOptimWrapper(OptimWrapper):
         self.max_loss_scale = max_loss_scale
         self._norms: NormRule = norms
         self._wrapped: nn.Module | None = None
+        self._loss_id = 0
+        self._skips: SkipWatch | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
         self._made_config = self._make_config()
 
@@ -108,12 +113,26 @@ class ApexOptimWrapper(OptimWrapper):
         Raises:
             OrderError: before the first :meth:`optim_context`, which converts the model.
         """
+        self._loss_id = loss_id
         self._run_backward(loss, loss_id, kwargs)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        """As :meth:`OptimWrapper.step`; tells of a skipped step where ``verbosity`` is above 0."""
+        super().step(closure, **kwargs)
+        if self._skips is not None and self._skips.has_new(self._ready()):
+            scaler = self._ready().scaler(self._loss_id)
+            print(overflow_line(self._loss_id, scaler.read_scale(), dynamic=scaler.config.dynamic))
+
+    @property
+    def _is_watched(self) -> bool:
+        return bool(self.enabled) or super()._is_watched
 
     def _config(self) -> EngineConfig:
         return self._made_config
 
     def _make_config(self) -> EngineConfig:
+        if not self.enabled:
+            return super()._config()
         properties = resolve(
             self.opt_level,
             cast_model_type=self.cast_model_type,
@@ -122,25 +141,26 @@ class ApexOptimWrapper(OptimWrapper):
             master_weights=self.master_weights,
             loss_scale=self.loss_scale,
         )
-        properties = properties if self.enabled else Properties()
         output = None if self.cast_model_outputs is None else parse_dtype(self.cast_model_outputs)
-        return EngineConfig(
+        return replace(
+            super()._config(),
             properties=properties,
-            policy=properties.policy(norms=self._norms, output=output if self.enabled else None),
-            scale=properties.scale_config(ScaleConfig.bounded(self.min_loss_scale, self.max_loss_scale)),
+            policy=properties.policy(norms=self._norms, output=output),
+            scale=properties.bounded_scale(self.min_loss_scale, self.max_loss_scale),
             num_losses=self.num_losses,
-            clip=self._clip,
         )
 
-    def _casting(self) -> AbstractContextManager[Any]:
-        return self._ready().casting
-
     def _prepare(self, model: nn.Module) -> None:
+        if not self.enabled:
+            super()._prepare(model)
+            return
         if self._engine is None:
             self._wrapped = model
         self._put_buffers(self._ready())
 
     def _build(self) -> Engine:
+        if not self.enabled:
+            return super()._build()
         if self._wrapped is None:
             raise OrderError(
                 "the model is not known yet; run the forward pass inside `with wrapper.optim_context(model):`"
@@ -155,6 +175,9 @@ class ApexOptimWrapper(OptimWrapper):
             engine.masters.take(parameter, value)
         if self._is_converting():
             reconnect(wrapped)
+        if self.verbosity != 0 and is_first_rank():
+            print(level_table(self._made_config.properties))
+            self._skips = SkipWatch(engine)
         return engine
 
     def _is_converting(self) -> bool:

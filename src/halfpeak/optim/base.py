@@ -34,9 +34,10 @@ class BaseOptimWrapper(Optimizer, ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         # Optimizer's own constructor would make groups and state; this class delegates to the optimizer's.
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, BaseOptimWrapper):
+        if not is_optimizer(optimizer):
             raise ConfigTypeError(
-                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; write optimizer=SGD(...)"
+                f"optimizer must be a torch.optim.Optimizer, or have param_groups, step and zero_grad, not "
+                f"{type(optimizer).__name__}; write optimizer=SGD(...)"
             )
         self.optimizer = optimizer
         self.base_param_settings: dict[str, Any] | None = None
@@ -106,10 +107,15 @@ class BaseOptimWrapper(Optimizer, ABC):
         Raises:
             StateError: it does not fit the optimizer. Nothing was loaded.
         """
-        check_optimizer(self.optimizer, state_dict)
         check_base_settings(state_dict)
-        # torch's optimizers keep loaded tensors and step them in place.
-        saved = copied({key: state_dict[key] for key in ("state", "param_groups")}, "an optimizer's state")
+        if is_torch_optimizer(self.optimizer):
+            check_optimizer(self.optimizer, state_dict)
+            # torch's optimizers keep loaded tensors and step them in place.
+            saved = copied(
+                {key: state_dict[key] for key in ("state", "param_groups")}, "an optimizer's state"
+            )
+        else:
+            saved = {key: value for key, value in state_dict.items() if key != "base_param_settings"}
         settings = copied(state_dict.get("base_param_settings"), "base_param_settings")
         self.optimizer.load_state_dict(saved)
         if settings is not None:
@@ -131,6 +137,22 @@ class BaseOptimWrapper(Optimizer, ABC):
         vars(self).update(state)
 
 
+def is_optimizer(value: object) -> bool:
+    """Whether this has what a step needs: ``param_groups``, ``step`` and ``zero_grad``. A wrapper is none.
+
+    >>> is_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)), is_optimizer(torch.optim.SGD)
+    (True, False)
+    """
+    methods = (getattr(value, name, None) for name in ("step", "zero_grad"))
+    has_all = hasattr(value, "param_groups") and all(map(callable, methods))
+    return has_all and not isinstance(value, (type, BaseOptimWrapper))
+
+
+def is_torch_optimizer(optimizer: object) -> bool:
+    """Whether this is one of torch's, with hooks for its step; a mock of one is not."""
+    return issubclass(type(optimizer), Optimizer)
+
+
 def _momentum(group: Mapping[str, Any]) -> float:
     if "momentum" in group:
         return group["momentum"]
@@ -141,9 +163,9 @@ def check_base_settings(state: Mapping[str, Any]) -> None:
     """Check the pseudo-group in a wrapper's state, if there is one.
 
     Raises:
-        StateError: it has no learning rate.
+        StateError: it is no dict, or has no learning rate there.
     """
-    settings = state.get("base_param_settings")
+    settings = require_mapping(state, "the state of a wrapper").get("base_param_settings")
     if settings is not None:
         what = "base_param_settings"
         require_number(require_mapping(settings, what).get("lr"), f"lr in {what}", least=0.0)

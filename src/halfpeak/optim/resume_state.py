@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from halfpeak.core.state_checks import require_count, require_list, require_mapping
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.state_checks import check_buffers, check_optimizer, check_version
-from halfpeak.optim.base import BaseOptimWrapper, check_base_settings
+from halfpeak.optim.base import BaseOptimWrapper, check_base_settings, is_torch_optimizer
 
 RESUME_KEY: Final = "halfpeak"
 """Its key in the state of a wrapper. torch and mmengine ignore unknown keys."""
@@ -114,6 +114,11 @@ class ResumableWrapper(BaseOptimWrapper):
         self._engine: Engine | None = None
         self._pending: Mapping[str, Any] = {}
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether the engine takes the steps. It can of torch's optimizers; others are called as they are."""
+        return is_torch_optimizer(self.optimizer)
+
     @abstractmethod
     def _ready(self) -> Engine:
         """The engine of the optimizer as it is now."""
@@ -148,9 +153,11 @@ class ResumableWrapper(BaseOptimWrapper):
         Raises:
             StateError: it would not.
         """
-        check_optimizer(self.optimizer, state_dict)
         check_base_settings(state_dict)
-        self._check_state(state_dict)
+        if is_torch_optimizer(self.optimizer):
+            check_optimizer(self.optimizer, state_dict)
+        if self._is_watched:
+            self._check_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}

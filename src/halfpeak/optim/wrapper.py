@@ -25,6 +25,7 @@ from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, message_hub
 from halfpeak.optim.resume_state import COUNT_KEY, RESUME_KEY, ResumableWrapper
 from halfpeak.optim.unwrap import unwrap
+from halfpeak.state.clip import Clip, NoClip
 from halfpeak.state.found_inf import FoundInfReducer
 
 
@@ -39,8 +40,12 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
 
     A step whose gradients are not finite is skipped. The engine takes the steps; the wrapper counts backward passes.
 
+    Every method may be overridden. A step may also be the optimizer's own: ``wrapper.optimizer.step()``, in an override of
+    :meth:`step` or in place of it, skips as well, and clips where :meth:`_clip_grad` was called.
+
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer. One that is not torch's, but has ``param_groups``, ``step`` and ``zero_grad``, is called in
+            the same order, unwatched: its step is never skipped here.
         accumulative_counts: backward passes per step.
         clip_grad: ``dict(max_norm=1.0)``, ``dict(type='value', clip_value=0.2)``, or None.
         sink: receives ``train/grad_norm``; None means mmengine's current message hub where mmengine is in use, else
@@ -50,6 +55,7 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         history: the scalars, if there is no other sink.
         last_result: the result of the last iteration's step; None where none was due.
         clip_grad_kwargs: ``clip_grad`` without its ``type``, or None.
+        clip_func: torch's function that means the same, for overrides of :meth:`_clip_grad`.
 
     Raises:
         ConfigError: a value out of range, or an unknown key in ``clip_grad``.
@@ -82,7 +88,9 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         self.clip_grad_kwargs: dict[str, Any] | None = None
         if clip_grad is not None:
             self.clip_grad_kwargs = {key: value for key, value in clip_grad.items() if key != "type"}
-            self.grad_name = f"grad_{clip_grad.get('type', 'norm')}"
+            kind = clip_grad.get("type", "norm")
+            self.clip_func: Callable[..., Any] = getattr(nn.utils, f"clip_grad_{kind}_")
+            self.grad_name = f"grad_{kind}"
         check_sink(sink)
         self._sink = sink
         self.history = ScalarHistory()
@@ -112,7 +120,10 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
             )
         self.backward(self.scale_loss(loss))
         if self.should_update():
+            steps = None if self._engine is None else self._engine.num_steps
             self.step(**(step_kwargs or {}))
+            if self.last_result is None and steps is not None:
+                self.last_result = self._result_since(steps)
             self.zero_grad(**(zero_kwargs or {}))
         else:
             # torch's schedulers read this to warn of a forgotten step; inside a window none is due.
@@ -127,31 +138,82 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         """
         self._run_backward(loss, 0, kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Clip, then step or skip. Gradients stay until :meth:`zero_grad`.
 
         Args:
             closure: for optimizers such as LBFGS; it calls :meth:`zero_grad` and :meth:`backward` and returns the loss.
+            kwargs: others that the optimizer's own ``step`` takes.
 
         Raises:
             OrderError: the gradients of the last backward pass were kept from being reduced.
             ClosureError: a closure with ``accumulative_counts`` above 1.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
-        engine = self._ready()
         if closure is not None and self._counts.every > 1:
             raise ClosureError(
                 f"a closure evaluates one whole step, so it cannot be combined with accumulative_counts={self._counts.every}"
             )
+        if not self._is_watched:
+            if self.clip_grad_kwargs:
+                self._clip_grad()
+            self._step_unwatched(kwargs if closure is None else {"closure": closure, **kwargs})
+            return
+        engine = self._ready()
         if closure is None and engine.has_scaled_grads:
             raise OrderError(
                 "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
                 "inside a window; enter it once for each backward pass"
             )
+        if self.clip_grad_kwargs and closure is None and (kwargs or self._overrides_clip):
+            self._clip_grad()
+        if kwargs:
+            steps = engine.num_steps
+            self.optimizer.step(**(kwargs if closure is None else {"closure": closure, **kwargs}))
+            self.last_result = self._result_since(steps)
+            return
         has_gradients = engine.has_gradients
         self.last_result = result = engine.step(closure, keep_gradients=True)
         if result.grad_norm is not None and has_gradients:
-            self.message_hub.update_scalar("train/grad_norm", result.grad_norm)
+            self._log_norm(result.grad_norm)
+
+    def _clip_grad(self) -> None:
+        """Unscale the gradients, clip them and log their norm: what a step does where ``clip_grad`` was given.
+
+        An override is called in its place, before each step.
+        """
+        if self._is_watched:
+            engine = self._ready()
+            engine.unscale()
+            grads = engine.main_grads()
+        else:
+            self._unscale_unwatched()
+            params = (p for group in self.optimizer.param_groups for p in group["params"])
+            grads = [p.grad for p in params if p.requires_grad and p.grad is not None]
+        norm = self._clip(grads) if grads else None
+        if norm is not None:
+            self._log_norm(norm)
+
+    def _log_norm(self, norm: Tensor) -> None:
+        self.message_hub.update_scalar("train/grad_norm", norm)
+
+    @property
+    def _overrides_clip(self) -> bool:
+        return type(self)._clip_grad is not OptimWrapper._clip_grad
+
+    def _backward_unwatched(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
+        loss.backward(**kwargs)
+
+    def _unscale_unwatched(self) -> None:
+        """Divide the gradients by the loss scale, where there is one."""
+
+    def _step_unwatched(self, kwargs: Mapping[str, Any]) -> None:
+        self.optimizer.step(**kwargs)
+
+    def _result_since(self, num_steps: Tensor) -> StepResult:
+        """Of a step that was the optimizer's own: whether it moved since there were so many.  # i32[]"""
+        engine = self._ready()
+        return StepResult((num_steps + 1 - engine.num_steps).float(), engine.scale)
 
     def stepped(self) -> bool:
         """Whether the last iteration moved the optimizer: a step was due and not skipped. Waits for the device.
@@ -160,15 +222,22 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         """
         return self.last_result is not None and self.last_result.stepped()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and with them the window if one is open."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        kept = [] if set_to_none else [(p, p.grad) for p in parameters if p.grad is not None]
+    def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
+        """Drop the gradients, and with them the window if one is open.
+
+        Args:
+            set_to_none: None leaves it to the optimizer, as do kwargs that it takes besides.
+        """
+        if set_to_none is not None:
+            kwargs["set_to_none"] = set_to_none
         if self._engine is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            zeroes = not kwargs.get("set_to_none", True)
+            kept = [(p, p.grad) for p in parameters if p.grad is not None] if zeroes else []
             self._engine.abort()
-        for parameter, grad in kept:
-            parameter.grad = grad
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+            for parameter, grad in kept:
+                parameter.grad = grad
+        self.optimizer.zero_grad(**kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore what :meth:`state_dict` gave, with the count of backward passes where a window was open.
@@ -184,12 +253,14 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
         """The forward pass of ``model``: casts on; no gradient reduction (``no_sync``) inside an accumulation window."""
-        self._prepare(model)
+        if self._is_watched:
+            self._prepare(model)
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         self._synchronised = self.should_sync() or not can_wait
         with ExitStack() as stack:
             stack.enter_context(synchronising(model, self._synchronised))
-            stack.enter_context(casts_on(self._casting()))
+            stack.enter_context(self._ready().forward() if self._is_watched else casts_on(None))
+            stack.enter_context(self._casting())
             yield
 
     @property
@@ -201,6 +272,10 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
+        if not self._is_watched:
+            self._backward_unwatched(loss, kwargs)
+            self._counts.done += 1
+            return
         engine = self._ready()
         self.last_result, self._pending = None, {}
         block = engine.scaled(loss, loss_id=loss_id, delay=not self._synchronised)
@@ -211,11 +286,20 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
     def _config(self) -> EngineConfig:
         """The configuration of the engine."""
         return EngineConfig(
-            properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._clip
+            properties=Properties(),
+            policy=Policy(),
+            scale=ScaleConfig.static(),
+            clip=self._engine_clip,
+            caller_may_step=True,
         )
 
+    @property
+    def _engine_clip(self) -> Clip:
+        """None if a subclass clips by itself."""
+        return NoClip() if self._overrides_clip else self._clip
+
     def _casting(self) -> AbstractContextManager[Any]:
-        """The casts of the forward pass."""
+        """The casts of the forward pass beside the engine's."""
         return nullcontext()
 
     def _prepare(self, model: nn.Module) -> None:
@@ -223,7 +307,6 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         engine = self._ready()
         engine.add_model(unwrap(model))
         self._put_buffers(engine)
-        engine.context.stats.begin_forward()
 
     def _extra_state(self) -> dict[str, Any]:
         state = super()._extra_state()

@@ -54,7 +54,7 @@ class OptimWrapperDict(OptimWrapper):
         """Refused: a loss belongs to one wrapper."""
         self._refuse("backward")
 
-    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Any = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: each wrapper steps by itself."""
         self._refuse("step")
 
@@ -74,10 +74,10 @@ class OptimWrapperDict(OptimWrapper):
         """Refused: a forward pass belongs to one wrapper."""
         self._refuse("optim_context")
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
         """Drop the gradients of every wrapper."""
         for wrapper in self.optim_wrappers.values():
-            wrapper.zero_grad(set_to_none=set_to_none)
+            wrapper.zero_grad(set_to_none, **kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell every wrapper. One that runs at another pace is told by itself: ``wrappers[name].initialize_...``."""

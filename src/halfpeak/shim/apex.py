@@ -53,7 +53,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "apex.amp.frontend": {
             "halfpeak.amp": "load_state_dict state_dict",
-            "halfpeak.core.levels": "Properties opt_levels=LEVELS",
+            "halfpeak.amp.properties": "Properties opt_levels",
             "halfpeak.shim.apex_impl.amp": "O0 O1 O2 O3 O4 O5 initialize",
         },
         "apex.amp.handle": {

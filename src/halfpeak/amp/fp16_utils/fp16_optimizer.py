@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
-from halfpeak.amp.messages import maybe_print, overflow_line
+from halfpeak.amp.messages import maybe_print
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties
+from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor

@@ -332,12 +332,12 @@ def check_step(window: Window) -> None:
         )
 
 
-def check_user_step(window: Window, *, engine_steps: bool) -> None:
+def check_user_step(window: Window, *, allowed: bool) -> None:
     """Refuse an ``optimizer.step()`` that the user calls in the middle of a window.
 
     Args:
         window: of the optimizer.
-        engine_steps: whether the engine alone calls ``optimizer.step()``.
+        allowed: whether the caller may step in place of the engine.
 
     Raises:
         OrderError: gradients are still scaled, or the engine is to step them.
@@ -347,7 +347,7 @@ def check_user_step(window: Window, *, engine_steps: bool) -> None:
             "optimizer.step() was called on gradients that are still scaled: the last backward pass was delayed "
             "(delay_unscale=True, or no_sync); end the window with one that is not"
         )
-    if engine_steps and not isinstance(window, Empty):
+    if not allowed and not isinstance(window, Empty):
         raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
 
 

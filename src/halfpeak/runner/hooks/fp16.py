@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
 from halfpeak.core.errors import ConfigError
 from halfpeak.engine.engine import Engine
-from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.amp_wrapper import numbers_of
+from halfpeak.optim.skip_watch import SkipWatch
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
@@ -104,8 +104,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self._record: ScalerRecord | None = None
         self._reduces = False
         self._casts_all = False
-        self._skipped = 0.0
-        self._lagged: AsyncScalar | None = None
+        self._skips: SkipWatch | None = None
 
     def before_run(self, runner: RunnerView) -> None:
         """Prepare model and optimizer, and restore the loss scale of a resumed run.
@@ -155,7 +154,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self._casts_all = not is_decorated(inner)
         self.loss_scaler.follow(engine.scalers[0])
         self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
-        self._lagged, self._skipped = AsyncScalar(engine.device), 0.0
+        self._skips = SkipWatch(engine)
         return engine
 
     def _restore_scale(self, engine: Engine, meta: Mapping[str, Any]) -> None:
@@ -177,10 +176,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def _report(self, runner: RunnerView, engine: Engine) -> None:
         """Log a skipped step, as soon as the count of skipped steps has reached the host: this never waits."""
-        assert self._lagged is not None
-        self._lagged.push(engine.num_skipped)
-        if self._lagged.value > self._skipped:
-            self._skipped = self._lagged.value
+        if self._skips is not None and self._skips.has_new(engine):
             scale = engine.read_scale()  # waits, and only after an overflow
             did = "downscale loss scale to" if self._scale.dynamic else "skip a step at the static loss scale"
             runner.logger.warning(f"Check overflow, {did} {scale}")

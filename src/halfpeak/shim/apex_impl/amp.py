@@ -8,13 +8,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from halfpeak import amp
+from halfpeak.amp.properties import opt_levels
 from halfpeak.amp.registration import restore, saved
 from halfpeak.amp.session import _amp_state
-from halfpeak.core.levels import LEVELS
 from halfpeak.shim.apex_impl.stash import attach, detach
 from halfpeak.shim.spec import Undo
 
-O0, O1, O2, O3, O4, O5 = LEVELS.values()
+O0, O1, O2, O3, O4, O5 = opt_levels.values()
 
 
 @functools.wraps(amp.initialize)

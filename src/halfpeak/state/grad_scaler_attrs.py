@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from halfpeak.integrations.unscaled_grads import UnscaledGrads
 from halfpeak.state.loss_scaler import LossScaler
 
 
@@ -19,7 +17,6 @@ class GradScalerAttrs(torch.amp.GradScaler):
     """torch's class without its constructor: the methods inherited from it read and write the loss scaler."""
 
     _scaler: LossScaler
-    _unscaled: dict[Optimizer, UnscaledGrads]
 
     @property
     def _scale(self) -> Tensor:  # type: ignore[override]
@@ -60,12 +57,3 @@ class GradScalerAttrs(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """accelerate calls this under FSDP2, to have the scale where the shards are before a state is loaded."""
         self._scaler.to(torch.device(dev))
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
-        """``found_inf`` of an optimizer's gradients, which ranks that step together may reduce in place."""
-        unscaled = self._unscaled.get(optimizer)
-        return {} if unscaled is None else {unscaled.found_inf.device: unscaled.found_inf}
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
-        """``found_inf`` of an optimizer's gradients as they are, for optimizers that divide by the scale themselves."""
-        return {self._scale.device: UnscaledGrads(optimizer, torch.ones_like(self._scale), ()).found_inf}
