@@ -28,10 +28,12 @@ class Run:
     """A model of one kind with its engine."""
 
     def __init__(self, kind: str, level: str, every: int = 1) -> None:
+        make = halfpeak.fused.FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
+        kind = kind.removeprefix("fused ")
         self.parts = 1 if kind == "alone" else dist.get_world_size()
         self.part = dist.get_rank() % self.parts
         self.model: nn.Module = fully_shard(net(), level) if kind == "shards" else net()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        optimizer = make(self.model.parameters(), lr=1e-2)
         scale = halfpeak.ScaleConfig(init=1024.0)
         self.engine = halfpeak.prepare(self.model, optimizer, level, clip=0.5, scale=scale, accumulate=every)
         self.wrapped = DistributedDataParallel(self.model) if kind == "copies" else self.model
@@ -68,6 +70,8 @@ def cases() -> Iterator[tuple[str, str, str]]:
     """Level, who saves, who loads."""
     yield from product(("O2", "O5"), KINDS, KINDS)
     yield from product(("O0", "O1"), ("shards",), ("shards",))
+    yield from product(("O2",), ("fused shards",), ("fused shards", "fused alone"))
+    yield ("O2", "fused copies", "fused shards")
 
 
 def resumed(level: str, source: str, target: str, folder: Path) -> dict[str, Any]:

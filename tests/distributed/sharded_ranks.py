@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,31 @@ import halfpeak
 from distributed.launching import fork_ranks
 from halfpeak import amp
 from halfpeak.distributed import fully_shard
+from halfpeak.fused.flat import buffers
 from halfpeak.optim import ApexOptimWrapper
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed", "kept")
 KEPT = ("blocks.0", "head")
 """What stays float32 in the layout of that name."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "FusedAdamW": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
+    "FusedAdamW in place": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
+    "FusedAdamW bfloat16": partial(halfpeak.fused.FusedAdamW, lr=1e-2, moments=torch.bfloat16),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "FusedSGD": partial(halfpeak.fused.FusedSGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "FusedAdagrad": partial(halfpeak.fused.FusedAdagrad, lr=1e-2),
+}
+REFERENCE = {
+    "FusedAdamW": "AdamW",
+    "FusedAdamW in place": "AdamW",
+    "FusedSGD": "SGD",
+    "FusedAdagrad": "Adagrad",
+}
+"""torch's optimizer of the same rule, by which one process is stepped."""
 
 INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
 FRONT_ENDS = ("amp", "GradScaler", "wrapper")
@@ -108,13 +128,14 @@ def train(
     layout: str,
     every: int,
     poisoned: bool,
+    optimizer_name: str,
     *,
     part: int,
     parts: int,
     wrapped: bool,
 ) -> dict[str, Any]:
     """Train on this rank's part of each batch. In the second step the loss of part 0 is inf where it is poisoned."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scale = halfpeak.ScaleConfig(init=1024.0)
     keep_fp32 = KEPT if layout == "kept" else ()
     engine = halfpeak.prepare(
@@ -147,21 +168,29 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def one_process(level: str, layout: str, every: int, poisoned: bool) -> dict[str, Any]:
+def one_process(level: str, layout: str, every: int, poisoned: bool, optimizer: str) -> dict[str, Any]:
     """The same training on whole batches, without ranks."""
-    return train(net(), level, layout, every, poisoned, part=0, parts=1, wrapped=False)
+    optimizer = REFERENCE.get(optimizer, optimizer)
+    return train(net(), level, layout, every, poisoned, optimizer, part=0, parts=1, wrapped=False)
 
 
-def several(rank: int, level: str, layout: str, every: int, poisoned: bool) -> dict[str, Any]:
+def several(rank: int, level: str, layout: str, every: int, poisoned: bool, optimizer: str) -> dict[str, Any]:
     model, parts = sharded(level, layout)
-    return train(model, level, layout, every, poisoned, part=rank % parts, parts=parts, wrapped=True)
+    in_place = 1 if optimizer.endswith("in place") else buffers.MIN_STANDALONE
+    with patch.object(buffers, "MIN_STANDALONE", in_place):
+        return train(
+            model, level, layout, every, poisoned, optimizer, part=rank % parts, parts=parts, wrapped=True
+        )
 
 
-def cases() -> Iterator[tuple[str, str, int, bool]]:
-    """Level, layout, passes per step, whether a loss is inf."""
-    yield from product(LEVELS, ("shards",), (1,), (False,))
-    yield from product(LEVELS, ("shards",), (3,), (True,))
-    yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,))
+def cases() -> Iterator[tuple[str, str, int, bool, str]]:
+    """Level, layout, passes per step, whether a loss is inf, optimizer."""
+    yield from product(LEVELS, ("shards",), (1,), (False,), ("AdamW", "FusedAdamW"))
+    yield from product(LEVELS, ("shards",), (3,), (True,), ("AdamW",))
+    yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,), ("AdamW",))
+    fused = [name for name in OPTIMIZERS if name.startswith("Fused")]
+    yield from product(("O2",), ("shards",), (3,), (True,), fused)
+    yield from product(("O5",), ("replicas", "tensor parallel", "offload"), (1,), (True,), ("FusedAdamW",))
 
 
 def windowed(rank: int, level: str, how: str | None) -> list[Tensor]:
@@ -282,6 +311,12 @@ def refusals(rank: int) -> dict[str, str]:
         parallelize_module(model, mesh, {"head": ColwiseParallel()})
         halfpeak.prepare(model, adamw(model), "O2")
 
+    def whole_norms() -> None:
+        halfpeak.fused.FusedLAMB(fully_shard(net(), "O2").parameters())
+
+    def eight_bits() -> None:
+        halfpeak.fused.FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
+
     def zero_redundancy() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
 
@@ -300,6 +335,8 @@ def refusals(rank: int) -> dict[str, str]:
         other_level,
         torch_alone,
         tensor_parallel_alone,
+        whole_norms,
+        eight_bits,
         zero_redundancy,
     ):
         try:
@@ -314,7 +351,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], Any]] = {
         " ".join(map(str, case)): partial(
-            several, level=case[0], layout=case[1], every=case[2], poisoned=case[3]
+            several, level=case[0], layout=case[1], every=case[2], poisoned=case[3], optimizer=case[4]
         )
         for case in cases()
     }

@@ -260,8 +260,8 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         "torch.cuda.CUDAGraph": MagicMock,
         "torch.cuda.graph": device.capture,
         # What is on the device is a fake tensor, which is no plain one.
-        "halfpeak.fused.base.check_parameter": lambda _: None,
-        "halfpeak.fused.flat.layout.check_parameter": lambda _: None,
+        "halfpeak.fused.base.check_parameter": lambda *_: None,
+        "halfpeak.fused.flat.layout.check_parameter": lambda *_: None,
     }
 
 

@@ -28,6 +28,7 @@ from halfpeak.fused.state_dtypes.remainders import Remainders
 from halfpeak.fused.step_hooks import with_step_hooks
 from halfpeak.fused.validation import check_gradients, check_group, check_parameter
 from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.shards import has_shards, local_gradients, sum_over
 
 
 class FusedOptions(TypedDict, total=False):
@@ -79,8 +80,8 @@ class FusedOptimizer(Optimizer, ABC):
         self._requested: BackendName = check_backend(backend, road)
         if maximize is not None:
             defaults = {**defaults, "maximize": maximize}
-        super().__init__(params, defaults)
         self._state_format = state_format or StateFormat()
+        super().__init__(params, defaults)
         self.remainders = self._make_remainders()
         self._reset()
 
@@ -93,13 +94,14 @@ class FusedOptimizer(Optimizer, ABC):
 
         Raises:
             ConfigError: a hyper-parameter is out of its range.
-            ParameterError: a parameter is sparse, complex, of integers or sharded. The group was not added.
+            ParameterError: a parameter is sparse, complex or of integers, or is sharded and the rule needs all of it. The group
+                was not added.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
             for parameter in param_group["params"]:
-                check_parameter(parameter)
+                check_parameter(parameter, self.rule(self.param_groups[-1]).for_weight(parameter.dtype))
         except ParameterError:
             self.param_groups.pop()
             raise
@@ -137,7 +139,14 @@ class FusedOptimizer(Optimizer, ABC):
             if not slices:
                 nothing = torch.zeros_like(inputs.multiplier)
                 return GradStats(nothing, nothing.clone())
-            return self._backend_for(slices).measure(slices, inputs.grads, inputs.multiplier)
+            backend = self._backend_for(slices)
+            parts = cast(FlatLayout, self._layout).by_split(slices)
+            found = [backend.measure(part, inputs.grads, inputs.multiplier) for part in parts.values()]
+            if not any(parts):
+                return found[0]
+            sums = [sum_over(torch.stack(stats), split) for stats, split in zip(found, parts, strict=True)]
+            squares, found_inf = torch.stack(sums).sum(0)
+            return GradStats(squares, (found_inf != 0).to(squares))
 
     def decide(self, inputs: StepInputs, decision_inputs: DecisionInputs) -> StepDecision | None:
         """:meth:`measure`, and decide about the step where the gradients are, without waiting for the device.
@@ -147,7 +156,9 @@ class FusedOptimizer(Optimizer, ABC):
         Returns:
             None, with nothing done, where this optimizer has no kernel for it.
         """
-        if self._backend is None:
+        if self._backend is None or (
+            isinstance(self._backend, DeviceBackend) and has_shards(inputs.model_params)
+        ):
             return None
         if not isinstance(self._backend, DeviceBackend):
             sum_squares, found_inf = self.measure(inputs)
@@ -278,7 +289,9 @@ class FusedOptimizer(Optimizer, ABC):
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         one = torch.ones((), device=targets[0].device if targets else None)
         grads = gradients_of(targets) if self.remainders is None else self.remainders.gradients_of(targets)
-        return StepInputs(grads, targets, one if grad_scale is None else grad_scale.reciprocal())
+        return StepInputs(
+            local_gradients(grads, targets), targets, one if grad_scale is None else grad_scale.reciprocal()
+        )
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
         measured = self._measured

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
+from halfpeak.fused.rules.base import Rule
+from halfpeak.ops.shards import is_shard
 
 AT_LEAST_ZERO: Final = (
     "lr",
@@ -72,12 +74,19 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_parameter(target: Tensor) -> None:
-    """Raise ParameterError for a parameter that no kernel here can update."""
+def check_parameter(target: Tensor, rule: Rule) -> None:
+    """Raise ParameterError for a parameter that no kernel here can update by a rule."""
+    sharded = is_shard(target)
+    if sharded and (rule.layerwise or any(part.block_size > 1 for part in rule.storage)):
+        needs = "norms of whole parameters" if rule.layerwise else "one number for a block of elements"
+        raise ParameterError(
+            f"this optimizer keeps {needs}, and a rank has a part of this parameter (a DTensor) only; use FusedAdamW, "
+            "FusedAdam, FusedSGD or FusedAdagrad, with moments in float32 or bfloat16"
+        )
     if (
         not target.is_floating_point()
         or target.layout is not torch.strided
-        or type(target.data) is not Tensor
+        or (type(target.data) is not Tensor and not sharded)
     ):
         kind = (
             type(target.data).__name__

@@ -35,6 +35,47 @@ def local_of(tensors: Iterable[Any]) -> list[Tensor]:
         return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
+def local_gradients(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of this rank's parts of parameters, cut as these are."""
+    if not has_shards(params):
+        return grads
+    cut: list[Any] = list(zip(grads, params, strict=True))
+    return local_of(
+        grad
+        if not is_shard(grad) or grad.placements == one.placements
+        else grad.redistribute(one.device_mesh, one.placements)
+        for grad, one in cut
+    )
+
+
+def shard_like(local: Tensor, parameter: Any) -> Tensor:
+    """``local``, of this rank, as a part of a tensor that is cut as a parameter is; itself where that is no shard."""
+    if not is_shard(parameter):
+        return local
+    from torch.distributed.tensor import DTensor  # slow, and imported already where there is a shard
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def split_of(tensor: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """The mesh of a shard and the dimensions of it over which the tensor is cut in parts; None where it is whole."""
+    return (tensor.device_mesh, _split_dims(tensor)) if is_shard(tensor) else None
+
+
+def sum_over(values: Tensor, split: tuple[Any, tuple[int, ...]] | None) -> Tensor:
+    """The sums of ``values``, in place, over the ranks that have the parts of a tensor; see :func:`split_of`."""
+    if split is not None:
+        _all_reduce_(values, *split, dist.ReduceOp.SUM)
+    return values
+
+
 def reduce_found_inf_(found_inf: Tensor, tensors: Iterable[Any]) -> None:
     """Replace ``found_inf`` by its maximum over the meshes of the shards among ``tensors``.  # f32[]"""
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_shard(tensor)):
@@ -51,12 +92,12 @@ def global_norm(
         norm_type: as in ``torch.linalg.vector_norm``.
         local_norm: the norm of plain tensors.
     """  # f32[]
-    groups: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    groups: dict[tuple[Any, tuple[int, ...]] | None, list[Tensor]] = {}
     for tensor in map(_summed, tensors):
-        mesh = tensor.device_mesh if is_shard(tensor) else None
-        groups.setdefault((mesh, () if mesh is None else _split_dims(tensor)), []).append(tensor)
+        groups.setdefault(split_of(tensor), []).append(tensor)
     norms: list[Tensor] = []
-    for (mesh, dims), group in groups.items():
+    for split, group in groups.items():
+        mesh, dims = split or (None, ())
         norm = local_norm(local_of(group), norm_type)
         if dims and norm_type == float("inf"):
             _all_reduce_(norm, mesh, dims, dist.ReduceOp.MAX)

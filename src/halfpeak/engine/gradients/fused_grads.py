@@ -16,6 +16,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.shards import local_gradients
 from halfpeak.state.clip import Clip, NoClip, limit_of_norm
 
 
@@ -46,7 +47,7 @@ class FusedGrads:
     ) -> None:
         self._optimizer = optimizer
         self._inv_scale = inv_scale
-        self._inputs = StepInputs(grads, model_params, inv_scale)
+        self._inputs = StepInputs(local_gradients(grads, model_params), model_params, inv_scale)
         self._pairs = pairs
         self._scaled = scaled
 

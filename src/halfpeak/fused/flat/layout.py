@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from halfpeak.fused.flat.step_counts import StepCount, step_counts_of
 from halfpeak.fused.rules.base import Rule, StateTensor
 from halfpeak.fused.validation import check_parameter, check_state
 from halfpeak.ops.foreach import is_dense
+from halfpeak.ops.shards import has_shards, is_shard, local_of, shard_like, split_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,10 +87,11 @@ class FlatLayout:
         self.rules = list(rules)
         self.targets = params_of(optimizer)
         self.model_params = list(model_params)
+        self._memory, self._low_memory = memory_of(self.targets), memory_of(self.model_params)
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
         for index in wanted:
-            check_parameter(self.targets[index])
+            check_parameter(self.targets[index], self._rule(index))
         self._counters = step_counts_of(
             {index: (self.targets[index], self._group_of[index]) for index in wanted},
             optimizer.state,
@@ -98,14 +102,16 @@ class FlatLayout:
         if before is not None:
             before._release()
         self._guests: list[tuple[Tensor, Tensor]] = []
-        self._held = held_elsewhere([t for i in wanted for t in (self.targets[i], self.model_params[i])])
+        self._held = held_elsewhere([t for i in wanted for t in (self._memory[i], self._low_memory[i])])
+        # Who has sharded a parameter holds its memory.
+        self._held |= {id(self._memory[i]) for i in wanted if is_shard(self.targets[i])}
         self._blocks: list[tuple[int, FlatBuffer]] = []
-        bound = shares_storage([*self.targets, *self.model_params])
-        alone = {i for i in wanted if id(self.targets[i]) in bound or id(self.model_params[i]) in bound}
+        bound = shares_storage([*self._memory, *self._low_memory])
+        alone = {i for i in wanted if id(self._memory[i]) in bound or id(self._low_memory[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
             align = _alignment(self._rule(members[0]))
             for run in buckets_of(
-                [MIN_STANDALONE if i in alone else self.targets[i].numel() for i in members], align
+                [MIN_STANDALONE if i in alone else self._memory[i].numel() for i in members], align
             ):
                 buffer = self._lay_out(optimizer, group, [members[i] for i in run])
                 self._blocks.append((group, buffer))
@@ -118,8 +124,8 @@ class FlatLayout:
             for i, counter in self._counters.items()
             if self._rule(i).step_scope == "group"
         }
-        self._places = _places(self.targets)
-        self._low_places = _places(self.model_params)
+        self._places = _places(self._memory)
+        self._low_places = _places(self._low_memory)
         self._mask: list[bool] = []
         self.written: list[Tensor] = []
         self.guests: list[tuple[Tensor, Tensor]] = []
@@ -133,8 +139,8 @@ class FlatLayout:
             and all(map(is_, targets, self.targets))
             and all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
-            and _places(targets) == self._places
-            and _places(model_params) == self._low_places
+            and _places(memory_of(targets)) == self._places
+            and _places(memory_of(model_params)) == self._low_places
             and self._holds_state(optimizer)
         )
 
@@ -153,10 +159,14 @@ class FlatLayout:
         moved = [i for slice_ in self._pieces for i in slice_.buffer.members]
         self.written = [self.targets[i] for i in moved]
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
-        moving = set(map(id, self.written))
+        moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
         self._mask = list(mask)
         return self._pieces
+
+    def by_split(self, slices: Sequence[BufferSlice]) -> dict[Any, list[BufferSlice]]:
+        """Slices by the dimensions of the mesh over which their parameters are cut; None where they are whole."""
+        return dict(_sorted_groups(slices, lambda slice_: split_of(self.targets[slice_.buffer.members[0]])))
 
     @property
     def last(self) -> list[BufferSlice]:
@@ -212,14 +222,19 @@ class FlatLayout:
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
         target, low = self.targets[index], self.model_params[index]
-        return self._group_of[index], (target.device, target.dtype, None if low is target else low.dtype)
+        return self._group_of[index], (
+            target.device,
+            target.dtype,
+            None if low is target else low.dtype,
+            split_of(target),
+        )
 
     def _rule(self, index: int) -> Rule:
         return self.rules[self._group_of[index]].for_weight(self.targets[index].dtype)
 
     def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> FlatBuffer:
-        targets = [self.targets[i] for i in members]
-        model_params = [self.model_params[i] for i in members]
+        targets = [self._memory[i] for i in members]
+        model_params = [self._low_memory[i] for i in members]
         rule, settings = self._rule(members[0]), optimizer.param_groups[group]
         align = _alignment(rule)
         spans: list[tuple[int, int]] = []
@@ -237,19 +252,21 @@ class FlatLayout:
                 (tuple(target.shape), stride) for target, stride in zip(targets, strides, strict=True)
             ),
         )
-        rows = [optimizer.state[target] for target in targets]
+        parameters = [self.targets[i] for i in members]
+        rows = [optimizer.state[parameter] for parameter in parameters]
         states: list[Tensor] = []
         for index, (part, start) in enumerate(zip(rule.storage, rule.initial(settings), strict=True)):
-            known = [row.get(part.name) for row in rows]
+            in_rows = [row.get(part.name) for row in rows]
+            known = [None if value is None else memory_of([value])[0] for value in in_rows]
             is_scalar = index >= len(rule.state_names) - rule.per_param_scalars
             length = len(members) if is_scalar else -(-len(buffer) // part.block_size)
             vector = _vector(targets, known, length, start, part)
             views = list(vector.unbind()) if is_scalar else buffer.views(vector, part.block_size)
-            for row, view, value in zip(rows, views, known, strict=True):
+            for row, view, value, parameter in zip(rows, views, known, parameters, strict=True):
                 if value is not None and value.data_ptr() != view.data_ptr():
                     check_state(part.name, value, view)
                     view.copy_(value)
-                row[part.name] = view
+                row[part.name] = shard_like(view, parameter)
             states.append(vector)
         if rule.step_scope == "parameter":
             for index, row in zip(members, rows, strict=True):
@@ -317,6 +334,11 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a kernel works on: the tensors, or of shards the memory of this rank."""
+    return local_of(tensors) if has_shards(tensors) else tensors
+
+
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
@@ -344,8 +366,8 @@ def _alignment(rule: Rule) -> int:
     return max(ALIGN, *(part.block_size for part in rule.storage)) if rule.storage else ALIGN
 
 
-def _sorted_groups(members: Sequence[int], key: Any) -> list[tuple[Any, list[int]]]:
-    found: dict[Any, list[int]] = {}
+def _sorted_groups(members: Sequence[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
+    found: dict[Any, list[T]] = {}
     for member in members:
         found.setdefault(key(member), []).append(member)
     return list(found.items())
