@@ -19,6 +19,7 @@ import halfpeak
 from distributed.launching import fork_ranks
 from distributed.sharded_ranks import batch, full, net
 from halfpeak.distributed import fully_shard
+from halfpeak.fused import FusedAdamW
 
 KINDS = ("shards", "copies", "alone")
 """FSDP2, DistributedDataParallel, and one rank by itself with whole batches."""
@@ -28,7 +29,7 @@ class Run:
     """A model of one kind with its engine."""
 
     def __init__(self, kind: str, level: str, every: int = 1) -> None:
-        make = halfpeak.fused.FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
+        make = FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
         kind = kind.removeprefix("fused ")
         self.parts = 1 if kind == "alone" else dist.get_world_size()
         self.part = dist.get_rank() % self.parts

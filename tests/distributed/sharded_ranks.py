@@ -25,6 +25,7 @@ import halfpeak
 from distributed.launching import fork_ranks
 from halfpeak import amp
 from halfpeak.distributed import fully_shard
+from halfpeak.fused import FusedAdagrad, FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.flat import buffers
 from halfpeak.optim import ApexOptimWrapper
 
@@ -35,13 +36,13 @@ KEPT = ("blocks.0", "head")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
-    "FusedAdamW": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
-    "FusedAdamW in place": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
-    "FusedAdamW bfloat16": partial(halfpeak.fused.FusedAdamW, lr=1e-2, moments=torch.bfloat16),
+    "FusedAdamW": partial(FusedAdamW, lr=1e-2),
+    "FusedAdamW in place": partial(FusedAdamW, lr=1e-2),
+    "FusedAdamW bfloat16": partial(FusedAdamW, lr=1e-2, moments=torch.bfloat16),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "FusedSGD": partial(halfpeak.fused.FusedSGD, lr=0.1, momentum=0.9),
+    "FusedSGD": partial(FusedSGD, lr=0.1, momentum=0.9),
     "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "FusedAdagrad": partial(halfpeak.fused.FusedAdagrad, lr=1e-2),
+    "FusedAdagrad": partial(FusedAdagrad, lr=1e-2),
 }
 REFERENCE = {
     "FusedAdamW": "AdamW",
@@ -312,10 +313,10 @@ def refusals(rank: int) -> dict[str, str]:
         halfpeak.prepare(model, adamw(model), "O2")
 
     def whole_norms() -> None:
-        halfpeak.fused.FusedLAMB(fully_shard(net(), "O2").parameters())
+        FusedLAMB(fully_shard(net(), "O2").parameters())
 
     def eight_bits() -> None:
-        halfpeak.fused.FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
+        FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
 
     def zero_redundancy() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
