@@ -44,14 +44,16 @@ def fresh_compiler() -> Iterator[None]:
 class Run:
     """A net with batch norms and its engine."""
 
-    def __init__(self, make: Make = OPTIMIZERS["fused"], **options: Any) -> None:
+    def __init__(self, make: Make = OPTIMIZERS["fused"], *, trained: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         first = nn.Linear(8, 8)
         self.weight = first.weight
         self.net = nn.Sequential(
             first, nn.LayerNorm(8), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2)
         )
-        self.optimizer = make(self.net.parameters())
+        self.optimizer = make(
+            p for i, part in enumerate(self.net) if trained or i != 4 for p in part.parameters()
+        )
         asked: dict[str, Any] = {"clip": 1.0, **options}
         self.engine = halfpeak.prepare(self.net, self.optimizer, **asked)
 
@@ -424,3 +426,57 @@ def test_kernels_may_be_compiled_within_the_first_step() -> None:
     train = whole.compiled()
     assert_same(train(*batches()[0]), python.step(*batches()[0]))
     assert_same(python.engine.state_dict(), whole.engine.state_dict())
+
+
+def halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+
+
+def join(run: Run) -> None:
+    # The graph has computed no gradients of it so far.
+    run.net[4].zero_grad()
+    run.optimizer.add_param_group({"params": list(run.net[4].parameters())})
+
+
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "gradient hook": lambda run: run.weight.register_hook(lambda grad: grad * 0.5),
+    "hook on what was accumulated": lambda run: run.weight.register_post_accumulate_grad_hook(halve),
+    "forward hook": lambda run: run.net[0].register_forward_hook(lambda module, args, out: out * 0.5),
+    "frozen": lambda run: run.weight.requires_grad_(False),
+    "unfrozen": lambda run: run.net[4].requires_grad_(),
+    "a group": join,
+    "a smaller batch": lambda run: None,
+}
+
+
+@pytest.mark.parametrize(("level", "optimizer"), [("O2", "fused"), ("O4", "torch's fused")])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_two_calls_changes_the_next_one(level: str, optimizer: str, change: str) -> None:
+    def train(*, compiled: bool) -> Any:
+        torch._dynamo.reset()
+        run = Run(
+            OPTIMIZERS[optimizer], level=level, loss_scale=64.0, accumulate=2, trained=change != "a group"
+        )
+        if change == "unfrozen":
+            run.net[4].requires_grad_(False)
+        step = run.compiled() if compiled else run.step
+        seen: list[Any] = []
+        for i, (x, y, _) in enumerate(batches(6)):
+            if i == 3:
+                CHANGES[change](run)
+            rows = 3 if change == "a smaller batch" and i in (3, 5) else 4
+            loss, result = step(x[:rows], y[:rows], torch.ones(()))
+            seen += [loss.detach(), result.found_inf]
+        return seen, run.net.state_dict(), run.optimizer.state_dict()
+
+    assert_same(train(compiled=False), train(compiled=True))
+
+
+def test_backward_hooks_of_modules_are_refused() -> None:
+    run = Run()
+    step = run.compiled()
+    step(*batches(1)[0])
+    run.net[0].register_full_backward_hook(lambda module, grads, outputs: grads)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backwards hooks"):
+        step(*batches(1)[0])

@@ -200,16 +200,22 @@ class CompiledStep:
                 if id(weight) in given:
                     continue  # Its gradient is there once for each of its optimizers.
                 given.add(id(weight))
+                # The graph has none of these hooks: what is traced has other tensors for weights.
+                for hook in (weight._backward_hooks or {}).values():
+                    changed = hook(grad)
+                    grad = grad if changed is None else changed
                 if weight.grad is not None:
                     weight.grad.add_(grad)
-                    continue
-                is_free = (
-                    own and not delay and grad.data_ptr() not in used and grad.stride() == weight.stride()
-                )
-                used.add(grad.data_ptr())
-                weight.grad = (
-                    grad.detach() if is_free else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-                )
+                else:
+                    is_free = (
+                        own and not delay and grad.data_ptr() not in used and grad.stride() == weight.stride()
+                    )
+                    used.add(grad.data_ptr())
+                    weight.grad = (
+                        grad.detach() if is_free else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+                    )
+                for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                    hook(weight)
 
     @torch.no_grad()
     def run_step(
@@ -254,12 +260,14 @@ class CompiledStep:
     def watch(self, versions: list[int], *, first: bool) -> None:
         """While the graph is traced: refuse one that writes to weights itself, which would go unnoticed.
 
+        The compiler goes on with views of one tensor where weights lie in one piece of memory, and counts anew.
+
         Raises:
             OrderError: it does.
         """
         if first:
             self._versions = versions
-        elif versions != self._versions:
+        elif any(now > then for now, then in zip(versions, self._versions, strict=True)):
             raise OrderError(
                 "the compiled function writes to weights beside engine.step(); do that after it has returned"
             )
@@ -289,7 +297,8 @@ class CompiledFunction(Generic[P, R]):
         step.refresh()
         engine.compiled_step = step
         try:
-            with torch._dynamo.config.patch(trace_autograd_ops=True):
+            # A hook that a module gets later is in the next graph, or refused by the compiler.
+            with torch._dynamo.config.patch(trace_autograd_ops=True, skip_nnmodule_hook_guards=False):
                 return self._compiled(*args, **kwargs)
         finally:
             engine.compiled_step = None
