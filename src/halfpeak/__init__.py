@@ -3,9 +3,9 @@
 >>> import torch, halfpeak
 >>> model = torch.nn.Linear(4, 2)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
->>> engine = halfpeak.prepare(model, optimizer, "O5")
->>> engine.policy.param
-torch.bfloat16
+>>> engine = halfpeak.prepare(model, optimizer)
+>>> engine
+Engine(O5, cpu, scale=1, num_steps=0, num_skipped=0)
 """
 
 import importlib as _importlib

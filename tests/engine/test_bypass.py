@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import halfpeak
 from halfpeak import amp
 from halfpeak.core.errors import OrderError
-from halfpeak.fused import FusedSGD
+from halfpeak.fused import FusedAdamW, FusedSGD
 
 WITH_MASTERS = ("O2", "O5")
 WITHOUT = ("O0", "O1", "O4")
@@ -63,13 +63,76 @@ def test_the_door_refuses_and_trains_on(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", WITHOUT)
-def test_without_masters_it_is_a_plain_step(level: str) -> None:
+def test_without_masters_it_is_a_plain_step_at_o0_alone(level: str) -> None:
     model, optimizer = net()
     engine = halfpeak.prepare(model, optimizer, level)
     before = weights(model)
     loss_of(model).backward()
-    engine.step()
-    assert not any(map(torch.equal, weights(model), before))
+    if level == "O0":
+        engine.step()
+        assert not any(map(torch.equal, weights(model), before))
+    else:
+        with pytest.raises(OrderError, match=r"engine\.backward\(loss\).*adopt_scaled_grads"):
+            engine.step()
+        assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_forward_pass_outside_of_the_casts(level: str) -> None:
+    model, optimizer = net()
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=8.0)
+    for _ in range(2):
+        with pytest.raises(OrderError, match=r"outside engine\.forward\(\)"):
+            engine.backward(loss_of(model))
+        loss_of(model)  # of a probe that nobody trains on
+        with engine.forward():
+            loss = loss_of(model)
+        loss_of(model)
+        engine.backward(loss)
+        assert engine.step().stepped()
+        with torch.no_grad():
+            loss_of(model)
+        with torch.autocast("cpu"):
+            loss = loss_of(model)
+        engine.backward(loss)
+        assert engine.step().stepped()
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_gradients_of_the_model_where_masters_have_them(
+    level: str, kind: Any, max_norm: float
+) -> None:
+    model, _ = net()
+    engine = halfpeak.prepare(model, kind(model.parameters(), lr=0.1), level)
+    engine.backward(loss_of(model))
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    before = weights(model)
+    with pytest.raises(OrderError, match=r"halfpeak\.prepare\(\.\.\., clip=1\.0\)"):
+        engine.step()
+    assert all(map(torch.equal, weights(model), before))
+    engine.backward(loss_of(model))
+    engine.unscale()
+    norm = nn.utils.clip_grad_norm_(engine.main_params(), max_norm)
+    assert norm > 0.01
+    assert engine.step().stepped()
+
+
+@pytest.mark.parametrize("level", [*WITH_MASTERS, *WITHOUT])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("zero", ["nothing", "model", "optimizer"])
+def test_a_step_without_gradients_is_none(level: str, kind: Any, zero: str) -> None:
+    model, _ = net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, level)
+    if zero != "nothing":
+        with engine.forward():
+            loss = loss_of(model)
+        engine.backward(loss)
+        (model if zero == "model" else optimizer).zero_grad()
+    assert not engine.step().stepped()
+    assert int(engine.num_steps) == int(engine.num_skipped) == 0
 
 
 @pytest.mark.parametrize("level", [*WITH_MASTERS, *WITHOUT])
@@ -95,12 +158,13 @@ def test_what_another_loss_left_is_no_mistake(level: str) -> None:
 @pytest.mark.parametrize("order", ["past", "engine-past", "past-engine"])
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, order: str, value: float) -> None:
-    """What a pipeline's schedule leaves in float32 weights is unscaled: it is stepped, unless it is not finite."""
+    """What the engine has not seen is unscaled in float32 weights: it is stepped too, unless it is not finite."""
     model = nn.Linear(3, 2)
     engine = halfpeak.prepare(model, kind(model.parameters(), lr=0.1), level, loss_scale=64.0, accumulate=1)
     before = model.bias.detach().clone()
     for who in order.split("-"):
-        loss = model(torch.ones(4, 3)).float().sum(dim=1).mean()
+        with engine.forward():
+            loss = model(torch.ones(4, 3)).float().sum(dim=1).mean()
         if who == "past":
             (loss * value).backward()
         else:
@@ -108,6 +172,10 @@ def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, orde
     if kind is FusedSGD and order == "engine-past":
         # The step was to read its gradients scaled, and nobody knows what was added to them.
         with pytest.raises(OrderError, match="for every loss"):
+            engine.step()
+        return
+    if order == "past" and level != "O0":
+        with pytest.raises(OrderError, match="no backward pass of this step"):
             engine.step()
         return
     result = engine.step()

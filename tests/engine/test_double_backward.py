@@ -52,5 +52,7 @@ def test_a_penalty_on_the_gradients(level: str, backward_passes: int, scale: flo
 def test_an_overflow_is_seen(level: str) -> None:
     model = nn.Linear(4, 1)
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    engine.backward(loss_of(model, torch.ones(3, 4)) * torch.inf, create_graph=True)
+    with engine.forward():
+        loss = loss_of(model, torch.ones(3, 4)) * torch.inf
+    engine.backward(loss, create_graph=True)
     assert not engine.step().stepped()

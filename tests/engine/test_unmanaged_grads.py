@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import halfpeak
 from halfpeak.core.errors import OrderError
+from halfpeak.engine.engine import engine_of
 from halfpeak.fused import FusedAdamW
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -27,7 +30,9 @@ class _Net(nn.Module):
 
 
 def _loss(model: nn.Module) -> Tensor:
-    return model(torch.linspace(-1, 1, 12).view(3, 4)).float().square().sum()
+    engine = engine_of(model)
+    with nullcontext() if engine is None else engine.forward():
+        return model(torch.linspace(-1, 1, 12).view(3, 4)).float().square().sum()
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -94,7 +99,7 @@ def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
 
 def test_an_infinite_one_keeps_nobody_from_stepping() -> None:
     model = _Net()
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1")
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.1), "O1", loss_scale=64.0)
     model.last.bias.register_hook(_infinite)
     engine.backward(_loss(model))
     assert engine.step().stepped()

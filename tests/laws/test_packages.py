@@ -12,6 +12,9 @@ from laws.source import Module, for_types_only, imports, modules
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that return results and never report them."""
 
+TELLING = ("core/suitable.py",)
+"""Files of theirs that log: which level ``"auto"`` has come to."""
+
 SPEAKING = ("amp", "cli", "insight")
 """Packages that may print; and optim/apex_wrapper.py, whose original prints what apex prints."""
 
@@ -225,7 +228,11 @@ def test_quiet_packages_neither_print_nor_log() -> None:
 def speaks(module: Module, node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
         return module.package not in SPEAKING and module.where != "optim/apex_wrapper.py"
-    if isinstance(node, (ast.Import, ast.ImportFrom)) and module.package in QUIET:
+    if (
+        isinstance(node, (ast.Import, ast.ImportFrom))
+        and module.package in QUIET
+        and module.where not in TELLING
+    ):
         names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
         return any(name.split(".")[0] == "logging" for name in names)
     return False

@@ -452,3 +452,10 @@ def test_what_cannot_be_read_is_said_and_left(text: str) -> None:
     assert result.unreadable
     assert result.source == text.encode()
     assert len(result.findings) == 1
+
+
+def test_what_clips_gradients_of_the_model_clips_those_of_the_masters() -> None:
+    clip = "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    old = LOOP.replace("    optimizer.step()", f"{clip}    optimizer.step()")
+    assert old.count(clip) == 1
+    assert clip.replace("model.parameters", "engine.main_params") in becomes(old, "halfpeak")

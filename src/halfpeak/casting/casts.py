@@ -209,4 +209,9 @@ def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
             yield
 
 
-__all__ = ["NONE", "DeviceCasts", "OpCasts", "casts_on", "disable_casts"]
+def is_casting(device_type: str) -> bool:
+    """Whether operations of this thread are cast: by a scope of halfpeak's, or by ``torch.autocast``."""
+    return bool(scopes()) or torch.is_autocast_enabled(device_type)
+
+
+__all__ = ["NONE", "DeviceCasts", "OpCasts", "casts_on", "disable_casts", "is_casting"]

@@ -19,10 +19,10 @@ from halfpeak.cli.run_folder import RunFolder, existing_folder, folder_to_contin
 from halfpeak.cli.summary import finish
 from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
+from halfpeak.core.suitable import slow_float16
 from halfpeak.distributed.launched import ALONE, Ranks, joined
 from halfpeak.insight.extras import MissingExtraError, needs
 from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard
-from halfpeak.insight.suitable import slow_float16
 from halfpeak.recipes.catalog import build_config, build_recipe, choose_level, complete
 from halfpeak.recipes.device import find_device, repeatable, threads
 from halfpeak.recipes.loop import Loop

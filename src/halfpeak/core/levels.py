@@ -21,6 +21,9 @@ from halfpeak.core.schedule import ScaleConfig, require_scale
 
 LossScale = float | Literal["dynamic"]
 
+LevelName = Literal["auto", "O0", "O1", "O2", "O3", "O4", "O5"]
+"""What may stand for a level: its name, or ``"auto"`` for the one that suits the device."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Properties:

@@ -12,8 +12,9 @@ from torch import nn
 from halfpeak.casting.modules import is_kept_fp32, is_prepared, kept_by_user
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
-from halfpeak.core.levels import resolve
+from halfpeak.core.levels import LevelName, resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
+from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
@@ -22,7 +23,7 @@ Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 
 def fully_shard(
     model: nn.Module,
-    level: str = "O2",
+    level: LevelName = "auto",
     *,
     mesh: Any = None,
     blocks: Blocks | None = None,
@@ -41,7 +42,8 @@ def fully_shard(
 
     Args:
         model: float32 parameters, on the device or on ``meta``; sharded in place.
-        level: ``"O0"`` to ``"O5"``. At O0, O1 and O4 everything stays float32.
+        level: ``"O0"`` to ``"O5"``, or ``"auto"``, as in :func:`halfpeak.prepare`. At O0, O1 and O4 everything stays
+            float32.
         mesh: a ``DeviceMesh`` of one dimension (shards) or two (replicas, shards); None takes all ranks.
         blocks: what is gathered at a time. None takes the repeated blocks: modules with submodules that have a sibling of
             their class, the outermost ones.
@@ -67,7 +69,7 @@ def fully_shard(
             optimizer = torch.optim.AdamW(model.parameters())
             engine = halfpeak.prepare(model, optimizer, "O2", clip=1.0)
     """
-    policy = replace(resolve(level).policy(norms=norms), keep_fp32=tuple(keep_fp32))
+    policy = replace(resolve(level_for(level, [model])).policy(norms=norms), keep_fp32=tuple(keep_fp32))
     _check(model, policy, options)
     chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
     # Slow to import, and nothing but this needs it.

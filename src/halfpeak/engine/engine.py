@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.casting.casts import OpCasts, casts_on, is_casting
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import StepResult
@@ -127,6 +127,8 @@ class Engine:
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._after_step = after_step
+        # At levels that cast per operation: whether the model computed since the last step, but never in forward().
+        self._has_forward = self._forward_uncast = False
         self.compiled_step: CompiledStep | None = None
 
     # Training.
@@ -155,6 +157,7 @@ class Engine:
             synchronised = counts and (wrapped is None or config.accumulation.is_boundary(self.micro_step))
             if counts:
                 self._synchronised = synchronised
+                self._has_forward, self._forward_uncast = True, False
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, synchronised))
             yield
@@ -189,6 +192,7 @@ class Engine:
         Raises:
             ConfigTypeError: the loss is not a tensor.
             ConfigError: it is not a scalar, and there is no ``gradient=``.
+            OrderError: at O1 and O4, the forward pass was not inside :meth:`forward`, so nothing was cast.
         """
         if is_dynamo_compiling() and self.compiled_step is not None:
             self.compiled_step.backward(loss, loss_id, optimizers, kwargs)
@@ -205,6 +209,12 @@ class Engine:
         if loss.numel() != 1 and kwargs.get("gradient") is None:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is not a scalar; write engine.backward(loss.mean()), or .sum()"
+            )
+        if self._forward_uncast:
+            self._forward_uncast = False
+            raise OrderError(
+                f"the forward pass was outside engine.forward(), so at {self.config.properties.opt_level} nothing of it was "
+                "cast; write `with engine.forward(): loss = ...`"
             )
         divisor = self.context.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
@@ -291,6 +301,7 @@ class Engine:
         self, closure: Callable[[], Any] | None, optimizers: Optimizers, *, keep_gradients: bool
     ) -> StepResult:
         self._refuse_in_replay("step()")
+        self._has_forward = False
         prepared, every = self._prepared_of(optimizers), self.context.config.accumulation.every
         if every > 1 and len(prepared) < len(self.context.prepared):
             raise OrderError(
@@ -738,6 +749,8 @@ class Engine:
         """What models do before they compute."""
         if not self._is_replaying:
             self.context.catch_up()
+            if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
+                self._forward_uncast = not is_casting(self.device.type)
 
     def _refuse_in_replay(self, call: str) -> None:
         if self._is_replaying:

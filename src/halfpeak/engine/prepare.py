@@ -18,9 +18,10 @@ from halfpeak.casting.casts import DeviceCasts, OpCasts
 from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.levels import resolve
+from halfpeak.core.levels import LevelName, resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.suitable import level_for
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import AfterStep, Engine
 from halfpeak.engine.model_hooks import hook
@@ -48,7 +49,7 @@ OpLists = Literal["apex", "torch"]
 def prepare(
     models: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Sequence[Optimizer],
-    level: str = "O2",
+    level: LevelName = "auto",
     *,
     cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
@@ -80,7 +81,8 @@ def prepare(
         models: one module or several.
         optimizers: torch optimizers over their parameters. At levels with master weights their groups hold float32
             masters afterwards, in place of low parameters.
-        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`. ``"auto"`` takes the one that suits the device of the
+            parameters, O5 where it computes in bfloat16 and O2 elsewhere, and logs it once at ``logging.INFO``.
         cast_model_type: overrides the level; likewise the next four.
         patch_torch_functions: cast per operation (O1, O4 only).
         keep_batchnorm_fp32: leave normalisation layers in float32.
@@ -117,7 +119,7 @@ def prepare(
     Example:
         >>> import torch, halfpeak
         >>> model = torch.nn.Linear(4, 2)
-        >>> engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5")
+        >>> engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> with engine.forward():
         ...     loss = model(torch.ones(3, 4)).square().mean()
         >>> engine.backward(loss)
@@ -127,8 +129,9 @@ def prepare(
     for name, given in (("shadow_weights", shadow_weights), ("release_gradients", release_gradients)):
         if given is not None:
             warnings.warn(f"{name} has no effect any more; leave it out", DeprecationWarning, stacklevel=2)
+    listed, optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
     properties = resolve(
-        level,
+        level_for(level, [model for model in listed if isinstance(model, nn.Module)]),
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -151,8 +154,8 @@ def prepare(
     after_step = import_module("halfpeak.insight.skips").watch_for(on_skip)
     engine = build(
         config,
-        _listed(models, nn.Module),
-        _listed(optimizers, Optimizer),
+        listed,
+        optimizers,
         casts=_parse_op_lists(config.policy, op_lists),
         reducer=FoundInfReducer(group),
         after_step=after_step,

@@ -42,6 +42,7 @@ from halfpeak.engine.gradients.window import (
     Unscaled,
     check_step,
     check_user_step,
+    refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
 from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall, prepared_here
@@ -261,6 +262,9 @@ class TrainStep:
             for one in prepared:
                 one.check_unseen_grads()
             found_infs = self.unscaled_found_infs(prepared)
+            if self._config.policy.compute not in (None, torch.float32):
+                for one in prepared:
+                    refuse_only_unseen_backward(one.window, one.pairs())
             grads = _main_grads(prepared)
             has_gradients = bool(grads) or not self.reducer.is_local
             # Before clipping spreads one nan over all.

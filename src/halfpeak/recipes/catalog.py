@@ -13,7 +13,7 @@ import torch
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
 from halfpeak.core.short_repr import short_repr
-from halfpeak.insight.suitable import suitable_level
+from halfpeak.core.suitable import suitable_level
 from halfpeak.recipes import digits, pysource
 from halfpeak.recipes.base import Recipe
 from halfpeak.recipes.precision import properties

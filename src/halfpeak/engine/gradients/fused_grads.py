@@ -109,7 +109,7 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
         refuse_edits([left])
     sentinel.remove()
     refuse_edits(gradients_of(window.pairs.masters))
-    if left is None:
+    if left is None or are_none(grads):
         return None
     if changed:
         torch._foreach_zero_([grad for grad in grads if grad is not None])

@@ -272,12 +272,23 @@ def watched(window: Unscaled, low: Tensor | None) -> Unscaled:
 
 
 def unwatched(window: Unscaled) -> Unscaled | None:
-    """``window`` without its sentinel; None if ``model.zero_grad()`` dropped the gradients, as far as it could reach them."""
+    """``window`` without its sentinel; None if ``model.zero_grad()`` dropped the gradients, as far as it could reach them.
+
+    Raises:
+        OrderError: somebody has written to the gradients of low parameters, where there are none.
+    """
     sentinel = window.sentinel
     if sentinel is None:
         return window
     if sentinel.is_zeroed():
         return None
+    written = not sentinel.unchanged() and sentinel.holder.grad is sentinel.grad
+    if written and not window.pairs.has_low_gradient(sentinel.grad):
+        raise OrderError(
+            "the gradients of model.parameters() were written, but here the float32 masters have them: "
+            "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
+            "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
+        )
     sentinel.remove()
     return replace(window, sentinel=None)
 
@@ -370,6 +381,24 @@ def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
         )
 
 
+def refuse_only_unseen_backward(window: Window, pairs: ParamPairs) -> None:
+    """Refuse an engine's step of gradients of which the engine has seen no backward pass: no loss scale was in it.
+
+    Args:
+        window: of the step.
+        pairs: the parameters.
+
+    Raises:
+        OrderError: ``loss.backward()`` was called on the loss itself.
+    """
+    if isinstance(window, Empty) and pairs.with_gradient():
+        raise OrderError(
+            "no backward pass of this step went through halfpeak, so its loss was neither scaled nor divided for "
+            "accumulation; write engine.backward(loss), or after a backward pass of your own, of the loss times engine.scale, "
+            "engine.adopt_scaled_grads()"
+        )
+
+
 def is_zero(grad: Tensor | None) -> bool:
     """Whether ``zero_grad()`` may have left this. Waits for the device."""
     return grad is None or not bool(grad.any())
@@ -392,6 +421,7 @@ def refuse_edits(grads: Iterable[Tensor | None]) -> None:
     if any(grad is not None and (grad.is_sparse or is_low(grad) or bool(grad.any())) for grad in grads):
         raise OrderError(
             "gradients were written while they waited, still scaled, for the next backward pass or for the step of a fused "
-            "optimizer; write engine.unscale() before you clip or change them (without an engine, or under no_sync: after "
-            "the last backward pass before the step), and engine.backward(loss) for every loss"
+            "optimizer; write halfpeak.prepare(..., clip=1.0) to clip, or engine.unscale() before you change "
+            "engine.main_grads() (without an engine, or under no_sync: after the last backward pass before the step), and "
+            "engine.backward(loss) for every loss"
         )

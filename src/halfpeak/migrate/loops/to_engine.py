@@ -11,7 +11,7 @@ from halfpeak.migrate.calls import argument, ending_as, keyword_of
 from halfpeak.migrate.edits import Edits, parse_line
 from halfpeak.migrate.findings import Finding, NotSupported
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, LoopMatch, not_supported
+from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch, not_supported
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
     drop_imports,
@@ -65,6 +65,7 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     for block in match.blocks():
         first = next(one for one in match.passes if one.block is block)
         engine = refs.at(first.statement, first.optimizer)
+        notes += _clip_main_params(tree, match, block, engine, edits)
         wrap_forward(edits, match, block, f"{engine}.forward()", required=per_op)
     more = _save_and_load(tree, match, refs, edits)
     refs.pass_on(edits)
@@ -72,6 +73,30 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     if per_op:
         notes.append(_note(tree, match))
     return edits, notes
+
+
+def _clip_main_params(tree: Tree, match: LoopMatch, block: Block, engine: str, edits: Edits) -> list[Finding]:
+    """Between backward pass and step: what clips gradients of the model's parameters has to clip those of the masters."""
+    first = min(one.index for one in match.passes if one.block is block)
+    last = max((step.index for step in match.steps if step.block is block), default=first)
+    notes = list[Finding]()
+    for node in (node for statement in block.body[first:last] for node in walk(statement)):
+        name = (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
+        if (
+            name.rpartition(".")[2] not in ("clip_grad_norm_", "clip_grad_value_")
+            or tree.line_of(node) not in block.body
+        ):
+            continue
+        assert isinstance(node, cst.Call)
+        given = node.args[0].value if node.args else node
+        if not isinstance(given, cst.Call) or not tree.code(given).endswith(".parameters()"):
+            continue
+        if match.initialize.count == 1:
+            edits.replace(given, lambda updated: cst.parse_expression(f"{engine}.main_params()"))
+        else:
+            todo = f"clip [p for group in optimizer.param_groups for p in group['params']] instead of {tree.code(given)}"
+            notes.append(Finding(tree.line(node), name, "masters have the gradients at O2 and O5", todo))
+    return notes
 
 
 def _reads_gradients_later(tree: Tree, match: LoopMatch) -> bool:

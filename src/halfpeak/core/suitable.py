@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
+from torch import nn
+
+AUTO: Final = "auto"
+"""In place of the name of a level: the one that suits the device."""
+
+_logger = logging.getLogger("halfpeak")
 
 
 class Advice(NamedTuple):
@@ -29,6 +37,24 @@ def suitable_level(device: torch.device | str) -> Advice:
     if _has_native_bf16(device):
         return Advice("O5", f"{device.type} computes bfloat16 natively, which needs no loss scale")
     return Advice("O2", f"this {device.type} device has no native bfloat16; float16 is its fast low dtype")
+
+
+def level_for(level: str, models: Sequence[nn.Module]) -> str:
+    """``level`` itself, or for ``"auto"`` the one that suits the device of the first parameter, which is logged.
+
+    >>> level_for("auto", [nn.Linear(2, 2)]), level_for("O1", [])
+    ('O5', 'O1')
+    """
+    if level != AUTO:
+        return level
+    device = next((p.device for model in models for p in nn.Module.parameters(model)), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    advice = suitable_level(device)
+    _logger.info(
+        "level %s: %s; write level=%r to keep it everywhere", advice.level, advice.reason, advice.level
+    )
+    return advice.level
 
 
 def _has_native_bf16(device: torch.device) -> bool:
