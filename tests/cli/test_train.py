@@ -311,6 +311,14 @@ def test_a_collapsed_loss_scale_ends_the_run_with_its_picture(capsys: pytest.Cap
     assert all(row["skipped"] for row in read_rows(Path("out/metrics.jsonl")) if "loss" in row)
 
 
+def test_a_step_that_goes_wrong_is_diagnosed_in_the_folder_of_the_run() -> None:
+    high = ["--loss-scale", "1e38", "--level", "O2", "--steps", "2", "--diagnose"]
+    run(*high, "--output", "out", *SMALL)
+    (report,) = Path("out").glob("diagnosis-*.json")
+    assert report.name == "diagnosis-1.json"
+    assert json.loads(report.read_text())["where"] == "backward"
+
+
 def test_the_first_signal_asks_and_the_second_stops() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupt() as interrupt:

@@ -8,6 +8,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from halfpeak.checkpoint.temporary import write_text
@@ -26,6 +27,9 @@ from halfpeak.recipes.settings import (
 
 LATEST = "latest"
 AUTO = "auto"
+
+_ALONE: Mapping[str, str] = MappingProxyType({"--resume": LATEST, "--diagnose": "true"})
+"""What an option means that has no value."""
 
 _EXAMPLES = """\
 For example:
@@ -71,7 +75,7 @@ def parse(arguments: Sequence[str]) -> Request:
     is_short = not wants_all and any(argument in ("-h", "--help") for argument in arguments)
     typed = tyro.cli(
         tyro.conf.OmitArgPrefixes[_options(common_only=is_short)],
-        args=["--help"] if wants_all else _with_resume_value(arguments),
+        args=["--help"] if wants_all else _with_values(arguments),
         prog="halfpeak train",
         description=_description(common_only=is_short),
     )
@@ -209,14 +213,14 @@ def _flat(typed: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _with_resume_value(arguments: Sequence[str]) -> list[str]:
-    """``--resume`` without a path means the newest run."""
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """``--resume`` without a path means the newest run, ``--diagnose`` alone means true."""
     result: list[str] = []
     for place, argument in enumerate(arguments):
         result.append(argument)
         following = arguments[place + 1] if place + 1 < len(arguments) else "--"
-        if argument == "--resume" and following.startswith("-"):
-            result.append(LATEST)
+        if argument in _ALONE and following.startswith("-"):
+            result.append(_ALONE[argument])
     return result
 
 

@@ -160,7 +160,7 @@ def prepare(
         reducer=FoundInfReducer(group),
         after_step=after_step,
     )
-    if on_skip == "diagnose":
+    if after_step is not None:
         engine.context.handles += after_step.attach(engine)
     return engine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -77,9 +78,10 @@ class SkipWatch:
     def __init__(self, on_skip: OnSkip, *, waits: bool = False) -> None:
         self._on_skip, self._waits = on_skip, waits
         self._calls = 0
-        self._copy: AsyncCopy | None = None
+        self._copy: tuple[AsyncCopy, int] | None = None
         self._last: _Counters | None = None
         self._window: _Counters | None = None
+        self._calls_at_last = 0
         self._told: dict[str, int] = {}
 
     def __call__(self, engine: Engine, result: StepResult) -> None:
@@ -90,25 +92,37 @@ class SkipWatch:
         scalars = [engine.num_steps, engine.num_skipped]
         scalars += [s.state.scale for s in engine.scalers] + [s.state.clean for s in engine.scalers]
         if is_on_host(*scalars):
-            self._judge(engine, result, _counters(list(map(read_host, scalars))))
+            self._judge(engine, result, list(map(read_host, scalars)), self._calls)
         elif self._waits:
-            self._judge(engine, result, _counters(torch.stack([one.float() for one in scalars]).tolist()))
+            self._judge(engine, result, torch.stack([one.float() for one in scalars]).tolist(), self._calls)
         elif not (engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            if self._copy is not None and self._copy.is_ready():
-                self._judge(engine, result, _counters(self._copy.read().tolist()))
+            if self._copy is not None and self._copy[0].is_ready():
+                copy, calls = self._copy
+                self._judge(engine, result, copy.read().tolist(), calls)
                 self._copy = None
             if self._copy is None and self._calls % EVERY == 0:
-                self._copy = AsyncCopy(torch.stack([one.float() for one in scalars]))
+                self._copy = AsyncCopy(torch.stack([one.float() for one in scalars])), self._calls
+
+    def attach(self, engine: Engine) -> list[RemovableHandle]:
+        """Told of the engine before its first step; returns handles of hooks on its models."""
+        first = tuple(scaler.config.start("cpu").scale.item() for scaler in engine.scalers)
+        self._last = self._window = _Counters(0, 0, first, (0,) * len(first))
+        return []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
         """That of a copied engine, which has told of nothing yet."""
         return SkipWatch(self._on_skip, waits=self._waits)
 
-    def _judge(self, engine: Engine, result: StepResult, now: _Counters) -> None:
+    def _judge(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
+        now = _counters(numbers)
         last, self._last = self._last, now
-        self._window = window = self._window or now
+        since, self._calls_at_last = calls - self._calls_at_last, calls
         step = now.taken + now.skipped
-        if last is not None and now.skipped > last.skipped:
+        if last is None or self._window is None or step - last.taken - last.skipped > since:
+            self._window = now  # a copied engine, or a state was loaded
+            return
+        window = self._window
+        if now.skipped > last.skipped:
             self._judge_skip(engine, result, last, now, step)
         steps = step - window.taken - window.skipped
         if steps >= WINDOW:
@@ -156,8 +170,8 @@ def watch_for(on_skip: object) -> SkipWatch | None:
     Raises:
         ConfigError: it is something else than ``"warn"``, ``"diagnose"``, a function or None.
     """
-    if on_skip is None:
-        return None
+    if on_skip is None or isinstance(on_skip, SkipWatch):
+        return on_skip
     if on_skip == "warn":
         return SkipWatch(log)
     if on_skip == "diagnose":
@@ -184,16 +198,20 @@ class DiagnosingWatch(SkipWatch):
 
     They are run again on the inputs they had, and backward from the gradients that their outputs got. Reads the counters after
     every step, so it waits for the device, and keeps the inputs of a step until the next.
+
+    Args:
+        folder: says where the reports go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Callable[[], Path] = Path) -> None:
         super().__init__(self._diagnose, waits=True)
+        self._folder = folder
         self._calls_of_models: list[_Call] = []
         self._is_replaying = False
 
     def attach(self, engine: Engine) -> list[RemovableHandle]:
         """Take note of the forward passes of the engine's models; returns what ends that."""
-        handles: list[RemovableHandle] = []
+        handles = super().attach(engine)
         for model in engine.models:
             handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
             handles.append(model.register_forward_hook(partial(self._after, engine), with_kwargs=True))
@@ -222,7 +240,7 @@ class DiagnosingWatch(SkipWatch):
                 leaf.register_hook(partial(_keep, grads, number, engine))
 
     def _diagnose(self, engine: Engine, event: SkipEvent) -> None:
-        path = f"diagnosis-{event.step}.html"
+        path = self._folder() / f"diagnosis-{event.step}.html"
         scales = [scale for call in self._calls_of_models for _, scale in call.grads.values()]
         self._is_replaying = True
         try:

@@ -20,8 +20,10 @@ from halfpeak.recipes.settings import TrainConfig
 from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 
 
-def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Engine:
-    """The engine of a run."""
+def build_engine(
+    config: TrainConfig, model: nn.Module, optimizer: Optimizer, *, on_skip: Any = "warn"
+) -> Engine:
+    """The engine of a run; ``on_skip`` is that of :func:`halfpeak.prepare`."""
     return prepare(
         model,
         optimizer,
@@ -38,6 +40,7 @@ def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer) ->
         ),
         accumulate=config.accumulate,
         clip=MeasuredClip(_clip(config)),
+        on_skip=on_skip,
     )
 
 

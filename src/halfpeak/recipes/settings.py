@@ -127,6 +127,9 @@ class TrainConfig:
     log_every: int = _setting(
         "run", "Steps between reads of the device, unless a second has passed.", 10, least=1
     )
+    diagnose: bool = _setting(
+        "run", "Replay steps that go wrong; write diagnosis-<step>.html. Waits for each.", False
+    )
     tensorboard: bool = _setting("run", "Write TensorBoard events.", True)
     plot: bool = _setting("run", "Draw history.png at the end.", True)
 
@@ -218,7 +221,8 @@ RECIPES: Mapping[str, RecipeInfo] = MappingProxyType(
 DEFAULT_RECIPE = "digits"
 
 CHANGEABLE = frozenset({
-    "steps", "epochs", "device", "threads", "shard", "output", "eval_every", "save_every", "log_every", "tensorboard", "plot",
+    "steps", "epochs", "device", "threads", "shard", "output", "eval_every", "save_every", "log_every", "diagnose",
+    "tensorboard", "plot",
 })  # fmt: skip
 """Settings that may change when a run is resumed: the parameters after a given step do not depend on them, or on the
 device, its threads and the number of processes in the last bits only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
+from halfpeak.insight.skips import DiagnosingWatch
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment
@@ -82,7 +84,8 @@ class Training:
         policy = properties(config).policy()
         steps_low = policy.param in LOW and not policy.masters
         self.optimizer = build_optimizer(config, self.model, steps_low=steps_low)
-        self._engine = build_engine(config, self.model, self.optimizer)
+        on_skip = DiagnosingWatch(lambda: Path(self.config.output or ".")) if config.diagnose else "warn"
+        self._engine = build_engine(config, self.model, self.optimizer, on_skip=on_skip)
         self._wrapped: nn.Module | None = self.model if config.shard else None
         if ranks.count > 1 and not config.shard:
             self._wrapped = DistributedDataParallel(self.model)
