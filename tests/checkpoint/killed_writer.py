@@ -100,8 +100,7 @@ def kill_at_every_line(directory: Path) -> tuple[int, int, set[int]]:
         save(path, state(1))
         kill_at_event(path, event)
         seen.add(check(path, {1, 2}))
-        if previous_path(path).exists():
-            check(previous_path(path), {0, 1})
+        check(previous_path(path), {0, 1})
         left_behind += stale(path.parent)
         check_clean(path)
     return len(events), left_behind, seen

@@ -158,6 +158,36 @@ def test_a_directory_that_cannot_be_written(path: Path, monkeypatch: pytest.Monk
     check_untouched(path)
 
 
+def test_two_writers_of_one_file_never_leave_either_name_empty(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after each change of a name by one writer, the other one saves."""
+    saved = iter(range(3, 1000))
+
+    def in_between(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with monkeypatch.context() as alone:
+                for other, function in calls.items():
+                    alone.setattr(os, other, function)
+                save(path, new_state(next(saved)))
+                result = real(*args, **kwargs)
+                steps.append(load(previous_path(path))["step"])
+                save(path, new_state(next(saved)))
+            return result
+
+        return call
+
+    steps: list[int] = []
+    calls = {name: getattr(os, name) for name in ("link", "replace")}
+    for name, real in calls.items():
+        monkeypatch.setattr(os, name, in_between(name, real))
+    save(path, new_state(next(saved)))
+    monkeypatch.undo()
+    assert len(steps) == 2  # the spare name of the first went as stale: the second kept a file
+    assert steps == sorted(steps)
+    check_untouched(path, load(path)["step"])
+
+
 def test_a_file_system_without_hard_links(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

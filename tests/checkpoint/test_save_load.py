@@ -244,6 +244,18 @@ def test_a_symbolic_link_is_replaced_not_followed(tmp_path: Path) -> None:
     assert previous_path(path).is_symlink()
 
 
+def test_a_link_to_a_pipe_is_replaced_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "last.pt"
+    save(previous_path(path), {"step": 1})
+    path.symlink_to("pipe")
+    with pytest.warns(RuntimeWarning, match="is read instead"):
+        assert load(path, fall_back=True) == {"step": 1}
+    save(path, {"step": 2})
+    assert load(path) == {"step": 2}
+    assert load(previous_path(path)) == {"step": 1}
+
+
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save("last.pt", {"step": 1})

@@ -372,8 +372,8 @@ def link_outside(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (link_outside, ("config.toml", "summary.json", "metrics.jsonl")),
-        (os.mkfifo, ("config.toml", "summary.json")),
+        (link_outside, ("config.toml", "summary.json", "metrics.jsonl", "history.png")),
+        (os.mkfifo, ("config.toml", "summary.json", "history.png")),
     ],
     ids=["links", "pipes"],
 )
@@ -384,6 +384,6 @@ def test_what_lies_in_the_output_folder_is_replaced_not_written_through(
     folder.mkdir()
     for name in names:
         make(folder / name)
-    run("digits", "--steps", "2", "--output", "out", *SMALL)
+    run("digits", "--steps", "2", "--output", "out", *SMALL, "--plot", "true")
     assert not (own_folder / "outside").exists()
     assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 import halfpeak.runner as hr
 from halfpeak.checkpoint import verify
 from halfpeak.core.errors import CheckpointError, ConfigTypeError, StateError
+from halfpeak.runner.checkpoint import link_latest
+from halfpeak.runner.hooks.loggers import append_json_line
 from runner import zoo
 
 
@@ -134,6 +137,22 @@ def test_a_file_at_any_time(kind: str, name: str, tmp_path: Path) -> None:
     runner.save_checkpoint(tmp_path, "x_{}.pth", save_optimizer=False, create_symlink=False)
     assert "optimizer" not in torch.load(tmp_path / "x_1.pth", weights_only=True)
     assert not (tmp_path / "latest.pth").exists()
+
+
+def test_a_directory_called_latest_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "latest.pth").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be made a link"):
+        link_latest(tmp_path / "epoch_1.pth")
+    assert [one.name for one in tmp_path.iterdir()] == ["latest.pth"]
+
+
+def test_a_log_is_not_written_through_links_and_pipes(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("outside")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError, match=name):
+            append_json_line(tmp_path / name, {"loss": 1.0})
+    assert not (tmp_path / "outside").exists()
 
 
 def test_several_optimizers(tmp_path: Path) -> None:

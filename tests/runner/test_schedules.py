@@ -229,7 +229,7 @@ LR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"policy": "CosineRestart", "periods": [1, 2], "min_lr": 0},
         ConfigError,
-        "2 periods and 1 restart_weights",
+        "restart_weights=\\(1,\\) must be equally long",
     ),
     ({"policy": "CosineRestart", "periods": [0], "min_lr": 0}, ConfigError, "periods="),
     ({"policy": "cyclic", "by_epoch": True}, ConfigError, "goes by iterations only"),

@@ -20,6 +20,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table
 from halfpeak.core.policy import NormRule
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
 from halfpeak.engine.validation import is_low_model, uncompiled, wrapper_of
@@ -100,7 +101,7 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
     if not isinstance(verbosity, int):
         raise ConfigTypeError(
-            f"verbosity={verbosity!r} must be an integer; write verbosity=0 to print nothing"
+            f"verbosity={short_repr(verbosity)} must be an integer; write verbosity=0 to print nothing"
         )
     if not torch.backends.cudnn.enabled:
         raise ConfigError("amp requires torch.backends.cudnn.enabled = True; set it before amp.initialize")

@@ -17,6 +17,7 @@ from halfpeak.amp.registration import make_casts
 from halfpeak.amp.session import _amp_state
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, LossIdError
+from halfpeak.core.short_repr import short_repr
 
 
 def init(
@@ -39,7 +40,7 @@ def init(
         patch_type: the low dtype.
     """
     if loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
-        raise ConfigError(f"loss_scale={loss_scale!r} must be 'dynamic' or a number")
+        raise ConfigError(f"loss_scale={short_repr(loss_scale)} must be 'dynamic' or a number")
     if not enabled:
         return InitHandle(None, loss_scale=loss_scale)
     casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)

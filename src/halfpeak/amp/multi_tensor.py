@@ -20,6 +20,7 @@ from torch import Tensor
 from halfpeak.core.dtypes import is_low, largest
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.backends.kernels import update_of
 from halfpeak.fused.rules.adagrad import AdagradRule
 from halfpeak.fused.rules.adam import AdamRule
@@ -85,7 +86,7 @@ def multi_tensor_axpby(
         arg_to_check: 0 checks x, 1 checks y, -1 both.
     """
     if arg_to_check not in (-1, 0, 1):
-        raise ConfigError(f"arg_to_check={arg_to_check!r} must be 0 (x), 1 (y) or -1 (both)")
+        raise ConfigError(f"arg_to_check={short_repr(arg_to_check)} must be 0 (x), 1 (y) or -1 (both)")
     x, y, out = _lists(tensor_lists, 3)
     if not x:
         return
@@ -294,7 +295,7 @@ def multi_tensor_novograd(
         norm_type: 2, or 0 for the largest absolute value.
     """
     if norm_type not in (0, 2):
-        raise ConfigError(f"norm_type={norm_type!r} must be 2, or 0 for the largest absolute value")
+        raise ConfigError(f"norm_type={short_repr(norm_type)} must be 2, or 0 for the largest absolute value")
     grads, weights, moments = tensor_lists
     rule = NovoGradRule(
         inside=not _mode(mode),
@@ -370,5 +371,5 @@ def _apply(
 
 def _mode(mode: int) -> bool:
     if mode not in (0, 1):
-        raise ConfigError(f"mode={mode!r} must be 1 (decay beside the gradient) or 0 (inside it)")
+        raise ConfigError(f"mode={short_repr(mode)} must be 1 (decay beside the gradient) or 0 (inside it)")
     return mode == 1

@@ -20,6 +20,7 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 NONE: Final = Registrations()
 """No registrations."""
@@ -71,7 +72,7 @@ class OpCasts:
         on_cast: Callable[[str], None] | None = None,
     ) -> None:
         if dtype not in LOW:
-            raise ConfigError(f"dtype={dtype!r} is not low; write torch.float16 or torch.bfloat16")
+            raise ConfigError(f"dtype={short_repr(dtype)} is not low; write torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
         places = registrations.places()

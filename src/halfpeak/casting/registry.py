@@ -14,6 +14,7 @@ import torch
 from halfpeak.casting.scope import find_rule
 from halfpeak.casting.torch_functions import dispatched_path
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +48,9 @@ class Registrations:
         seen: dict[Place, str] = {}
         for kind, module, name in self._rows():
             if not callable(getattr(module, name, None)):
-                raise ConfigError(f"no function {name!r} in {_spell(module)}; register one that exists")
+                raise ConfigError(
+                    f"no function {short_repr(name)} in {_spell(module)}; register one that exists"
+                )
             other = seen.setdefault((module, name), kind)
             if other != kind:
                 raise ConfigError(

@@ -23,6 +23,7 @@ from halfpeak.checkpoint.safe_unpickle import Record
 from halfpeak.checkpoint.scaler_states import ScalerState, read_config
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 
 ALL: Final = "all"
 
@@ -84,7 +85,7 @@ def convert(
     if form not in TARGETS:
         raise ConfigError(f"form={form!r} must be one of {', '.join(TARGETS)}")
     if isinstance(drop, str):
-        raise ConfigError(f"drop={drop!r} must be a list of names; write drop=[{drop!r}]")
+        raise ConfigError(f"drop={short_repr(drop)} must be a list of names; write drop=[{short_repr(drop)}]")
     target, losses, place = TARGETS[form], Losses(frozenset(drop)), _check_output(output)
     opened = open_any(path)
     if opened.unread or opened.damaged:
@@ -283,7 +284,9 @@ def _scalers(
 ) -> dict[str, ScalerState]:
     found = {where: state for scaler in contents.scalers for where, state in scaler.states().items()}
     if scale is not None and found:
-        raise ConfigError(f"scale={scale!r}: the file has a loss scale of its own, in {', '.join(found)}")
+        raise ConfigError(
+            f"scale={short_repr(scale)}: the file has a loss scale of its own, in {', '.join(found)}"
+        )
     if scale is not None:
         found["scale"] = ScalerState(scale=require_scale("scale", scale), clean=0, grace=1, stuck=0)
     return _fit(found, target.scalers, losses, "a loss scale")

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,8 +15,9 @@ import torch
 from halfpeak.checkpoint import trailer
 from halfpeak.checkpoint.archives import check_pickles
 from halfpeak.checkpoint.plain import plain
-from halfpeak.checkpoint.temporary import remove_stale, temporary
+from halfpeak.checkpoint.temporary import remove_stale, temporary, temporary_path
 from halfpeak.core.errors import CheckpointError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 StrPath = str | os.PathLike[str]
 
@@ -153,7 +155,7 @@ def as_path(path: StrPath) -> Path:
     try:
         return Path(path)
     except TypeError:
-        raise ConfigTypeError(f"path={path!r} must be a str or a Path") from None
+        raise ConfigTypeError(f"path={short_repr(path)} must be a str or a Path") from None
 
 
 def _check_target(target: Path) -> None:
@@ -189,12 +191,19 @@ def _keep(target: Path, previous: Path) -> bool:
         os.path.samestat(target.lstat(), previous.lstat()) or not trailer.looks_complete(target)
     ):
         return False
+    spare = temporary_path(target)
     try:
-        previous.unlink(missing_ok=True)
-        os.link(target, previous, follow_symlinks=False)
+        os.link(target, spare, follow_symlinks=False)
     except (OSError, NotImplementedError):  # a file system without hard links
         os.replace(target, previous)
         return True
+    try:
+        # In one step: a link under the name itself would need the older file removed first. The spare name is gone where
+        # another writer of this file took it for stale; that one keeps a file too.
+        with suppress(FileNotFoundError):
+            os.replace(spare, previous)
+    finally:
+        spare.unlink(missing_ok=True)
     return False
 
 

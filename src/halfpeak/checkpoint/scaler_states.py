@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 
 Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
 
@@ -103,7 +104,7 @@ def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
         match = _APEX_KEY.fullmatch(str(key))
         if match is None:
             raise StateError(
-                f"unexpected key {key!r} in apex's state; its keys are 'loss_scaler0', 'loss_scaler1', ..."
+                f"unexpected key {short_repr(key)} in apex's state; its keys are 'loss_scaler0', 'loss_scaler1', ..."
             )
         values = _require_keys(entry, _APEX_ENTRY, str(key))
         numbered[int(match[1])] = _start(values["loss_scale"], values["unskipped"], "loss_scale", "unskipped")
@@ -281,7 +282,7 @@ def _require_scale(name: str, value: Any) -> float:
 
 def _require_int(name: str, value: Any, *, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise StateError(f"{name}={value!r} must be an integer from {least} to 2**31 - 1")
+        raise StateError(f"{name}={short_repr(value)} must be an integer from {least} to 2**31 - 1")
     return value
 
 

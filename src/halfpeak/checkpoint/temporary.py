@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TextIO
 
 try:
     import fcntl
@@ -53,6 +53,21 @@ def write_text(target: Path, text: str) -> None:
         os.replace(file.name, target)
 
 
+def temporary_path(target: Path) -> Path:
+    """A name beside ``target`` that nobody else uses, and that :func:`remove_stale` knows."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.halfpeak-tmp")
+
+
+def open_to_append(target: Path) -> TextIO:
+    """Open a text file to add lines.
+
+    Raises:
+        OSError: it cannot be opened, or is a link or a pipe that nobody reads.
+    """
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return open(target, "a", encoding="utf-8", opener=lambda path, mode: os.open(path, mode | flags, 0o666))
+
+
 def remove_stale(directory: Path) -> None:
     """Remove the temporary files of writers that died in ``directory``; a courtesy that never fails.
 
@@ -69,7 +84,7 @@ def remove_stale(directory: Path) -> None:
 
 def _create(target: Path) -> tuple[BinaryIO, int | None]:
     while True:
-        path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.halfpeak-tmp")
+        path = temporary_path(target)
         file = open(path, "xb")  # noqa: SIM115 (closed by `temporary`)
         lock = _lock(file.fileno())
         # Another process may have taken the newborn file for a stale one, before it was locked.

@@ -92,10 +92,10 @@ def open_verified(path: Path) -> io.BufferedReader:
 def looks_complete(path: Path) -> bool:
     """Whether a file has a trailer that fits its length: the cheap part of the check."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             magic, _, length = _HEAD.unpack(_read_trailer(file, size)[0])
-    except OSError:
+    except (CheckpointError, OSError):
         return False
     return magic == MAGIC and length == size - SIZE
 

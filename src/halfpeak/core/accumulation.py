@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +30,11 @@ class Accumulation:
     def __post_init__(self) -> None:
         if not _is_positive_int(self.every):
             raise ConfigError(
-                f"accumulate={self.every!r} must be an integer of 1 or more; write accumulate=4"
+                f"accumulate={short_repr(self.every)} must be an integer of 1 or more; write accumulate=4"
             )
         if self.total is not None and not _is_positive_int(self.total):
             raise ConfigError(
-                f"total={self.total!r} must be None or the number of backward passes of the run"
+                f"total={short_repr(self.total)} must be None or the number of backward passes of the run"
             )
 
     def divisor(self, index: int) -> int:

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 LOW: Final = frozenset({torch.float16, torch.bfloat16})
 """The dtypes that halfpeak calls low: 16-bit floating point."""
@@ -42,9 +43,11 @@ def parse_dtype(value: torch.dtype | str) -> torch.dtype:
     if isinstance(value, torch.dtype):
         dtype = value
     else:
-        found = NAMES.get(str(value).removeprefix("torch."))
+        found = NAMES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
         if found is None:
-            raise ConfigError(f"unknown dtype {value!r}; write one of {', '.join(NAMES)} or a torch dtype")
+            raise ConfigError(
+                f"unknown dtype {short_repr(value)}; write one of {', '.join(NAMES)} or a torch dtype"
+            )
         dtype = found
     if not dtype.is_floating_point:
         raise ConfigError(f"{dtype} is not a floating-point dtype; write one of {', '.join(NAMES)}")

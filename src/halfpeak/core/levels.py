@@ -15,9 +15,10 @@ from typing import Any, Final, Literal
 import torch
 
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 
 LossScale = float | Literal["dynamic"]
 
@@ -68,7 +69,11 @@ class Properties:
 
     def scale_config(self, base: ScaleConfig | None = None) -> ScaleConfig:
         """The loss-scale configuration: ``base`` with the scale of these properties."""
-        base = base or ScaleConfig()
+        base = ScaleConfig() if base is None else base
+        if not isinstance(base, ScaleConfig):
+            raise ConfigTypeError(
+                f"scale={short_repr(base)} must be a ScaleConfig; write scale=ScaleConfig(init=1024.0)"
+            )
         if self.loss_scale == "dynamic":
             return replace(base, dynamic=True)
         return replace(base, dynamic=False, init=self.loss_scale)
@@ -205,8 +210,8 @@ def resolve(
     if patch_torch_functions is not None:
         if patch_torch_functions and not per_op:
             refuse(
-                f"patch_torch_functions={patch_torch_functions!r} makes no sense with opt_level={opt_level!r}: only O1 "
-                "and O4 cast per operation; write opt_level='O1' or 'O4'"
+                f"patch_torch_functions={short_repr(patch_torch_functions)} makes no sense with opt_level={opt_level!r}: only "
+                "O1 and O4 cast per operation; write opt_level='O1' or 'O4'"
             )
         changes["patch_torch_functions"] = bool(patch_torch_functions)
     if patch_torch_functions_type is not None:
@@ -218,19 +223,19 @@ def resolve(
                 f"only {own} fits it" if per_op else "only O1 (float16) and O4 (bfloat16) cast per operation"
             )
             refuse(
-                f"patch_torch_functions_type={patch_torch_functions_type!r} with opt_level={opt_level!r}: {allowed}"
+                f"patch_torch_functions_type={short_repr(patch_torch_functions_type)} with opt_level={opt_level!r}: {allowed}"
             )
     if keep_batchnorm_fp32 is not None:
         if per_op:
             refuse(
-                f"keep_batchnorm_fp32={keep_batchnorm_fp32!r} makes no sense with opt_level={opt_level!r}, which leaves "
-                "every weight in float32; leave it out"
+                f"keep_batchnorm_fp32={short_repr(keep_batchnorm_fp32)} makes no sense with opt_level={opt_level!r}, which "
+                "leaves every weight in float32; leave it out"
             )
         changes["keep_batchnorm_fp32"] = _parse_flag("keep_batchnorm_fp32", keep_batchnorm_fp32)
     if master_weights is not None:
         if per_op:
             refuse(
-                f"master_weights={master_weights!r} makes no sense with opt_level={opt_level!r}, which leaves every "
+                f"master_weights={short_repr(master_weights)} makes no sense with opt_level={opt_level!r}, which leaves every "
                 "weight in float32; leave it out"
             )
         changes["master_weights"] = bool(master_weights)
@@ -265,10 +270,10 @@ def get_level(opt_level: object) -> Level:
         near = _ELSEWHERE.get(opt_level.lower()) if isinstance(opt_level, str) else None
         if near is not None:
             raise ConfigError(
-                f"Unexpected optimization level {opt_level!r}; write {near!r}, which is nearest to it"
+                f"Unexpected optimization level {short_repr(opt_level)}; write {near!r}, which is nearest to it"
             )
         raise ConfigError(
-            f"Unexpected optimization level {opt_level!r}; write one of {', '.join(repr(name) for name in LEVELS)}. "
+            f"Unexpected optimization level {short_repr(opt_level)}; write one of {', '.join(repr(name) for name in LEVELS)}. "
             "The first character is the letter O, not the digit zero"
         )
     return level
@@ -288,7 +293,9 @@ def parse_loss_scale(value: object) -> LossScale:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ConfigError(f"loss_scale={value!r} must be 'dynamic' or a number, such as 128.0") from None
+        raise ConfigError(
+            f"loss_scale={short_repr(value)} must be 'dynamic' or a number, such as 128.0"
+        ) from None
     return require_scale("loss_scale", number)
 
 
@@ -297,12 +304,12 @@ def _check_cast(value: Any, opt_level: str, per_op: bool, refuse: Refuse) -> tor
         return False
     if per_op and value is not torch.float32:
         refuse(
-            f"cast_model_type={value!r} makes no sense with opt_level={opt_level!r}, which leaves the model in float32 "
-            "and casts per operation; write opt_level='O2' or 'O5' for a low model"
+            f"cast_model_type={short_repr(value)} makes no sense with opt_level={opt_level!r}, which leaves the model in "
+            "float32 and casts per operation; write opt_level='O2' or 'O5' for a low model"
         )
     if not isinstance(value, torch.dtype) or (value is not torch.float32 and value not in LOW):
         raise ConfigError(
-            f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, torch.float32, or False for no cast"
+            f"cast_model_type={short_repr(value)} must be torch.float16, torch.bfloat16, torch.float32, or False for no cast"
         )
     return value
 
@@ -312,4 +319,4 @@ def _parse_flag(name: str, value: object) -> bool:
         return value
     if isinstance(value, str) and value in ("True", "False"):
         return value == "True"
-    raise ConfigError(f"{name}={value!r} must be True, False, 'True' or 'False'")
+    raise ConfigError(f"{name}={short_repr(value)} must be True, False, 'True' or 'False'")

@@ -66,19 +66,19 @@ class ScaleConfig:
             require_scale(name, getattr(self, name))
         for name in ("dynamic", "recovers"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise ConfigError(f"{name}={short_repr(getattr(self, name))} must be True or False")
         if self.growth < 1:
-            raise ConfigError(f"growth={self.growth!r} must be at least 1; write growth=2.0")
+            raise ConfigError(f"growth={short_repr(self.growth)} must be at least 1; write growth=2.0")
         if self.backoff > 1:
-            raise ConfigError(f"backoff={self.backoff!r} must be at most 1; write backoff=0.5")
+            raise ConfigError(f"backoff={short_repr(self.backoff)} must be at most 1; write backoff=0.5")
         for name in ("interval", "hysteresis"):
             _require_count(name, getattr(self, name))
         if self.patience is not None:
             _require_count("patience", self.patience)
         if self.refill not in ("clean", "growth"):
-            raise ConfigError(f"refill={self.refill!r} must be 'clean' or 'growth'")
+            raise ConfigError(f"refill={short_repr(self.refill)} must be 'clean' or 'growth'")
         if self.dynamic and self.floor > self.ceiling:
-            raise ConfigError(f"floor={self.floor!r} is above ceiling={self.ceiling!r}")
+            raise ConfigError(f"floor={short_repr(self.floor)} is above ceiling={short_repr(self.ceiling)}")
 
     @staticmethod
     def static(scale: float = 1.0, *, patience: int | None = 100) -> ScaleConfig:

@@ -14,6 +14,7 @@ from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.levels import LevelName, resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
 
@@ -239,7 +240,9 @@ def _named_blocks(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         }
         if not matching:
             known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-            raise ConfigError(f"blocks={one!r} is no part of {type(model).__name__}; its modules are {known}")
+            raise ConfigError(
+                f"blocks={short_repr(one)} is no part of {type(model).__name__}; its modules are {known}"
+            )
         found.update(matching)
     return [module for name, module in model.named_modules() if name in found]
 

@@ -10,6 +10,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import Properties
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.short_repr import short_repr
 from halfpeak.state.clip import Clip, NoClip
 
 
@@ -46,14 +47,14 @@ class EngineConfig:
     caller_may_step: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_losses, bool) or not isinstance(self.num_losses, int) or self.num_losses < 1:
+        if type(self.num_losses) is not int or not 1 <= self.num_losses <= 2**16:
             raise ConfigError(
-                f"num_losses={self.num_losses!r} must be an integer of 1 or more; write num_losses=1"
+                f"num_losses={short_repr(self.num_losses)} must be an integer from 1 to 65536; write num_losses=1"
             )
         if not isinstance(self.keep_gradient_memory, bool | None):
             raise ConfigError(
-                f"keep_gradient_memory={self.keep_gradient_memory!r} must be True, False or None"
+                f"keep_gradient_memory={short_repr(self.keep_gradient_memory)} must be True, False or None"
             )
         if self.policy.norms not in get_args(NormRule):
             allowed = ", ".join(map(repr, get_args(NormRule)))
-            raise ConfigError(f"norms={self.policy.norms!r} must be one of {allowed}")
+            raise ConfigError(f"norms={short_repr(self.policy.norms)} must be one of {allowed}")

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.casts import OpCasts, casts_on, is_casting
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, OrderError
 from halfpeak.core.policy import Policy
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
 from halfpeak.distributed.ranks import check_ranks
@@ -204,7 +205,7 @@ class Engine:
         self._refuse_in_replay("backward()")
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigTypeError(
-                f"engine.backward takes the loss, a tensor, not {loss!r}; write engine.backward(loss)"
+                f"engine.backward takes the loss, a tensor, not {short_repr(loss)}; write engine.backward(loss)"
             )
         if loss.numel() != 1 and kwargs.get("gradient") is None:
             raise ConfigError(
@@ -680,7 +681,7 @@ class Engine:
         scalers = self.context.scalers
         if not -len(scalers) <= loss_id < len(scalers):
             raise LossIdError(
-                f"loss_id={loss_id!r} with num_losses={len(scalers)}; write a loss_id below num_losses, or "
+                f"loss_id={short_repr(loss_id)} with num_losses={len(scalers)}; write a loss_id below num_losses, or "
                 f"prepare with num_losses={loss_id + 1 if loss_id >= 0 else -loss_id}"
             )
         return scalers[loss_id]

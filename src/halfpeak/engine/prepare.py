@@ -21,6 +21,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import LevelName, resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import AfterStep, Engine
@@ -238,12 +239,14 @@ def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], device:
 
 def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | None:
     if op_lists not in get_args(OpLists):
-        raise ConfigError(f"op_lists={op_lists!r} must be one of {', '.join(map(repr, get_args(OpLists)))}")
+        raise ConfigError(
+            f"op_lists={short_repr(op_lists)} must be one of {', '.join(map(repr, get_args(OpLists)))}"
+        )
     if op_lists == "apex":
         return None
     if not policy.per_op or policy.compute is None:
         raise ConfigError(
-            f"op_lists={op_lists!r} is for casts per operation; leave it out, or use level 'O1' or 'O4'"
+            f"op_lists={short_repr(op_lists)} is for casts per operation; leave it out, or use level 'O1' or 'O4'"
         )
     if policy.keep_fp32:
         raise ConfigError(

@@ -14,6 +14,7 @@ from halfpeak.casting.modules import is_prepared, kept_by_user, matches
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.policy import KeepFp32, Policy
+from halfpeak.core.short_repr import short_repr
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.state.masters import params_of
@@ -166,8 +167,8 @@ def parse_keep_fp32(keep: Any) -> tuple[KeepFp32, ...]:
     entries: tuple[Any, ...] | None = tuple(keep) if isinstance(keep, (list, tuple, set, frozenset)) else None
     if entries is None or not all(isinstance(entry, str) or callable(entry) for entry in entries):
         raise ConfigTypeError(
-            f"keep_fp32={keep!r} must be a list of module classes, patterns of names, or functions of name and module; "
-            'write keep_fp32=[nn.LayerNorm, "head.*"]'
+            f"keep_fp32={short_repr(keep)} must be a list of module classes, patterns of names, or functions of name and "
+            'module; write keep_fp32=[nn.LayerNorm, "head.*"]'
         )
     return entries
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.rules.base import Rule
 from halfpeak.ops.shards import is_shard
 
@@ -44,33 +46,35 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
     for name in AT_LEAST_ZERO:
         if name in group and not _number(name, group[name]) >= 0:
-            raise ConfigError(f"{name}={group[name]!r} must be a number of at least 0")
+            raise ConfigError(f"{name}={short_repr(group[name])} must be a number of at least 0")
     if "betas" in group:
         _check_betas(group["betas"])
     if "dampening" in group:
         _number("dampening", group["dampening"])
     if group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
         raise ConfigError(
-            f"nesterov=True needs momentum above 0 and dampening=0, not momentum={group['momentum']!r} and "
-            f"dampening={group['dampening']!r}"
+            f"nesterov=True needs momentum above 0 and dampening=0, not momentum={short_repr(group['momentum'])} and "
+            f"dampening={short_repr(group['dampening'])}"
         )
     if group.get("norm_type", 2) not in (2, math.inf):
-        raise ConfigError(f"norm_type={group['norm_type']!r} must be 2 or float('inf')")
+        raise ConfigError(f"norm_type={short_repr(group['norm_type'])} must be 2 or float('inf')")
 
 
 def _check_betas(betas: Any) -> None:
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise ConfigTypeError(f"betas={betas!r} must be two numbers of at least 0 and below 1")
+        raise ConfigTypeError(f"betas={short_repr(betas)} must be two numbers of at least 0 and below 1")
     for beta in betas:  # pyright: ignore[reportUnknownVariableType]
         if not 0 <= _number("betas", beta) < 1:
-            raise ConfigError(f"betas={betas!r} must be two numbers of at least 0 and below 1")
+            raise ConfigError(f"betas={short_repr(betas)} must be two numbers of at least 0 and below 1")
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigError(f"{name} is a tensor of shape {tuple(value.shape)}; it must have one element")
     if not isinstance(value, (int, float, Tensor)):
-        raise ConfigTypeError(f"{name}={value!r} must be a number")
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be a number")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ConfigError(f"{name}={short_repr(value)} is beyond float64")
     return float(value)
 
 

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.temporary import write_text
+from halfpeak.checkpoint.temporary import open_to_append, write_text
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.insight.extras import needs
 from halfpeak.ops.async_scalar import AsyncCopy
 
@@ -58,7 +59,7 @@ class History:
 
     def __init__(self, sinks: Sequence[Sink] = (), *, every: int = 1) -> None:
         if every < 1:
-            raise ConfigError(f"every={every!r} must be 1 or more")
+            raise ConfigError(f"every={short_repr(every)} must be 1 or more")
         self._sinks = tuple(sinks)
         self._every = every
         self._pending: list[tuple[Row, tuple[str, ...], Tensor | None]] = []
@@ -133,7 +134,7 @@ class JsonLines:
         has_rows = after is not None and path.is_file()
         kept = [row for row in read_rows(path) if row["step"] <= after] if has_rows else []
         write_text(path, "".join(map(_line, kept)))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_to_append(path)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append and flush."""

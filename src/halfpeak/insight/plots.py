@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfpeak.checkpoint.temporary import temporary
 from halfpeak.insight.extras import needs
 from halfpeak.insight.history import Row
 
@@ -20,7 +22,7 @@ WIDE_RATIO = 20.0
 
 
 def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
-    """Draw the rows of a history into a PNG file.
+    """Draw the rows of a history into a PNG file, whole or not at all. A link in its place is replaced, not followed.
 
     Args:
         rows: of training steps (``loss``, ``loss_scale``, ``grad_norm``, ``skipped``) and of validations
@@ -30,7 +32,10 @@ def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
         MissingExtraError: matplotlib is not installed.
     """
     figure = history_figure(rows, title=title)
-    figure.savefig(path, dpi=150)
+    with temporary(path) as file:
+        figure.savefig(file, dpi=150, format="png")
+        file.close()
+        os.replace(file.name, path)
 
 
 def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:

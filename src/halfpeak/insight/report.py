@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from halfpeak.checkpoint.temporary import write_text
 from halfpeak.insight.trace import Summary
 
 Where = Literal["input", "weight", "forward", "loss", "backward"]
@@ -102,8 +103,8 @@ class Diagnosis:
         The page needs nothing else and no network.
         """
         path = Path(path)
-        path.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
-        path.write_text(self.to_html(), encoding="utf-8")
+        write_text(path.with_suffix(".json"), self.to_json())
+        write_text(path, self.to_html())
 
     def to_json(self) -> str:
         """All fields. Numbers that are not finite are null, as JSON has none."""

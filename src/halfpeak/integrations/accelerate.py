@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
 from halfpeak.integrations.grad_scaler import GradScaler
@@ -70,8 +71,8 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
         if self.state.mixed_precision != "no":
             raise ConfigError(
-                f"mixed_precision={self.state.mixed_precision!r} next to level={level!r}; leave mixed_precision (and fp16, "
-                "bf16) out"
+                f"mixed_precision={self.state.mixed_precision!r} next to level={short_repr(level)}; leave "
+                "mixed_precision (and fp16, bf16) out"
             )
         if self.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
             raise ConfigError(

@@ -181,7 +181,7 @@ def _resolved(level: str, options: Mapping[str, Any], refused: Mapping[str, str]
     known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
     for name in options:
         if name in refused:
-            raise ConfigError(f"{name}={options[name]!r}: {refused[name]}")
+            raise ConfigError(f"{name}={short_repr(options[name])}: {refused[name]}")
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; known are level, {', '.join(sorted(known))}")
     names = set(inspect.signature(resolve).parameters) & set(options)

@@ -16,6 +16,7 @@ from halfpeak.checkpoint.scaler_states import from_grad_scaler, read_config
 from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf, takes_found_inf
 from halfpeak.engine.optimizer import take_closure
@@ -95,10 +96,12 @@ class GradScaler(GradScalerAttrs):
         patience: int | None = 100,
         group: Group = None,
     ) -> None:
-        if not isinstance(device, (str, torch.device)):
+        try:
+            self._device = torch.device("" if isinstance(device, int) else device).type
+        except (RuntimeError, TypeError):
             raise ConfigTypeError(
-                f"device={device!r} must be a device type; write GradScaler('cuda', init_scale=65536.0)"
-            )
+                f"device={short_repr(device)} must be a device type; write GradScaler('cuda', init_scale=65536.0)"
+            ) from None
         init = require_scale("init_scale", init_scale)
         config = ScaleConfig(
             init=init,
@@ -109,7 +112,6 @@ class GradScaler(GradScalerAttrs):
             ceiling=largest(torch.float32) if ceiling is None else ceiling,
             patience=patience,
         )
-        self._device = torch.device(device).type
         self._enabled = bool(enabled)
         self._scaler = LossScaler(config)
         self._reducer = FoundInfReducer(group)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.integrations.engine_adapter import (
@@ -85,7 +86,7 @@ class LossScaler:
             ConfigError: an unknown ``clip_mode``. Nothing was changed.
         """
         if clip_mode not in ("norm", "value", "agc"):
-            raise ConfigError(f"clip_mode={clip_mode!r} must be 'norm', 'value' or 'agc'")
+            raise ConfigError(f"clip_mode={short_repr(clip_mode)} must be 'norm', 'value' or 'agc'")
         delay = is_multi_rank() and not need_update
         with scale_loss(self.engine, loss, optimizer, delay=delay) as scaled:
             scaled.backward(create_graph=create_graph)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 _logger = logging.getLogger("halfpeak.optim")
 
@@ -155,6 +156,6 @@ def _require_int(name: str, value: object, *, least: int) -> int:
         number = least - 1
     if isinstance(value, bool) or number < least:
         raise ConfigError(
-            f"{name}={value!r} must be an integer of {least} or more; write {name}={max(least, 1)}"
+            f"{name}={short_repr(value)} must be an integer of {least} or more; write {name}={max(least, 1)}"
         )
     return number

@@ -16,6 +16,7 @@ from halfpeak.checkpoint.scaler_states import ScalerState, from_grad_scaler, to_
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim import resume_state
@@ -75,7 +76,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._scale_config = parse_scale(loss_scale)
         self._is_default = isinstance(loss_scale, str)
         if not isinstance(use_fsdp, bool):
-            raise ConfigTypeError(f"use_fsdp={use_fsdp!r} must be True or False")
+            raise ConfigTypeError(f"use_fsdp={short_repr(use_fsdp)} must be True or False")
         try:
             self._agreement = FoundInfReducer("world" if use_fsdp else None)
         except ConfigError:
@@ -285,7 +286,7 @@ def parse_scale(loss_scale: object) -> ScaleConfig | None:
         return _parse_scale_dict(loss_scale)
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
         raise ConfigTypeError(
-            f"loss_scale must be of type float, int or dict, or 'dynamic', not {loss_scale!r}; write loss_scale=512.0"
+            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
         )
     return ScaleConfig.static(require_scale("loss_scale", loss_scale))
 
@@ -301,14 +302,16 @@ def _parse_scale_dict(given: Mapping[str, Any]) -> ScaleConfig | None:
             allowed = (*_GRAD_SCALER_KEYS, "enabled", *sorted(own))
             near = get_close_matches(str(key), allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"unknown key {key!r} in loss_scale; allowed: {', '.join(allowed)}{hint}")
+            raise ConfigError(
+                f"unknown key {short_repr(key)} in loss_scale; allowed: {', '.join(allowed)}{hint}"
+            )
         values[name] = value
     try:
         config = ScaleConfig(**values)
     except ConfigError as error:
-        raise ConfigError(f"loss_scale={dict(given)!r}: {error}") from None
+        raise ConfigError(f"loss_scale={short_repr(dict(given))}: {error}") from None
     if not isinstance(given.get("enabled", True), bool):
-        raise ConfigTypeError(f"enabled={given['enabled']!r} in loss_scale must be True or False")
+        raise ConfigTypeError(f"enabled={short_repr(given['enabled'])} in loss_scale must be True or False")
     return config if given.get("enabled", True) else None
 
 
@@ -329,7 +332,9 @@ def _parse_cast_dtype(dtype: object) -> torch.dtype | None:
     names = {name: value for name, value in NAMES.items() if value in _DTYPES}
     if isinstance(dtype, str) and dtype in names:
         return names[dtype]
-    raise ConfigError(f"dtype={dtype!r} must be None, a floating-point dtype, or one of {', '.join(names)}")
+    raise ConfigError(
+        f"dtype={short_repr(dtype)} must be None, a floating-point dtype, or one of {', '.join(names)}"
+    )
 
 
 def numbers_of(scaler: LossScaler) -> ScalerState:

@@ -14,6 +14,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table, overflow_line
 from halfpeak.core.policy import NormRule
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
@@ -83,11 +84,13 @@ class ApexOptimWrapper(OptimWrapper):
         **kwargs: Any,
     ) -> None:
         if not isinstance(enabled, int):
-            raise ConfigTypeError(f"enabled={enabled!r} must be True or False")
+            raise ConfigTypeError(f"enabled={short_repr(enabled)} must be True or False")
         if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):
-            raise ConfigTypeError(f"verbosity={verbosity!r} must be an integer; write verbosity=1")
+            raise ConfigTypeError(f"verbosity={short_repr(verbosity)} must be an integer; write verbosity=1")
         if norms not in get_args(NormRule):
-            raise ConfigError(f"norms={norms!r} must be one of {', '.join(map(repr, get_args(NormRule)))}")
+            raise ConfigError(
+                f"norms={short_repr(norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
+            )
         self.opt_level = opt_level
         self.loss_scale = loss_scale
         self.enabled = enabled

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 
@@ -39,7 +39,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
         raise ConfigTypeError(
             f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='OptimWrapper', optimizer=dict(...))"
         )
-    wrapper_cfg = dict(_copied(cfg))
+    wrapper_cfg = dict(_copied(cfg, {}))
     paramwise_cfg = wrapper_cfg.pop("paramwise_cfg", None)
     constructor = wrapper_cfg.pop("constructor", None)
     if constructor is None and isinstance(wrapper_cfg.get("optimizer"), Optimizer):
@@ -59,13 +59,22 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
     return construct(model)
 
 
-def _copied(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples. Their leaves are shared: an optimizer must stay the same object."""
-    if isinstance(value, dict):
-        rebuilt: dict[Any, Any] = copy.copy(value)  # keeps a type with attribute access
-        for key, item in value.items():
-            rebuilt[key] = _copied(item)
-        return rebuilt
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+def _copied(value: Any, done: dict[int, Any]) -> Any:
+    """A copy of nested dicts, lists and tuples, each once. Their leaves are shared: an optimizer must stay the same object.
+
+    Raises:
+        ConfigError: they are nested in themselves, or a thousand deep.
+    """
+    if id(value) in done or not (isinstance(value, dict) or type(value) in (list, tuple)):
+        return done.get(id(value), value)
+    try:
+        if isinstance(value, dict):
+            rebuilt: Any = copy.copy(value)  # keeps a type with attribute access
+            for key, item in value.items():
+                rebuilt[key] = _copied(item, done)
+        else:
+            rebuilt = type(value)(_copied(item, done) for item in value)
+    except RecursionError:
+        raise ConfigError("cfg is nested too deeply, or in itself") from None
+    done[id(value)] = rebuilt
+    return rebuilt

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 
 _NORM_KEYS = ("max_norm", "norm_type", "error_if_nonfinite", "foreach")
@@ -53,20 +54,20 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
         return NoClip()
     if not isinstance(clip_grad, Mapping):
         raise ConfigTypeError(
-            f"If `clip_grad` is not None, it must be a dict, not {clip_grad!r}; write dict(max_norm=1.0)"
+            f"If `clip_grad` is not None, it must be a dict, not {short_repr(clip_grad)}; write dict(max_norm=1.0)"
         )
     given = dict(clip_grad)
     kind = given.pop("type", "norm")
     if kind not in ("norm", "value"):
-        raise ConfigError(f'type of clip_grad should be "norm" or "value", not {kind!r}')
+        raise ConfigError(f'type of clip_grad should be "norm" or "value", not {short_repr(kind)}')
     _check_keys(clip_grad, given, kind)
     for flag in ("error_if_nonfinite", "foreach"):
         if not isinstance(given.get(flag, False), bool | None):
-            raise ConfigTypeError(f"{flag}={given[flag]!r} in clip_grad must be True or False")
+            raise ConfigTypeError(f"{flag}={short_repr(given[flag])} in clip_grad must be True or False")
     try:
         return _clip(kind, given)
     except ConfigError as error:
-        raise ConfigError(f"clip_grad={dict(clip_grad)!r}: {error}") from None
+        raise ConfigError(f"clip_grad={short_repr(dict(clip_grad))}: {error}") from None
 
 
 def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
@@ -86,15 +87,15 @@ def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: st
             continue
         if key in _VALUE_KEYS:
             raise ConfigError(
-                f"{key!r} in clip_grad clips by value; write dict(type='value', {key}={given[key]!r})"
+                f"{short_repr(key)} in clip_grad clips by value; write dict(type='value', {key}={short_repr(given[key])})"
             )
         near = get_close_matches(str(key), allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"unknown key {key!r} in clip_grad of type {kind!r}; allowed: {', '.join(allowed)}{hint}"
+            f"unknown key {short_repr(key)} in clip_grad of type {short_repr(kind)}; allowed: {', '.join(allowed)}{hint}"
         )
     if required not in given:
         raise ConfigError(
-            f"If `clip_grad` is not None, it must have a limit: {dict(clip_grad)!r} lacks {required!r}; write "
-            f"dict(type={kind!r}, {required}=1.0)"
+            f"If `clip_grad` is not None, it must have a limit: {short_repr(dict(clip_grad))} lacks {required!r}; write "
+            f"dict(type={short_repr(kind)}, {required}=1.0)"
         )

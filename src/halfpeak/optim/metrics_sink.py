@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 
 class Sink(Protocol):
@@ -38,7 +39,7 @@ class ScalarHistory:
 
     def __init__(self, limit: int = 10_000) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ConfigError(f"limit={limit!r} must be an integer of 1 or more")
+            raise ConfigError(f"limit={short_repr(limit)} must be an integer of 1 or more")
         self._limit = limit
         self._values: dict[str, deque[Tensor]] = {}
 
@@ -63,8 +64,8 @@ def check_sink(sink: object) -> None:
     """
     if sink is not None and (isinstance(sink, type) or not callable(getattr(sink, "update_scalar", None))):
         raise ConfigTypeError(
-            f"sink={sink!r} has no update_scalar(key, value); pass a ScalarHistory(), a MessageHub, or an object with that "
-            "method"
+            f"sink={short_repr(sink)} has no update_scalar(key, value); pass a ScalarHistory(), a MessageHub, or an object "
+            "with that method"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.registry import unknown_key
 
 LR_RULES: Final = ("bias_lr_mult", "dcn_offset_lr_mult")
@@ -107,7 +108,7 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
         if strict and key not in PARAMWISE_KEYS:
             raise ConfigTypeError(unknown_key("paramwise_cfg", key, PARAMWISE_KEYS))
     if not isinstance(cfg.get("bypass_duplicate", False), bool):
-        raise ConfigTypeError(f"bypass_duplicate={cfg['bypass_duplicate']!r} must be True or False")
+        raise ConfigTypeError(f"bypass_duplicate={short_repr(cfg['bypass_duplicate'])} must be True or False")
     for key in (*LR_RULES, *DECAY_RULES):
         if cfg.get(key) is not None:
             _check_multiplier(
@@ -116,7 +117,7 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
     for key, entry in _custom(cfg).items():
         for one, base, of in (("lr_mult", base_lr, "lr"), ("decay_mult", base_wd, "weight_decay")):
             if one in entry:
-                _check_multiplier(f"custom_keys[{key!r}][{one!r}]", entry[one], base, of)
+                _check_multiplier(f"custom_keys[{short_repr(key)}][{short_repr(one)}]", entry[one], base, of)
 
 
 def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None:
@@ -129,7 +130,7 @@ def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None
     for key, entry in _custom(cfg).items():
         for option in entry:
             if option not in allowed:
-                raise ConfigTypeError(unknown_key(f"custom_keys[{key!r}]", option, allowed))
+                raise ConfigTypeError(unknown_key(f"custom_keys[{short_repr(key)}]", option, allowed))
 
 
 def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -141,7 +142,7 @@ def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     for key, entry in custom.items():
         if not isinstance(key, str) or not isinstance(entry, Mapping):
             raise ConfigTypeError(
-                f"custom_keys[{key!r}]={entry!r} must be a part of a parameter's name and a dict, such as "
+                f"custom_keys[{short_repr(key)}]={short_repr(entry)} must be a part of a parameter's name and a dict, such as "
                 "{'backbone': dict(lr_mult=0.1)}"
             )
     return custom
@@ -149,12 +150,12 @@ def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 def _check_multiplier(name: str, value: object, base: object, of: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{name}={value!r} must be a number, such as 0.1")
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name}={value!r} must be finite and not negative")
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be a number, such as 0.1")
+    if not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"{name}={short_repr(value)} must be finite and not negative")
     if base is None:
         raise ConfigError(
-            f"{name}={value!r} multiplies {of}, which the optimizer's dict does not set; write {of}="
+            f"{name}={short_repr(value)} multiplies {of}, which the optimizer's dict does not set; write {of}="
         )
     if isinstance(base, bool) or not isinstance(base, (int, float, Tensor)):
-        raise ConfigTypeError(f"{of}={base!r} must be a number, because {name} multiplies it")
+        raise ConfigTypeError(f"{of}={short_repr(base)} must be a number, because {name} multiplies it")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
+from halfpeak.core.short_repr import short_repr
 
 Factory = Callable[..., Any]
 """A class or function that builds something out of keyword arguments."""
@@ -69,7 +70,7 @@ class Registry:
         if name not in self._members:
             dotted = ", and dotted names are never imported" if "." in name else ""
             raise RegistryError(
-                f"{name!r} is not a registered {self.name}{dotted}; {_near(name, self._members)}Registered are "
+                f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, self._members)}Registered are "
                 f"{', '.join(sorted(self._members)) or 'none'}; add one with @register_module()"
             )
         return self._members[name]
@@ -106,11 +107,11 @@ class Registry:
         """
         if name is not None and not isinstance(name, str) and not _is_names(name):
             raise ConfigTypeError(
-                f"name={name!r} must be a string or a sequence of strings; a decorator is written with its brackets, "
+                f"name={short_repr(name)} must be a string or a sequence of strings; a decorator is written with its brackets, "
                 "@register_module()"
             )
         if not isinstance(force, bool):
-            raise ConfigTypeError(f"force={force!r} must be True or False")
+            raise ConfigTypeError(f"force={short_repr(force)} must be True or False")
 
         def register(factory: F) -> F:
             self._add(factory, name, force)
@@ -120,17 +121,21 @@ class Registry:
 
     def _add(self, factory: Any, name: str | Sequence[str] | None, force: bool) -> None:
         if not (inspect.isclass(factory) or inspect.isfunction(factory)):
-            raise ConfigTypeError(f"{factory!r} is not a class or function; only these can be registered")
+            raise ConfigTypeError(
+                f"{short_repr(factory)} is not a class or function; only these can be registered"
+            )
         names = factory.__name__ if name is None else name
         names = [names] if isinstance(names, str) else list(names)
         for one in names:
             if not one or "." in one:
-                raise ConfigTypeError(f"name={one!r} must not be empty or have dots; write 'MyOptimizer'")
+                raise ConfigTypeError(
+                    f"name={short_repr(one)} must not be empty or have dots; write 'MyOptimizer'"
+                )
             if one in self._members and not force:
                 owner = self._members[one]
                 raise RegistryError(
-                    f"{one!r} is already registered as {self.name} by {owner.__module__}; choose another name, or write "
-                    "force=True to replace it"
+                    f"{short_repr(one)} is already registered as {self.name} by {owner.__module__}; choose another name, "
+                    "or write force=True to replace it"
                 )
         self._members.update(dict.fromkeys(names, factory))
 
@@ -149,7 +154,9 @@ class Registry:
         if isinstance(kind, str):
             return self[kind]
         if not callable(kind):
-            raise ConfigTypeError(f"type={kind!r} must be the name of a registered {self.name}, or a class")
+            raise ConfigTypeError(
+                f"type={short_repr(kind)} must be the name of a registered {self.name}, or a class"
+            )
         return kind
 
     def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
@@ -216,7 +223,8 @@ def name_of(factory: Factory) -> str:
 def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
     """A message about one wrong key: the near ones, then all."""
     allowed = list(allowed)
-    return f"{owner} takes no {key!r}; {_near(str(key), allowed)}It takes {', '.join(allowed) or 'nothing'}"
+    near = _near(key, allowed) if isinstance(key, str) else ""
+    return f"{owner} takes no {short_repr(key)}; {near}It takes {', '.join(allowed) or 'nothing'}"
 
 
 def _near(name: str, names: Iterable[str]) -> str:

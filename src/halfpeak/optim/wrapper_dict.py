@@ -151,7 +151,7 @@ class OptimWrapperDict(OptimWrapper):
             return self.optim_wrappers[key]
         except KeyError:
             raise RegistryError(
-                f"no wrapper {key!r}; there are {', '.join(map(repr, self.optim_wrappers))}"
+                f"no wrapper {short_repr(key)}; there are {', '.join(map(repr, self.optim_wrappers))}"
             ) from None
 
     def __contains__(self, key: str) -> bool:

@@ -162,7 +162,7 @@ class Training:
         _check_parts(state)
         if state.get("fingerprint") != self.recipe.fingerprint:
             raise ConfigError(
-                f"the data of recipe {self.config.recipe!r} changed since the run began; start a new run"
+                f"the data of recipe {short_repr(self.config.recipe)} changed since the run began; start a new run"
             )
         self._engine.load_state_dict(parts(state["driver"], self._engine.state_dict()))
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.checkpoint import load, load_plain, save
+from halfpeak.checkpoint.temporary import temporary_path
 from halfpeak.checkpoint.trailer import looks_complete
-from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.errors import CheckpointError, ConfigError, ConfigTypeError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.unwrap import unwrap
 
 StrPath = str | os.PathLike[str]
@@ -80,15 +81,25 @@ def load_weights(
 
 
 def link_latest(target: Path) -> None:
-    """Make ``latest.pth`` beside a file a link to it."""
+    """Make ``latest.pth`` beside a file a link to it.
+
+    Raises:
+        CheckpointError: a directory has that name, or the system refused.
+    """
     link = target.parent / "latest.pth"
     # A name of its own: two writers in one directory must not meet.
-    temporary = target.parent / f".latest.pth.{secrets.token_hex(8)}.tmp"
+    spare = temporary_path(link)
     try:
-        temporary.symlink_to(target.name)
-    except (OSError, NotImplementedError):  # a file system without links
-        shutil.copy(target, temporary)
-    os.replace(temporary, link)
+        try:
+            spare.symlink_to(target.name)
+        except (OSError, NotImplementedError):  # a file system without links
+            shutil.copy(target, spare)
+        os.replace(spare, link)
+    except OSError as error:
+        spare.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{target} is written, but {link} cannot be made a link to it: {error}"
+        ) from None
 
 
 def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -196,7 +207,8 @@ def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
         name = filename_tmpl.format(number)
     except (AttributeError, IndexError, KeyError, ValueError):
         raise ConfigError(
-            f"filename_tmpl={filename_tmpl!r} must have one place for the number; write filename_tmpl='epoch_{{}}.pth'"
+            f"filename_tmpl={short_repr(filename_tmpl)} must have one place for the number; "
+            "write filename_tmpl='epoch_{}.pth'"
         ) from None
     directory = Path(out_dir)
     directory.mkdir(parents=True, exist_ok=True)

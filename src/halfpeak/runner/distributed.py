@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halfpeak.checkpoint.plain import plain
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +67,7 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
     """
     launchers = {"pytorch": _from_pytorch, "mpi": _from_mpi, "slurm": _from_slurm}
     if launcher not in launchers:
-        raise ConfigError(f"launcher={launcher!r} must be one of {', '.join(map(repr, launchers))}")
+        raise ConfigError(f"launcher={short_repr(launcher)} must be one of {', '.join(map(repr, launchers))}")
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     environment, local_rank = launchers[launcher](port)
     if not mp.get_start_method(allow_none=True):
@@ -138,7 +139,7 @@ def _number(name: str, launcher: str, default: int | None = None) -> int:
     except (TypeError, ValueError):
         start = {"pytorch": "torchrun", "mpi": "mpirun", "slurm": "srun"}[launcher]
         raise ConfigError(
-            f"launcher={launcher!r} needs the variable {name}, which is {value!r}; start the script with {start}"
+            f"launcher={short_repr(launcher)} needs the variable {name}, which is {value!r}; start the script with {start}"
         ) from None
 
 
@@ -199,7 +200,7 @@ def parse_bucket_size(bucket_size_mb: object) -> float:
     is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not is_number or not (bucket_size_mb == -1 or bucket_size_mb > 0):  # type: ignore[operator]
         raise ConfigError(
-            f"bucket_size_mb={bucket_size_mb!r} must be -1 (no limit) or a number of MiB above zero, such as 25"
+            f"bucket_size_mb={short_repr(bucket_size_mb)} must be -1 (no limit) or a number of MiB above zero, such as 25"
         )
     return float("inf") if bucket_size_mb == -1 else bucket_size_mb * 2**20  # type: ignore[operator]
 

@@ -24,6 +24,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import Properties, resolve
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
@@ -124,7 +125,7 @@ def parse_mode(mode: Any) -> Mode:
     """
     if mode not in get_args(Mode):
         raise ConfigError(
-            f"mode={mode!r} must be 'master' (low weights, float32 masters) or 'autocast' (float32 weights)"
+            f"mode={short_repr(mode)} must be 'master' (low weights, float32 masters) or 'autocast' (float32 weights)"
         )
     return mode
 
@@ -137,7 +138,7 @@ def parse_low(dtype: torch.dtype | str) -> torch.dtype:
     """
     low = parse_dtype(dtype)
     if low not in LOW:
-        raise ConfigError(f"dtype={dtype!r} is not a low dtype; write 'float16' or 'bfloat16'")
+        raise ConfigError(f"dtype={short_repr(dtype)} is not a low dtype; write 'float16' or 'bfloat16'")
     return low
 
 

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner.hook import GENERIC, Hook, RunnerView
 
 
@@ -51,16 +52,16 @@ def get_priority(priority: int | str | Priority) -> int:
     """
     if isinstance(priority, bool) or not isinstance(priority, (int, str)):
         raise ConfigTypeError(
-            f"priority={priority!r} must be a number from 0 to 100 or one of {_NAMES}; write priority='NORMAL'"
+            f"priority={short_repr(priority)} must be a number from 0 to 100 or one of {_NAMES}; write priority='NORMAL'"
         )
     if isinstance(priority, str):
         if priority.upper() not in Priority.__members__:
             raise PriorityNameError(
-                f"priority={priority!r} is unknown; write a number from 0 to 100 or one of {_NAMES}"
+                f"priority={short_repr(priority)} is unknown; write a number from 0 to 100 or one of {_NAMES}"
             )
         return Priority[priority.upper()].value
     if not 0 <= priority <= 100:
-        raise ConfigError(f"priority={priority} must be from 0 to 100")
+        raise ConfigError(f"priority={short_repr(priority)} must be from 0 to 100")
     return int(priority)
 
 
@@ -144,7 +145,7 @@ class HookList(list[Hook]):
 def unknown_stage(stage: str) -> ConfigError:
     """The error for a stage that does not exist."""
     names = ", ".join((*Hook.stages, *dict.fromkeys(GENERIC.values())))
-    return ConfigError(f"unknown stage {stage!r}; the stages are {names}")
+    return ConfigError(f"unknown stage {short_repr(stage)}; the stages are {names}")
 
 
 @contextmanager

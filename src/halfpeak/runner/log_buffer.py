@@ -123,5 +123,5 @@ def _number(name: str, value: Any) -> Number:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigTypeError(
-            f"{name}={value!r} is not a number; the log averages, so write {name}=value.mean()"
+            f"{name}={short_repr(value)} is not a number; the log averages, so write {name}=value.mean()"
         ) from None

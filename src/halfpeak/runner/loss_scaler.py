@@ -15,6 +15,7 @@ from torch import Tensor
 from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 from halfpeak.ops import foreach
 from halfpeak.optim.registry import unknown_key
 from halfpeak.state.loss_scaler import LossScaler as EngineScaler
@@ -57,7 +58,7 @@ def parse_loss_scale(loss_scale: object, rule: ScaleConfig) -> ScaleConfig:
         return _parse_dict(loss_scale, rule)
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
         raise ConfigTypeError(
-            f"loss_scale must be of type float, int or dict, or 'dynamic', not {loss_scale!r}; write loss_scale=512.0"
+            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
         )
     return ScaleConfig.static(require_scale("loss_scale", loss_scale))
 
@@ -71,14 +72,14 @@ def _parse_dict(given: Mapping[str, Any], rule: ScaleConfig) -> ScaleConfig:
             raise ConfigError(unknown_key("loss_scale", key, allowed))
         if key == "mode":
             if value not in ("dynamic", "static"):
-                raise ConfigError(f"mode={value!r} in loss_scale must be 'dynamic' or 'static'")
+                raise ConfigError(f"mode={short_repr(value)} in loss_scale must be 'dynamic' or 'static'")
             values["dynamic"] = value == "dynamic"
         elif key == "scale_factor":
             values["growth"] = require_scale("scale_factor", value)
             values["backoff"] = 1 / values["growth"]
         elif key == "enabled":
             if not isinstance(value, bool):
-                raise ConfigTypeError(f"enabled={value!r} in loss_scale must be True or False")
+                raise ConfigTypeError(f"enabled={short_repr(value)} in loss_scale must be True or False")
         else:
             values[_NAMES.get(key, key)] = value
     config = _with_bounds(rule, values)

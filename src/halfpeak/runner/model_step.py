@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.validation import wrapper_of
 from halfpeak.optim.unwrap import unwrap
 
@@ -26,7 +27,9 @@ def check_model(model: nn.Module, batch_processor: BatchProcessor | None) -> Non
     """
     if batch_processor is not None:
         if not callable(batch_processor):
-            raise ConfigTypeError(f"batch_processor={batch_processor!r} must be a function, or None")
+            raise ConfigTypeError(
+                f"batch_processor={short_repr(batch_processor)} must be a function, or None"
+            )
         if hasattr(unwrap(model), "train_step") or hasattr(unwrap(model), "val_step"):
             raise ConfigError("the model has train_step or val_step already; leave out batch_processor")
         warnings.warn(

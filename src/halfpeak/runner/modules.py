@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 
 InitCfg = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -84,7 +85,7 @@ def _initialize(module: nn.Module, init_cfg: Any) -> None:
         from mmengine.model import initialize
     except ImportError:
         raise ConfigError(
-            f"init_cfg={init_cfg!r} is read by mmengine, which is not installed; write pip install mmengine-lite, or override "
-            "init_weights"
+            f"init_cfg={short_repr(init_cfg)} is read by mmengine, which is not installed; write pip install mmengine-lite, or "
+            "override init_weights"
         ) from None
     initialize(module, init_cfg)

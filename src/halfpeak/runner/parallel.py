@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.validation import wrapper_of
 from halfpeak.runner import model_step
 
@@ -37,7 +38,8 @@ class MMDataParallel(DataParallel[nn.Module]):
     def __init__(self, module: nn.Module, device_ids: Any = (0,), **kwargs: Any) -> None:
         if len(device_ids) != 1:
             raise ConfigError(
-                f"device_ids={list(device_ids)!r} must name one device; use torchrun and MMDistributedDataParallel for several"
+                f"device_ids={short_repr(device_ids)} must name one device; use torchrun and "
+                "MMDistributedDataParallel for several"
             )
         if device_ids[0] != -1:
             super().__init__(module, device_ids=list(device_ids), **kwargs)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.resume_state import RESUME_KEY, has_open_window
 from halfpeak.optim.wrapper import OptimWrapper
@@ -65,7 +66,9 @@ def parse(
     if loop is None:
         return Saved(dict(meta), state, None)
     if loop["version"] != VERSION:
-        raise StateError(f"{source} has version {loop['version']!r}; this halfpeak reads version {VERSION}")
+        raise StateError(
+            f"{source} has version {short_repr(loop['version'])}; this halfpeak reads version {VERSION}"
+        )
     if loop["kind"] != kind:
         raise StateError(
             f"{source} is from a runner that counts by {loop['kind']}, {runner} does not; use the same runner"

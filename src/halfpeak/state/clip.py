@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.ops import foreach
 
 
@@ -100,10 +101,10 @@ def parse_clip(clip: Clip | float | None) -> Clip:
         try:
             return ClipNorm(max_norm=clip)
         except ConfigError as error:
-            raise ConfigError(f"clip={clip!r} means {error}") from None
+            raise ConfigError(f"clip={short_repr(clip)} means {error}") from None
     if not callable(clip) or isinstance(clip, type):
         raise ConfigTypeError(
-            f"clip={clip!r} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
+            f"clip={short_repr(clip)} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
         )
     return clip
 
@@ -112,4 +113,6 @@ def _require_positive(name: str, value: object, *, allow_inf: bool) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = number and (0 < value <= sys.float_info.max or (allow_inf and value == math.inf))  # type: ignore[operator]
     if not fits:
-        raise ConfigError(f"{name}={value!r} must be a {'' if allow_inf else 'finite '}number above zero")
+        raise ConfigError(
+            f"{name}={short_repr(value)} must be a {'' if allow_inf else 'finite '}number above zero"
+        )

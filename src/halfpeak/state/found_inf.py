@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, RankMismatchError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.ops.async_scalar import AsyncScalar
 
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
@@ -29,11 +30,11 @@ class FoundInfReducer:
     def __init__(self, group: Group = None) -> None:
         if group is not None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
-                f"group={group!r} needs torch.distributed; call torch.distributed.init_process_group first, or leave "
+                f"group={short_repr(group)} needs torch.distributed; call torch.distributed.init_process_group first, or leave "
                 "it out"
             )
         if isinstance(group, str) and group != "world":
-            raise ConfigError(f"group={group!r} must be a process group, 'world' or None")
+            raise ConfigError(f"group={short_repr(group)} must be a process group, 'world' or None")
         self.is_local = group is None
         self._group = None if isinstance(group, str) else group
         self._differs: AsyncScalar | None = None

@@ -15,6 +15,7 @@ from halfpeak import fused
 from halfpeak.amp.optimizers.internal_masters import ApexStateLayout, InternalMasters, no_amsgrad
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.rules.adagrad import AdagradRule
@@ -387,7 +388,9 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
     ) -> None:
         no_amsgrad(amsgrad)
         if norm_type not in (0, 2):
-            raise ConfigError(f"norm_type={norm_type!r} must be 2, or 0 for the largest absolute value")
+            raise ConfigError(
+                f"norm_type={short_repr(norm_type)} must be 2, or 0 for the largest absolute value"
+            )
         self.set_grad_none = set_grad_none
         fused.FusedNovoGrad.__init__(
             self,

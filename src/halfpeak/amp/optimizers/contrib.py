@@ -15,6 +15,7 @@ from halfpeak.amp.optimizers.apex import FusedLAMB as ApexLAMB
 from halfpeak.amp.optimizers.apex import FusedSGD as ApexSGD
 from halfpeak.amp.optimizers.internal_masters import no_amsgrad
 from halfpeak.core.errors import ClosureError, ConfigError, OrderError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.flat.layout import params_of
@@ -124,7 +125,7 @@ class ContribStep(FusedOptimizer):
             limit = group.get("max_grad_norm", 0.0)
             if limit and norms is None:
                 raise ConfigError(
-                    f"max_grad_norm={limit!r} needs grad_norms; step through FP16_Optimizer, or give them to step()"
+                    f"max_grad_norm={short_repr(limit)} needs grad_norms; step through FP16_Optimizer, or give them to step()"
                 )
             clip = (float(norms[number]) / scale + 1e-6) / limit if limit and norms is not None else 1.0
             found.append(1.0 / (scale * max(clip, 1.0)))

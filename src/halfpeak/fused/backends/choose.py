@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.backends.base import Backend, DeviceBackend
 from halfpeak.fused.backends.eager import EagerBackend
 from halfpeak.fused.backends.eager_device import EagerDeviceBackend
@@ -44,7 +45,9 @@ def check_backend(backend: BackendName, road: BackendName | None = None) -> Back
         )
         backend = road
     if backend not in get_args(BackendName):
-        raise ConfigError(f"backend={backend!r} must be one of {', '.join(map(repr, get_args(BackendName)))}")
+        raise ConfigError(
+            f"backend={short_repr(backend)} must be one of {', '.join(map(repr, get_args(BackendName)))}"
+        )
     return backend
 
 

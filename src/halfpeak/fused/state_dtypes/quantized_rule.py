@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.rules.base import KernelConfig, Rule, StateTensor, StepScope
 from halfpeak.fused.state_dtypes.codecs import Bfloat16, Codec, Identity, Int8Block, Remainder, UInt8SqrtBlock
 
@@ -166,8 +167,10 @@ class StateFormat:
             ("master", self.master, _REMAINDERS),
             ("moments", self.moments, _MOMENTS),
         ):
-            if value not in allowed:
-                raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+            if value not in tuple(allowed):  # lists have no hash
+                raise ConfigError(
+                    f"{name}={short_repr(value)} must be one of {', '.join(map(repr, allowed))}"
+                )
 
     @property
     def remainder(self) -> Remainder | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 
 def require_flag(name: str, value: object) -> bool:
@@ -15,7 +16,7 @@ def require_flag(name: str, value: object) -> bool:
         ConfigTypeError: anything else.
     """
     if not isinstance(value, bool):
-        raise ConfigTypeError(f"{name}={value!r} must be True or False")
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be True or False")
     return value
 
 
@@ -26,7 +27,7 @@ def require_count(name: str, value: object, least: int = 1, hint: str = "") -> i
         ConfigError: anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} must be an integer of {least} or more{hint}")
+        raise ConfigError(f"{name}={short_repr(value)} must be an integer of {least} or more{hint}")
     return value
 
 
@@ -36,6 +37,7 @@ def require_number(name: str, value: Any) -> float:
     Raises:
         ConfigTypeError: anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigTypeError(f"{name}={value!r} must be a finite number; write {name}=0.1")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be a finite number; write {name}=0.1")
     return value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import allreduce_params
@@ -49,7 +50,7 @@ class CheckpointHook(Hook):
     ) -> None:
         for name, number in (("interval", interval), ("max_keep_ckpts", max_keep_ckpts)):
             if isinstance(number, bool) or not isinstance(number, int) or number == 0 or number < -1:
-                raise ConfigError(f"{name}={number!r} must be an integer of 1 or more, or -1")
+                raise ConfigError(f"{name}={short_repr(number)} must be an integer of 1 or more, or -1")
         unknown = kwargs.keys() - {"filename_tmpl", "meta", "create_symlink"}
         if unknown:
             raise ConfigTypeError(

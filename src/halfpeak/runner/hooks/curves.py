@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner.hooks.arguments import require_count, require_flag, require_number
 
 Total: TypeAlias = Callable[[], int]
@@ -58,10 +59,10 @@ class Steps:
         several: Any = step if isinstance(step, (list, tuple)) else [step]
         if not several or not all(type(one) is int for one in several):
             raise ConfigTypeError(
-                f"step={step!r} must be an integer or a list of integers; write step=[8, 11]"
+                f"step={short_repr(step)} must be an integer or a list of integers; write step=[8, 11]"
             )
         if any(one < 1 for one in several):
-            raise ConfigError(f"step={step!r} must be above 0; write step=[8, 11]")
+            raise ConfigError(f"step={short_repr(step)} must be above 0; write step=[8, 11]")
         self.step, self.gamma, self.minimum = step, require_number("gamma", gamma), minimum
 
     def __call__(self, base: float, place: int, total: Total) -> float:
@@ -81,7 +82,7 @@ class Target:
     def __init__(self, name: str, value: float | None, ratio: float | None) -> None:
         if (value is None) == (ratio is None):
             raise ConfigError(
-                f"exactly one of {name}={value!r} and {name}_ratio={ratio!r} must be given; write {name}=0"
+                f"exactly one of {name}={short_repr(value)} and {name}_ratio={short_repr(ratio)} must be given; write {name}=0"
             )
         self._value = None if value is None else require_number(name, value)
         self._ratio = None if ratio is None else require_number(f"{name}_ratio", ratio)
@@ -163,14 +164,16 @@ class Cycles:
     ) -> None:
         given: Any = target_ratio if isinstance(target_ratio, (list, tuple)) else (target_ratio,)
         if len(given) not in (1, 2):
-            raise ConfigError(f"target_ratio={target_ratio!r} must be one number or a pair; write (10, 1e-4)")
+            raise ConfigError(
+                f"target_ratio={short_repr(target_ratio)} must be one number or a pair; write (10, 1e-4)"
+            )
         self._up = require_number("target_ratio", given[0])
         self._down = require_number("target_ratio", given[1]) if len(given) == 2 else self._up / 1e5
         self._times = require_count("cyclic_times", cyclic_times)
         if not 0 <= require_number("step_ratio_up", step_ratio_up) < 1:
-            raise ConfigError(f"step_ratio_up={step_ratio_up!r} must be at least 0 and below 1")
+            raise ConfigError(f"step_ratio_up={short_repr(step_ratio_up)} must be at least 0 and below 1")
         if not 0 < require_number("gamma", gamma) <= 1:
-            raise ConfigError(f"gamma={gamma!r} must be above 0 and at most 1")
+            raise ConfigError(f"gamma={short_repr(gamma)} must be above 0 and at most 1")
         self._ratio_up, self._gamma, self._shape = step_ratio_up, gamma, _shape_of(anneal_strategy)
 
     def __call__(self, base: float, place: int, total: Total) -> float:
@@ -200,7 +203,9 @@ class OneCycle:
 
     def __init__(self, pct_start: float, anneal_strategy: str, three_phase: bool) -> None:
         if isinstance(pct_start, bool) or not isinstance(pct_start, float) or not 0 <= pct_start <= 1:
-            raise ConfigError(f"pct_start={pct_start!r} must be a float from 0 to 1; write pct_start=0.3")
+            raise ConfigError(
+                f"pct_start={short_repr(pct_start)} must be a float from 0 to 1; write pct_start=0.3"
+            )
         self._three = require_flag("three_phase", three_phase)
         self._pct, self._shape = pct_start, _shape_of(anneal_strategy)
 
@@ -220,6 +225,8 @@ class OneCycle:
 
 
 def _shape_of(strategy: str) -> Shape:
-    if strategy not in SHAPES:
-        raise ConfigError(f"anneal_strategy={strategy!r} must be one of {', '.join(map(repr, SHAPES))}")
+    if not isinstance(strategy, str) or strategy not in SHAPES:
+        raise ConfigError(
+            f"anneal_strategy={short_repr(strategy)} must be one of {', '.join(map(repr, SHAPES))}"
+        )
     return SHAPES[strategy]

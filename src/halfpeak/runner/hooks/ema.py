@@ -42,10 +42,12 @@ class EMAHook(Hook):
 
     def __init__(self, momentum: float = 0.0002, interval: int = 1, warm_up: int = 100) -> None:
         if not 0 < require_number("momentum", momentum) < 1:
-            raise ConfigError(f"momentum={momentum!r} must be above 0 and below 1; write momentum=0.0002")
+            raise ConfigError(
+                f"momentum={short_repr(momentum)} must be above 0 and below 1; write momentum=0.0002"
+            )
         require_count("interval", interval)
         require_count("warm_up", warm_up)
-        self.momentum = 1 - (1 - momentum) ** interval
+        self.momentum = 1 - (1 - momentum) ** min(interval, 2**53)
         self.interval = interval
         self.warm_up = warm_up
         self._averages: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.registry import keywords_of
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
@@ -90,7 +91,18 @@ class EvalHook(Hook):
             require_count("start", start, least=0)
         require_flag("by_epoch", by_epoch)
         if rule not in (None, "greater", "less"):
-            raise ConfigError(f"rule={rule!r} must be 'greater', 'less' or None")
+            raise ConfigError(f"rule={short_repr(rule)} must be 'greater', 'less' or None")
+        if save_best is not None and not isinstance(save_best, str):
+            raise ConfigTypeError(
+                f"save_best={short_repr(save_best)} must be the name of a score, 'auto' or None"
+            )
+        for name, keys in (("greater_keys", greater_keys), ("less_keys", less_keys)):
+            if keys is not None and not isinstance(keys, (list, tuple)):
+                raise ConfigTypeError(
+                    f"{name}={short_repr(keys)} must be a list of names; write {name}=['mAP']"
+                )
+        if test_fn is not None and not callable(test_fn):
+            raise ConfigTypeError(f"test_fn={short_repr(test_fn)} must be a function of model and loader")
         self.dataloader = dataloader
         self.start, self.interval, self.by_epoch = start, interval, by_epoch
         self.save_best, self.rule = save_best, rule
@@ -100,7 +112,7 @@ class EvalHook(Hook):
         self.out_dir = out_dir
         self.eval_kwargs = eval_kwargs
         if save_best not in (None, "auto"):
-            self._is_greater(str(save_best))
+            self._is_greater(save_best)
 
     def before_run(self, runner: RunnerView) -> None:
         """Find the directory for the best model.
@@ -181,7 +193,7 @@ class EvalHook(Hook):
         key = next(iter(scores)) if self.save_best == "auto" else str(self.save_best)
         if key not in scores:
             raise ConfigError(
-                f"save_best={key!r} is not among the scores {list(scores)}; write one of them, or 'auto'"
+                f"save_best={short_repr(key)} is not among the scores {list(scores)}; write one of them, or 'auto'"
             )
         score, messages = float(scores[key]), runner.meta.setdefault("hook_msgs", {})
         best = messages.get("best_score")
@@ -205,7 +217,7 @@ class EvalHook(Hook):
             if any(one.lower() in key.lower() for one in keys):
                 return is_greater
         raise ConfigError(
-            f"nothing says whether {key!r} should be great or small; write rule='greater' or rule='less'"
+            f"nothing says whether {short_repr(key)} should be great or small; write rule='greater' or rule='less'"
         )
 
 

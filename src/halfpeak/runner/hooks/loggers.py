@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from halfpeak.checkpoint.temporary import open_to_append
 from halfpeak.core.errors import ConfigError
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -319,7 +320,7 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     >>> path.read_text()
     '{"mode": "train", "loss": 0.12346}\\n'
     """
-    with open(path, "a", encoding="utf-8") as file:
+    with open_to_append(path) as file:
         file.write(json.dumps(_rounded(row), default=_as_plain) + "\n")
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import profiler
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hooks.arguments import require_count
 
 
 @HOOKS.register_module()
@@ -43,21 +45,23 @@ class ProfilerHook(Hook):
             name.lower() for name, activity in known.items() if activity in profiler.supported_activities()
         }
         trace = on_trace_ready.get("type") if isinstance(on_trace_ready, Mapping) else "log_trace"
-        if (
-            profile_iters < 1
-            or trace not in ("log_trace", "tb_trace")
-            or not {*activities} <= {*here, "cpu", "cuda"}
+        require_count("profile_iters", profile_iters)
+        if trace not in ("log_trace", "tb_trace") or not (
+            isinstance(activities, (list, tuple)) and all(one in (*here, "cpu", "cuda") for one in activities)
         ):
             raise ConfigError(
-                f"profile_iters={profile_iters!r} must be 1 or more, activities={list(activities)} 'cpu' or 'cuda', and a "
-                f"trace of type {trace!r} 'log_trace' or 'tb_trace'"
+                f"activities={short_repr(activities)} must be 'cpu' or 'cuda', and a trace "
+                f"of type {short_repr(trace)} 'log_trace' or 'tb_trace'"
             )
         self.by_epoch, self.profile_iters, self.json_trace_path = by_epoch, profile_iters, json_trace_path
         self._options: dict[str, Any] = {
             **options,
             "activities": [known[name.upper()] for name in activities if name in here],
         }
-        self._options["schedule"] = None if schedule is None else profiler.schedule(**schedule)
+        try:
+            self._options["schedule"] = None if schedule is None else profiler.schedule(**schedule)
+        except TypeError as error:
+            raise ConfigTypeError(f"schedule={short_repr(schedule)}: {error}") from None
         self._trace = on_trace_ready
         self._profiler: profiler.profile | None = None
 

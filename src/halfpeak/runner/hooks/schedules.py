@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -380,7 +381,7 @@ class FlatCosineAnnealingLrUpdaterHook(_LrOnCurve):
     ) -> None:
         if not 0 <= require_number("start_percent", start_percent) <= 1:
             raise ConfigError(
-                f"start_percent={start_percent!r} must be from 0 to 1; write start_percent=0.75"
+                f"start_percent={short_repr(start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
         self.start_percent = start_percent
         super().__init__(FlatCosine(start_percent, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
@@ -399,10 +400,17 @@ class CosineRestartLrUpdaterHook(_LrOnCurve):
         **kwargs: Any,
     ) -> None:
         if not isinstance(periods, (list, tuple)) or not all(type(one) is int and one > 0 for one in periods):
-            raise ConfigError(f"periods={periods!r} must be a list of lengths; write periods=[100, 200]")
-        if len(periods) != len(restart_weights) or not periods:
             raise ConfigError(
-                f"{len(periods)} periods and {len(restart_weights)} restart_weights; give one weight per period"
+                f"periods={short_repr(periods)} must be a list of lengths; write periods=[100, 200]"
+            )
+        if (
+            not isinstance(restart_weights, (list, tuple))
+            or len(periods) != len(restart_weights)
+            or not periods
+        ):
+            raise ConfigError(
+                f"periods={short_repr(periods)} and restart_weights={short_repr(restart_weights)} must be equally long; give "
+                "one weight per period"
             )
         target = Target("min_lr", min_lr, min_lr_ratio)
         super().__init__(Restarts(periods, restart_weights, target), **kwargs)
@@ -474,7 +482,9 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
     ) -> None:
         _require_iterations(kwargs.setdefault("by_epoch", False), "OneCycle")
         if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
-            raise ConfigError(f"total_steps={total_steps!r} must be None or an integer of 1 or more")
+            raise ConfigError(
+                f"total_steps={short_repr(total_steps)} must be None or an integer of 1 or more"
+            )
         self.max_lr, self.total_steps = max_lr, total_steps
         self.div_factor = require_number("div_factor", div_factor)
         self.final_div_factor = require_number("final_div_factor", final_div_factor)
@@ -568,7 +578,7 @@ def _require_iterations(by_epoch: bool, policy: str) -> None:
         ConfigError: it is.
     """
     if by_epoch:
-        raise ConfigError(f"policy {policy!r} goes by iterations only; write by_epoch=False")
+        raise ConfigError(f"policy {short_repr(policy)} goes by iterations only; write by_epoch=False")
 
 
 def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:
@@ -584,13 +594,19 @@ def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:
         found = found[index] if index < len(found) else None
     if found is None:
         where = f" of optimizer {optimizer!r}" if optimizer else ""
-        raise ConfigError(f"{name}={values!r} has no number for group {index}{where}; give one per group")
+        raise ConfigError(
+            f"{name}={short_repr(values)} has no number for group {index}{where}; give one per group"
+        )
     return require_number(name, found)
 
 
 def _check_warmup(warmup: object, iters: object, ratio: object) -> None:
     if warmup not in _WARMUPS:
-        raise ConfigError(f"warmup={warmup!r} must be None or one of {', '.join(map(repr, _WARMUPS))}")
+        raise ConfigError(
+            f"warmup={short_repr(warmup)} must be None or one of {', '.join(map(repr, _WARMUPS))}"
+        )
     require_count("warmup_iters", iters, hint="; write warmup_iters=500")
     if not 0 < require_number("warmup_ratio", ratio) <= 1:
-        raise ConfigError(f"warmup_ratio={ratio!r} must be above 0 and at most 1; write warmup_ratio=0.1")
+        raise ConfigError(
+            f"warmup_ratio={short_repr(ratio)} must be above 0 and at most 1; write warmup_ratio=0.1"
+        )

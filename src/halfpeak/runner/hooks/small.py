@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_params
 from halfpeak.runner.hook import GENERIC, Hook, RunnerView
@@ -34,7 +35,7 @@ class ClosureHook(Hook):
 
     def __init__(self, fn_name: str, fn: Callable[[RunnerView], Any]) -> None:
         if not callable(fn):
-            raise ConfigTypeError(f"fn={fn!r} must be a function of the runner")
+            raise ConfigTypeError(f"fn={short_repr(fn)} must be a function of the runner")
         if fn_name not in (*Hook.stages, *GENERIC.values()):
             raise unknown_stage(fn_name)
         self.fn_name, self.fn = fn_name, fn

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.unwrap import unwrap
@@ -572,12 +573,12 @@ def _check_types(logger: object, meta: object, work_dir: object) -> None:
             f"meta must be a dict or None, not {type(meta).__name__}; write meta=dict(seed=0)"
         )
     if work_dir is not None and not isinstance(work_dir, (str, Path)):
-        raise ConfigTypeError(f"work_dir={work_dir!r} must be the path of a directory, or None")
+        raise ConfigTypeError(f"work_dir={short_repr(work_dir)} must be the path of a directory, or None")
 
 
 def _check_lengths(**lengths: int | None) -> None:
     for name, value in lengths.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigTypeError(f"{name}={value!r} must be an integer of 1 or more")
+            raise ConfigTypeError(f"{name}={short_repr(value)} must be an integer of 1 or more")
     if all(value is not None for value in lengths.values()):
         raise ConfigError("Only one of max_epochs and max_iters can be set")

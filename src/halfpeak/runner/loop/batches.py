@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.state import random_state
 
 
@@ -168,13 +169,13 @@ def parse_workflow(
         Flow(loader, *_entry(runner, entry)) for loader, entry in zip(data_loaders, workflow, strict=True)
     ]
     if not any(flow.mode == "train" and flow.times for flow in flows):
-        raise ConfigError(f"workflow={list(workflow)} never trains; write [('train', 1)]")
+        raise ConfigError(f"workflow={short_repr(workflow)} never trains; write [('train', 1)]")
     return flows
 
 
 def _entry(runner: object, entry: Any) -> tuple[str, int]:
     if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-        raise ConfigTypeError(f"{entry!r} in the workflow must be a pair; write ('train', 1)")
+        raise ConfigTypeError(f"{short_repr(entry)} in the workflow must be a pair; write ('train', 1)")
     mode, times = entry
     if not isinstance(mode, str):
         raise ConfigTypeError(
@@ -182,8 +183,10 @@ def _entry(runner: object, entry: Any) -> tuple[str, int]:
         )
     if mode.startswith("_") or not callable(getattr(runner, mode, None)):
         raise ConfigError(
-            f"{type(runner).__name__} has no method {mode!r} to run an epoch; write 'train' or 'val' in the workflow"
+            f"{type(runner).__name__} has no method {short_repr(mode)} to run an epoch; write 'train' or 'val' in the workflow"
         )
     if isinstance(times, bool) or not isinstance(times, int) or times < 0:
-        raise ConfigTypeError(f"{times!r} in the workflow must be a number of times; write ('{mode}', 1)")
+        raise ConfigTypeError(
+            f"{short_repr(times)} in the workflow must be a number of times; write ('{mode}', 1)"
+        )
     return mode, times
