@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
 from halfpeak.engine.engine import Engine
@@ -178,7 +179,7 @@ def watch_for(on_skip: object) -> SkipWatch | None:
         return DiagnosingWatch()
     if not callable(on_skip):
         raise ConfigError(
-            f"on_skip={on_skip!r} must be 'warn', 'diagnose', None, or a function of the engine and a SkipEvent"
+            f"on_skip={short_repr(on_skip)} must be 'warn', 'diagnose', None, or a function of the engine and a SkipEvent"
         )
     return SkipWatch(on_skip)
 

@@ -106,7 +106,7 @@ class AmpOptimWrapper(OptimWrapper):
         lacks = [name for name in methods if not callable(getattr(scaler, name, None))]
         if scaler is not None and lacks:
             raise ConfigTypeError(
-                f"loss_scaler={scaler!r} has no {lacks[0]}(); set a torch.amp.GradScaler, or what has {', '.join(methods)}"
+                f"loss_scaler={short_repr(scaler)} has no {lacks[0]}(); set a GradScaler, or what has {', '.join(methods)}"
             )
         if self._engine is not None:
             self._engine.abort()
