@@ -48,41 +48,6 @@ def prepared(level: str, optimizer: str = "SGD", **options: Any) -> halfpeak.Eng
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_copied_engine_trains_on_like_the_original_and_apart_from_it(level: str, optimizer: str) -> None:
-    original = prepared(level, optimizer)
-    copied = copy.deepcopy(original)
-    before = state_hash(original)
-    assert state_hash(copied) == before
-    train(copied, range(4, 8), poison=overflow)
-    assert state_hash(original) == before
-    train(original, range(4, 8), poison=overflow)
-    assert state_hash(original) == state_hash(copied) != before
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_open_window_is_copied(level: str) -> None:
-    original = prepared(level, accumulate=3)
-    assert original.micro_step == 4
-    copied = copy.deepcopy(original)
-    for engine in (copied, original):
-        train(engine, range(4, 9))
-    assert state_hash(original) == state_hash(copied)
-    assert int(copied.num_steps) + int(copied.num_skipped) == 3
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_copy_of_a_copy_whose_original_is_gone(level: str) -> None:
-    first = prepared(level)
-    second = copy.deepcopy(copy.deepcopy(first))
-    train(first, range(4, 8))
-    expected = state_hash(first)
-    del first
-    train(second, range(4, 8))
-    assert state_hash(second) == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_state_dict_of_a_copied_model_speaks_of_its_own_masters(level: str) -> None:
     original = prepared(level)
     copied = copy.deepcopy(original)

@@ -146,18 +146,6 @@ def test_a_weight_is_worth_what_somebody_has_written() -> None:
     assert bool((engine.model.state_dict()["0.weight"] == 0.25).all())
 
 
-def test_zero_grad_drops_a_window_of_several_passes() -> None:
-    engines = [prepared(accumulate=2, master="remainder"), prepared(accumulate=2, master="remainder")]
-    for engine in engines:
-        iterate(engine, 0)
-    for set_to_none in (True, False):
-        engines[0].optimizers[0].zero_grad(set_to_none=set_to_none)
-        assert not any(
-            lane_target.grad is not None and bool(lane_target.grad.any())
-            for lane_target in engines[0].context.prepared[0].table().main_params
-        )
-
-
 def test_gradients_of_a_window_are_summed_in_float32() -> None:
     engine = prepared(accumulate=3, master="remainder")
     iterate(engine, 0)

@@ -7,13 +7,14 @@ and a row of :data:`DRIVERS`.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,15 @@ class Run:
 
     def take(self, loss_of: Callable[[], Tensor]) -> None:
         """One pass; ``loss_of`` computes the loss."""
+        self.backward(loss_of)
+        self.step()
+
+    def backward(self, loss_of: Callable[[], Tensor]) -> None:
+        """The part of a pass that ends with its gradients, where that is the caller's to call."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """The rest."""
         raise NotImplementedError
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -132,8 +142,13 @@ class Run:
         raise NotImplementedError
 
     def drop(self) -> None:
-        """What a caller does after an exception."""
+        """What a caller does after an exception; the window begins again."""
         self.optimizer.zero_grad()
+        self.done -= self.done % self.every
+
+    def copy(self) -> Self:
+        """Another run that stands where this one does."""
+        raise NotImplementedError
 
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         """A step with a closure around a forward and a backward pass."""
@@ -142,6 +157,13 @@ class Run:
     def values(self) -> list[Any]:
         """Everything that training has changed, to the bit."""
         return values(self.net, self.optimizer)
+
+    def progress(self) -> Any:
+        """Loss scale and counters."""
+        return self.scale()
+
+    def end(self) -> None:
+        """A run that lives is another engine, which the next one looks at."""
 
 
 class NativeRun(Run):
@@ -163,11 +185,16 @@ class NativeRun(Run):
             },
         )
 
-    def take(self, loss_of: Callable[[], Tensor]) -> None:
+    def backward(self, loss_of: Callable[[], Tensor]) -> None:
         with self.engine.forward():
             loss = loss_of()
         self.engine.backward(loss)
+
+    def step(self) -> None:
         self.result = self.engine.step()
+
+    def end(self) -> None:
+        self.engine.remove()
 
     def moved(self) -> bool:
         return self.result.stepped()
@@ -183,6 +210,17 @@ class NativeRun(Run):
 
     def drop(self) -> None:
         self.engine.abort()
+        self.done = self.engine.micro_step
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin.engine = copy.deepcopy(self.engine)
+        twin.net, twin.optimizer = twin.engine.model, twin.engine.optimizers[0]
+        return twin
+
+    def progress(self) -> Any:
+        counters = (int(self.engine.num_steps), int(self.engine.num_skipped), self.engine.micro_step)
+        return counters, [[float(part) for part in scaler.state] for scaler in self.engine.scalers]
 
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         def closure() -> Tensor:
@@ -224,11 +262,13 @@ class AmpRun(Run):
         )
         self.scaler = amp._amp_state.loss_scalers[0]
 
-    def take(self, loss_of: Callable[[], Tensor]) -> None:
+    def backward(self, loss_of: Callable[[], Tensor]) -> None:
         if self.done % self.every == 0:
             self.optimizer.zero_grad()
         with amp.scale_loss(loss_of() / self.every, self.optimizer) as scaled:
             scaled.backward()
+
+    def step(self) -> None:
         self.stepped = self.is_boundary
         if self.is_boundary:
             if self.clip is not None:
@@ -243,6 +283,14 @@ class AmpRun(Run):
 
     def scale(self) -> float:
         return self.scaler.loss_scale()
+
+    def progress(self) -> Any:
+        return self.scaler.state_dict()
+
+    def end(self) -> None:
+        run = amp._amp_state.run_of(self.optimizer)
+        assert run is not None
+        run.engine.remove()
 
     def save_rest(self) -> dict[str, Any]:
         return {"amp": {"loss_scaler0": self.scaler.state_dict()}}
@@ -293,6 +341,14 @@ class WrapperRun(Run):
 
     def drop(self) -> None:
         self.wrapper.zero_grad()
+        self.done -= self.done % self.every
+        self.wrapper.initialize_count_status(self.net, self.done, -1)
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin.net, twin.wrapper = copy.deepcopy((self.net, self.wrapper))
+        twin.optimizer = twin.wrapper.optimizer
+        return twin
 
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         def closure() -> Tensor:
@@ -374,7 +430,10 @@ class HookRun(Run):
         return {"hook": self.hook.state_dict(), "meta": {"fp16": meta} if meta else {}}
 
     def load_rest(self, state: Any) -> None:
-        self.loop.meta = state["meta"]
+        if self.begun:
+            self.hook.after_run(self.loop)
+            self.begun = False
+        self.loop.meta = copy.deepcopy(state["meta"])
         self.begin()
         self.hook.load_state_dict(state["hook"])
 
@@ -433,6 +492,11 @@ class GradScalerRun(Run):
     def load_rest(self, state: Any) -> None:
         self.scaler.load_state_dict(state["scaler"])
 
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin.net, twin.optimizer, twin.scaler = copy.deepcopy((self.net, self.optimizer, self.scaler))
+        return twin
+
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         def closure() -> Tensor:
             self.optimizer.zero_grad()
@@ -487,6 +551,9 @@ class TimmRun(NativeRun):
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss_scaler.load_state_dict(state["scaler"])
 
+    def drop(self) -> None:
+        Run.drop(self)
+
 
 class AccelerateRun(Run):
     """accelerate's own loop; its ``accumulate`` counts the windows."""
@@ -527,9 +594,11 @@ class AccelerateRun(Run):
 
     def load_rest(self, state: Any) -> None:
         self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.accelerator.step = self.done
 
     def drop(self) -> None:
-        self.prepared.zero_grad()
+        super().drop()  # accelerate's own zero_grad does nothing inside a window
+        self.accelerator.step = self.done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -542,6 +611,7 @@ class Driver:
         levels: those it has.
         saves_windows: whether a state that is saved inside a window holds its gradients.
         closures: whether it steps with a closure.
+        copies: whether a run of it can be copied.
     """
 
     make: Callable[[Case, int], Run]
@@ -549,21 +619,26 @@ class Driver:
     levels: tuple[str, ...] = LEVELS
     saves_windows: bool = True
     closures: bool = True
+    copies: bool = False
 
 
 DRIVERS: dict[str, Driver] = {
-    "native": Driver(make=NativeRun),
+    "native": Driver(make=NativeRun, copies=True),
     "amp": Driver(make=AmpRun, saves_windows=False),
-    "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",)),
-    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4")),
-    "ApexOptimWrapper": Driver(make=ApexWrapperRun),
+    "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",), copies=True),
+    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4"), copies=True),
+    "ApexOptimWrapper": Driver(make=ApexWrapperRun, copies=True),
     "OptimizerHook": Driver(make=HookRun, reference=StaticRun, levels=("O0",), closures=False),
     "Fp16OptimizerHook master": Driver(make=Fp16HookRun, levels=("O2", "O5"), closures=False),
     "Fp16OptimizerHook autocast": Driver(
         make=AutocastHookRun, reference=AutocastRun, levels=("O1", "O4"), closures=False
     ),
     "GradScaler": Driver(
-        make=GradScalerRun, reference=AutocastNormlessRun, levels=("O1", "O4"), saves_windows=False
+        make=GradScalerRun,
+        reference=AutocastNormlessRun,
+        levels=("O1", "O4"),
+        saves_windows=False,
+        copies=True,
     ),
     "timm": Driver(make=TimmRun, closures=False),
 }
@@ -605,8 +680,10 @@ def make_normless(seed: int) -> nn.Sequential:
 
 
 @contextmanager
-def overflowing(run: Run, *, really: bool = True, value: float = float("inf")) -> Iterator[None]:
-    """One element of one gradient is not finite in the body."""
+def overflowing(
+    run: Run, *, really: bool = True, value: float = float("inf"), place: int = 0
+) -> Iterator[None]:
+    """One element of the gradient of one parameter is not finite in the body."""
     if not really:
         yield
         return
@@ -616,7 +693,7 @@ def overflowing(run: Run, *, really: bool = True, value: float = float("inf")) -
         spoilt.view(-1)[-1] = value
         return spoilt
 
-    handle = run.net[0].weight.register_hook(spoil)
+    handle = list(run.net.parameters())[place].register_hook(spoil)
     try:
         yield
     finally:

@@ -95,22 +95,6 @@ def test_a_resume_in_a_run_of_a_known_length_is_bitwise(
     assert seen(model, optimizer, wrapper) == seen(*straight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rolling_back_in_the_same_objects_is_bitwise(kind: str) -> None:
-    model, optimizer, wrapper = make(kind, 4)
-    train(wrapper, model, range(6))
-    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": wrapper.state_dict()})
-    before = repr(saved)
-    train(wrapper, model, range(6, 14))
-    after = seen(model, optimizer, wrapper)
-    model.load_state_dict(saved["model"])
-    wrapper.load_state_dict(saved["optimizer"])
-    wrapper.initialize_count_status(model, 6, -1)
-    train(wrapper, model, range(6, 14))
-    assert seen(model, optimizer, wrapper) == after
-    assert repr(saved) == before
-
-
 def test_the_keys_of_the_original() -> None:
     found = {kind: make(kind, 1)[2].state_dict().keys() - {"state", "param_groups"} for kind in KINDS}
     assert {kind: keys for kind, keys in found.items() if not kind.startswith("O")} == {
@@ -172,36 +156,7 @@ def test_loading_a_dict_of_states_is_all_or_nothing() -> None:
     assert repr(first[2].state_dict()) == repr(good)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-}
-
-
 CONVERTING = ("O0", "O2", "O3", "O5")
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "stop"),
-    [
-        (kind, way, stop)
-        for kind in KINDS
-        for way in COPIES
-        if way == "deepcopy" or kind not in CONVERTING
-        for stop in ((0, 6, 8) if kind in ("plain", "O2") else (6,))
-    ],
-)
-def test_a_copy_goes_on_by_itself(kind: str, stop: int, way: str) -> None:
-    """Also inside a window, and with a scheduler, which torch hangs on the wrapper it was made for."""
-    model, optimizer, wrapper = make(kind, 4)
-    torch.optim.lr_scheduler.StepLR(wrapper, 5)
-    train(wrapper, model, range(stop))
-    twin_model, twin = COPIES[way]((model, wrapper))
-    before = values(model, optimizer)
-    train(twin, twin_model, range(stop, 12))
-    assert values(model, optimizer) == before
-    train(wrapper, model, range(stop, 12))
-    assert values(twin_model, twin.optimizer) == values(model, optimizer)
 
 
 @pytest.mark.parametrize("kind", CONVERTING)
@@ -222,18 +177,6 @@ def test_a_dict_of_wrappers_is_copied_with_its_networks() -> None:
     train(wrappers["first"], models[0], range(6, 12))
     train(first[2], first[0], range(6, 12))
     assert values(models[0], wrappers["first"].optimizer) == values(first[0], first[1])
-
-
-def test_a_state_from_between_two_windows_drops_an_open_one() -> None:
-    straight, rolled = make("plain", 4), make("plain", 4)
-    saved = copy.deepcopy((rolled[0].state_dict(), rolled[2].state_dict()))
-    train(rolled[2], rolled[0], range(6))
-    rolled[0].load_state_dict(saved[0])
-    rolled[2].load_state_dict(saved[1])
-    rolled[2].initialize_count_status(rolled[0], 0, -1)
-    for model, _, wrapper in (straight, rolled):
-        train(wrapper, model, range(8))
-    assert seen(*rolled) == seen(*straight)
 
 
 def test_an_optimizer_is_free_when_its_wrapper_is_gone() -> None:

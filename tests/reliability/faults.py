@@ -68,13 +68,6 @@ def inject(
     return tracer.raised_at, False
 
 
-def first_and_last(points: list[Point]) -> list[int]:
-    """Of each line, the first and the last event."""
-    first = {point[:2]: ordinal for ordinal, point in reversed(list(enumerate(points)))}
-    last = {point[:2]: ordinal for ordinal, point in enumerate(points)}
-    return sorted({*first.values(), *last.values()})
-
-
 class _Tracer:
     def __init__(self, ordinal: int | None, kind: type[BaseException]) -> None:
         self.points: list[Point] = []

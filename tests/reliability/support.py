@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -20,6 +19,7 @@ from halfpeak import Engine
 from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.state.loss_scaler import LossScaler
 from support.nets import LEVELS as LEVELS
+from support.snapshot import raw
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -43,12 +43,6 @@ def net(*, norm: str = "layer", seed: int = 0) -> nn.Sequential:
 def batch(step: int) -> Tensor:
     """The input of one iteration, the same in every run.  # f32[8, 4]"""
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 + step))
-
-
-def raw(tensor: Tensor) -> bytes:
-    """The bytes of a dense CPU tensor in logical order."""
-    flat = tensor.detach().resolve_conj().contiguous()
-    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 
 
 def state_hash(*things: Any) -> str:

@@ -1,8 +1,9 @@
 """An exception at every line of library code that runs in an iteration leaves the iteration taken, or never begun.
 
 Each point is a run of its own: warm up, raise there, catch outside, do what a caller is told to do after an exception
-(``engine.abort()``; with amp, the ``zero_grad()`` that begins an iteration), and train on. The process must look as
-before, and two iterations later every bit must be that of a run which took the iteration or of one which never had it.
+(``engine.abort()``, or the front end's ``zero_grad()``), and train on. The process must look as before, and two iterations
+later every bit must be that of a run which took the iteration or of one which never had it. The engine's own lines are tried
+with the engine and with amp; of the other front ends, which call it, those of their own.
 
 By default each line is tried once per set-up, with the classes of exception in turn. ``HALFPEAK_THOROUGH=1`` tries
 every line every time it is reached.
@@ -11,17 +12,17 @@ every line every time it is reached.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-import halfpeak
-from halfpeak import amp
-from reliability.faults import KINDS, Point, inject, record
-from reliability.support import OPTIMIZERS, batch, clean_process, global_snapshot, net, state_hash
+from laws.drivers import Case, Run
+from reliability.faults import KINDS, Injected, Point, inject, record
+from reliability.support import clean_process, global_snapshot
+from support.nets import make_batch
 
 THOROUGH = os.environ.get("HALFPEAK_THOROUGH") == "1"
 WARM = (0, 1)
@@ -31,130 +32,121 @@ AFTER = (3, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained, and whether the faulty iteration overflows."""
+    """What is trained, whether the faulty iteration overflows, and the folder whose lines are tried."""
 
-    door: str
-    level: str
-    optimizer: str = "AdamW"
-    norm: str = "batch"
-    accumulate: int = 1
-    clip: float | None = None
+    case: Case
     overflow: bool = False
-    aborts: bool = True
+    drops: bool = True
+    folder: str = ""
 
     def __str__(self) -> str:
-        extras = [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
-        extras += ["overflow"] if self.overflow else []
-        extras += [] if self.aborts else ["no abort"]
-        return " ".join([self.door, self.level, self.optimizer, *extras])
+        return f"{self.case}{' overflow' * self.overflow}{' goes on' * (not self.drops)}"
+
+
+def native(
+    level: str, optimizer: str = "adamw", *, overflow: bool = False, drops: bool = True, **options: Any
+) -> Setup:
+    case = Case(driver="native", level=level, optimizer=optimizer, **options)
+    return Setup(case=case, overflow=overflow, drops=drops)
 
 
 SETUPS = [
-    Setup(door="native", level="O0"),
-    Setup(door="native", level="O1"),
-    Setup(door="native", level="O2", aborts=False),
-    Setup(door="native", level="O2", overflow=True),
-    Setup(door="native", level="O2", optimizer="AdamW fused", clip=1.0, overflow=True),
-    Setup(door="native", level="O2", optimizer="SGD", clip=1.0, accumulate=2, norm="layer"),
-    Setup(door="native", level="O2", optimizer="FusedAdamW", clip=1.0, overflow=True),
-    Setup(door="native", level="O5", optimizer="FusedSGD", clip=1.0, accumulate=2, norm="layer"),
-    Setup(door="amp", level="O1"),
-    Setup(door="amp", level="O2", optimizer="SGD", overflow=True),
+    native("O0"),
+    native("O1"),
+    native("O2", "adam-foreach", drops=False),
+    native("O2", overflow=True),
+    native("O2", "adamw-fused", clip=1.0, overflow=True),
+    native("O2", "sgd", clip=1.0, every=2, has_norm=False),
+    native("O2", "FusedAdamW", clip=1.0, overflow=True),
+    native("O5", "FusedSGD", clip=1.0, every=2, has_norm=False),
+    Setup(case=Case(driver="amp", level="O1")),
+    Setup(case=Case(driver="amp", level="O2", optimizer="sgd"), overflow=True),
+    *(
+        Setup(case=Case(driver=driver, level=level, clip=0.05), folder=folder)
+        for driver, level, folder in (
+            ("OptimWrapper", "O0", "optim/"),
+            ("AmpOptimWrapper", "O1", "optim/"),
+            ("ApexOptimWrapper", "O1", "optim/"),
+            ("ApexOptimWrapper", "O2", "optim/"),
+            ("OptimizerHook", "O0", "runner/"),
+            ("Fp16OptimizerHook master", "O2", "runner/"),
+            ("Fp16OptimizerHook autocast", "O1", "runner/"),
+            ("timm", "O2", "integrations/"),
+        )
+    ),
 ]
 if THOROUGH:
     SETUPS += [
-        Setup(door="native", level="O2"),
-        Setup(door="native", level="O5"),
-        Setup(door="native", level="O0", optimizer="SGD", overflow=True),
-        Setup(door="native", level="O2", optimizer="AdamW fused", clip=1.0),
-        Setup(door="native", level="O2", optimizer="FusedAdamW", clip=1.0),
-        Setup(door="amp", level="O2"),
+        native("O2"),
+        native("O5"),
+        native("O0", "sgd", overflow=True),
+        native("O2", "adamw-fused", clip=1.0),
+        native("O2", "FusedAdamW", clip=1.0),
+        Setup(case=Case(driver="amp", level="O2")),
     ]
 
 
-class Run:
-    """One training run of a set-up, warmed up."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.model = net(norm=setup.norm)
-        self.optimizer = OPTIMIZERS[setup.optimizer](self.model.parameters())
-        if setup.door == "amp":
-            amp.initialize(self.model, self.optimizer, opt_level=setup.level, verbosity=0)
-            run = amp._amp_state.run_of(self.optimizer)
-            assert run is not None
-            self.engine = run.engine
-        else:
-            self.engine = halfpeak.prepare(
-                self.model, self.optimizer, setup.level, accumulate=setup.accumulate, clip=setup.clip
-            )
-        for step in WARM:
-            self.iterate(step)
-
-    def iterate(self, step: int) -> None:
-        """One iteration as users write it."""
-        for micro in range(self.setup.accumulate):
-            self.backward(step, micro)
-            if self.setup.door == "amp":
-                self.optimizer.step()
-            else:
-                self.engine.step()
-
-    def backward(self, step: int, micro: int = 0) -> None:
-        """The part of an iteration that ends with its gradients."""
-        if self.setup.door == "amp":
-            self.optimizer.zero_grad()
-            with amp.scale_loss(self.forward(step, micro), self.optimizer) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            self.engine.backward(self.forward(step, micro))
-
-    def forward(self, step: int, micro: int = 0) -> Tensor:
-        """The part that ends with its loss."""
-        # Casts of the door are on all the time.
-        with nullcontext() if self.setup.door == "amp" else self.engine.forward():
-            loss = self.model(batch(10 * step + micro)).float().square().mean()
-        return loss * float("inf") if self.setup.overflow and step == FAULTY else loss
-
-    def after(self) -> str:
-        """Two iterations more, and the digest of where they lead."""
-        for step in AFTER:
-            self.iterate(step)
-        return state_hash(self.engine)
-
-    def end(self) -> None:
-        """A run that lives is another one for those that follow, which would take more lines."""
-        self.engine.remove()
-
-    def snapshot(self) -> dict[str, object]:
-        """The process, the model and the optimizer."""
-        return global_snapshot([self.model], [self.optimizer])
+def loss_of(run: Run, number: int, factor: float = 1.0) -> Callable[[], Tensor]:
+    return lambda: run.loss(make_batch(number)) * factor
 
 
-@pytest.fixture(autouse=True)
-def without_casts() -> Iterator[None]:
-    yield
-    if amp._amp_state.handle is not None:
-        amp._amp_state.handle._deactivate()
+def iterate(run: Run, step: int, factor: float = 1.0) -> None:
+    """The passes of a window."""
+    for number in range(run.every):
+        run.take(loss_of(run, 10 * step + number, factor))
+        run.done += 1
+
+
+def warmed_up(setup: Setup) -> Run:
+    run = setup.case.run()
+    for step in WARM:
+        iterate(run, step)
+    return run
+
+
+def faulty(setup: Setup, run: Run) -> None:
+    iterate(run, FAULTY, float("inf") if setup.overflow else 1.0)
+
+
+def end_of(setup: Setup, run: Run) -> str:
+    """Where two iterations more lead."""
+    if setup.drops:
+        run.drop()
+    for step in AFTER:
+        iterate(run, step)
+    end = repr((run.values(), run.progress()))
+    run.end()
+    return end
+
+
+def forward(run: Run) -> None:
+    """The iteration up to its loss."""
+
+    def interrupted() -> Tensor:
+        loss_of(run, 10 * FAULTY)()
+        raise Injected
+
+    with pytest.raises(Injected):
+        run.take(interrupted)
 
 
 def outcomes(setup: Setup) -> dict[str, str]:
-    """The digests that a run may end with, and what they mean."""
+    """What a run may end with, and what that means."""
     allowed: dict[str, str] = {}
 
     def allow(name: str, act: Callable[[Run], object]) -> None:
-        run = Run(setup)
+        run = warmed_up(setup)
         act(run)
-        allowed.setdefault(run.after(), name)
-        run.end()
+        allowed.setdefault(end_of(setup, run), name)
 
     allow("dropped", lambda run: None)
-    if setup.norm == "batch":
-        allow("dropped, statistics moved", lambda run: run.forward(FAULTY))
-    allow("taken", lambda run: run.iterate(FAULTY))
-    if setup.door == "amp" or not setup.aborts:
+    if setup.case.has_norm:
+        allow("dropped, statistics moved", forward)
+    allow("taken", lambda run: faulty(setup, run))
+    if setup.case.driver == "amp" or not setup.drops:
         # The exception came when the backward pass was over and no step had begun.
-        allow("backward only", lambda run: run.backward(FAULTY))
+        factor = float("inf") if setup.overflow else 1.0
+        allow("backward only", lambda run: run.backward(loss_of(run, 10 * FAULTY, factor)))
     return allowed
 
 
@@ -165,20 +157,20 @@ def points_of(setup: Setup) -> list[Point]:
 
 
 def points_of_one(setup: Setup) -> list[Point]:
-    """A function of its own, because with amp a run that still lives changes the next one's."""
-    run = Run(setup)
-    points = record(lambda: run.iterate(FAULTY))
+    run = warmed_up(setup)
+    points = record(lambda: faulty(setup, run))
     run.end()
     return points
 
 
-def chosen(points: list[Point], turn: int) -> list[int]:
+def chosen(points: list[Point], folder: str, turn: int) -> list[int]:
     """The points to try: all of them, or each line once, now at its first hit and now at a later one."""
-    if THOROUGH:
-        return list(range(len(points)))
     where: dict[tuple[str, int], list[int]] = {}
     for ordinal, point in enumerate(points):
-        where.setdefault((point.file, point.line), []).append(ordinal)
+        if point.file.startswith(folder):
+            where.setdefault((point.file, point.line), []).append(ordinal)
+    if THOROUGH:
+        return [ordinal for hits in where.values() for ordinal in hits]
     return [hits[(turn + number) % len(hits)] for number, hits in enumerate(where.values())]
 
 
@@ -186,17 +178,16 @@ def try_point(
     setup: Setup, point: Point, ordinal: int, kind: type[BaseException], allowed: dict[str, str]
 ) -> str | None:
     """What is wrong after an exception of class ``kind`` at a point, or None."""
-    run = Run(setup)
-    before = run.snapshot()
-    raised_at, came_out = inject(lambda: run.iterate(FAULTY), ordinal, kind)
-    if setup.aborts and setup.door == "native":
-        run.engine.abort()
-    after = run.snapshot()
+    run = warmed_up(setup)
+    before = global_snapshot([run.net], [run.optimizer])
+    raised_at, came_out = inject(lambda: faulty(setup, run), ordinal, kind)
+    if setup.drops:
+        run.drop()
+    after = global_snapshot([run.net], [run.optimizer])
     changed = [key for key in before if before[key] != after[key]]
     if changed:
         clean_process()
-    reached = allowed.get(run.after())
-    run.end()
+    reached = allowed.get(end_of(setup, run))
     if raised_at == point and came_out and not changed and reached is not None:
         return None
     return f"{point}: {reached or 'half taken'}, changed {changed}, came out {came_out} at {raised_at}"
@@ -208,17 +199,18 @@ def test_an_iteration_is_taken_or_never_begun(setup: Setup) -> None:
     allowed = outcomes(setup)
     points = points_of(setup)
     turn = SETUPS.index(setup)
+    tried = chosen(points, setup.folder, turn)
+    assert len(tried) > (200 if not setup.folder else 10)
     complaints = (
         try_point(setup, points[ordinal], ordinal, KINDS[(turn + number) % len(KINDS)], allowed)
-        for number, ordinal in enumerate(chosen(points, turn))
+        for number, ordinal in enumerate(tried)
     )
     wrong = [complaint for complaint in complaints if complaint is not None]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_tool_reaches_every_part_of_a_step() -> None:
-    run = Run(SETUPS[2])
-    files = {point.file for point in record(lambda: run.iterate(FAULTY))}
+    files = {point.file for point in points_of_one(SETUPS[2])}
     engine = {f"engine/{name}.py" for name in ("engine", "optimizer", "gradients/backward", "step_record")}
     parts = {f"state/{name}.py" for name in ("masters", "loss_scaler", "batch_norm", "found_inf")}
     assert files >= engine | parts | {"ops/foreach.py", "casting/modules.py", "core/schedule.py"}

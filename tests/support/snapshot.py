@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """Identity, dtype and every bit of a tensor."""
     if tensor is None:
         return None
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return id(tensor), tensor.dtype, tuple(tensor.shape), bytes(flat.tolist())
+    return id(tensor), tensor.dtype, tuple(tensor.shape), raw(tensor)
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a dense CPU tensor in logical order."""
+    flat = tensor.detach().resolve_conj().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 
 
 def snapshot(*objects: nn.Module | Optimizer) -> list[Any]:
