@@ -61,6 +61,7 @@ class EngineContext:
     def catch_up(self) -> None:
         """Before a forward pass: a step that an exception has left is put right, and a new one may begin."""
         self.train_step.catch_up(self.prepared)
+        self.masters.follow_masters()
         self.stats.begin_forward()
 
     def delays_unscaling(self, *, synchronised: bool) -> bool:

@@ -172,6 +172,10 @@ class PreparedOptimizer:
         pairs = self.window.pairs
         return self.table().pairs if pairs is None else pairs
 
+    def window_pairs(self) -> ParamPairs:
+        """The trainable parameters as they are now, and those frozen since whose gradients still belong to the window."""
+        return self.table().pairs_of(self.window.pairs)
+
     def main_grads(self) -> list[Tensor]:
         """The gradients that the optimizer will read, unscaled."""
         self.unscale_pending()
@@ -204,7 +208,7 @@ class PreparedOptimizer:
         if isinstance(self.window, Unscaled):
             self._follow_edits(self.window, pairs)
         elif not isinstance(self.window, Scaled):
-            self.check_unseen_grads()
+            self._check_unseen(self.window, pairs)
         return pairs
 
     def disarm(self) -> None:
@@ -229,8 +233,9 @@ class PreparedOptimizer:
     def set_window(self, window: Unscaled | Scaled) -> None:
         """Take over what a backward pass has left."""
         if isinstance(window, Unscaled):
-            low = self.table().smallest_low
-            window = watched(window, None if low is None or self.masters.is_shared(low) else low)
+            smallest = window.pairs.smallest
+            if smallest is not None and not self.masters.is_shared(smallest.model):
+                window = watched(window, smallest.model)
         self.window = window
         if self.num_optimizers > 1:
             self.masters.retain_grads(self, window.snapshot.holders)
@@ -240,7 +245,7 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        window = self.checked_pending()
+        window = self.checked_pending(self.table()) if isinstance(self.window, Pending) else None
         if window is None:
             return
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
@@ -250,11 +255,15 @@ class PreparedOptimizer:
         accumulator.accumulate(window.pairs, NOTHING_STASHED)
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
-    def checked_pending(self) -> Pending | None:
-        """The pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
+    def checked_pending(self, table: ParamTable) -> Pending | None:
+        """The pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them.
+
+        Args:
+            table: the parameters in the groups now.
+        """
         if not isinstance(self.window, Pending):
             return None
-        window = check_pending(self.window, self.table())
+        window = check_pending(self.window, table)
         if window is None:
             self.drop()
         else:
@@ -301,15 +310,16 @@ class PreparedOptimizer:
         ``loss.backward()``, a pipeline's schedule, or whoever wrote to gradients has put them there.
         """
         self.unscale_pending()
-        window, holders = self.window, self.pairs().with_gradient()
+        if isinstance(self.window, Empty | Unscaled):
+            self._check_unseen(self.window, self.pairs())
+
+    def _check_unseen(self, window: Empty | Unscaled, pairs: ParamPairs) -> None:
         if isinstance(window, Empty):
-            window, unseen = self._empty, [holder.grad for holder in holders]
-        elif isinstance(window, Unscaled):
-            known = set(map(id, window.snapshot.holders))
-            changed = [*window.snapshot.changed(), *(h for h in holders if id(h) not in known)]
-            unseen = [holder.grad for holder in changed]
+            window, unseen = self._empty, pairs.main_grads()
         else:
-            return
+            known = set(map(id, window.snapshot.holders))
+            changed = [*window.snapshot.changed(), *(h for h in pairs.with_gradient() if id(h) not in known)]
+            unseen = [holder.grad for holder in changed]
         grads = [grad for grad in unseen if grad is not None]
         if grads:
             found_inf = window.found_inf.clone()
@@ -360,6 +370,8 @@ class PreparedOptimizer:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         finally:
             self.finish_or_discard()
+            # Later hooks may have written masters, and a compiled forward pass does not look.
+            self.masters.follow_masters()
 
     def finish_or_discard(self) -> None:
         """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""
@@ -370,7 +382,6 @@ class PreparedOptimizer:
         """:meth:`finish_or_discard` as far as a forward pass needs it, which may come from a step hook of the user's."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
-        self.masters.follow_masters()
 
     def has_mutated(self) -> bool:
         """Whether the running step got through the optimizer's own code."""

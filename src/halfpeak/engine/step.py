@@ -130,7 +130,7 @@ class TrainStep:
             scope.stash()
             scale = scope.begin(scaler)
             others.stash(scope.model_params)
-            self._unmanaged.stash(known)
+            self._unmanaged.stash([*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)])
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             yield scale_loss(loss, scale)
@@ -220,12 +220,13 @@ class TrainStep:
 
     def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
         """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
-        pending = one.checked_pending()
+        table = one.table()
+        pending = one.checked_pending(table)
         if pending is not None:
-            return pending_grads(pending, one.table(), optimizer)
+            return pending_grads(pending, table, optimizer)
         if isinstance(one.window, Unscaled):
-            refuse_unseen_backward(one.window, one.pairs())
-            return unscaled_grads(one.window, one.table(), optimizer)
+            refuse_unseen_backward(one.window, one.window.pairs)
+            return unscaled_grads(one.window, table, optimizer)
         return None
 
     def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
@@ -440,6 +441,7 @@ class TrainStep:
         for one in prepared:
             if one.running is not None:
                 one.finish_or_discard()
+                one.masters.follow_masters()
                 if one.ended is None:
                     self._record.discard()
         self._record.apply_pending()

@@ -9,9 +9,9 @@ and what is found or summed is reduced over their meshes: every rank must make t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
-from operator import attrgetter
-from typing import Final, TypeAlias
+from itertools import compress, repeat
+from operator import attrgetter, is_
+from typing import Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -181,6 +181,20 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
 def gradients_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient of each tensor, or None."""
     return list(map(_GRAD, tensors))
+
+
+def are_none(grads: Sequence[Tensor | None]) -> bool:
+    """Whether there is no gradient."""
+    return all(map(is_, grads, repeat(None)))
+
+
+def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+    """Whether every gradient is there, a plain dense tensor without a graph. Asked in loops that run in C."""
+    return (
+        set(map(type, grads)) <= {Tensor}
+        and not any(map(_HAS_GRAPH, grads))
+        and set(map(_LAYOUT, grads)) <= {torch.strided}
+    )
 
 
 def cannot_overflow(inv_scale: Tensor) -> bool:
@@ -400,3 +414,4 @@ _DTYPE: Final = attrgetter("dtype")
 _DEVICE: Final = attrgetter("device")
 _LAYOUT: Final = attrgetter("layout")
 _GRAD: Final = attrgetter("grad")
+_HAS_GRAPH: Final = attrgetter("requires_grad")

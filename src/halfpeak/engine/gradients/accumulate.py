@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress, repeat
-from operator import attrgetter, is_
-from typing import Final, TypeGuard
+from itertools import compress
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from halfpeak.fused.backends.choose import MIN_COMPILED, has_compiler
 from halfpeak.fused.backends.inductor import Kernel, Vector, compile_kernel
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach, reference
-from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.foreach import are_dense, are_none, gradients_of
 from halfpeak.state.grad_buffers import GradBufferPool
 
 
@@ -220,24 +219,6 @@ def _kernel(operation: Callable[..., tuple[()]], dtype: torch.dtype) -> Kernel:
     vectors = (Vector(torch.float32, host, None), Vector(dtype, host, None))
     scalars = (Vector(torch.float32, host, ()), Vector(torch.float32, host, ()))
     return compile_kernel(operation, (*vectors, *scalars))
-
-
-def are_none(grads: Sequence[Tensor | None]) -> bool:
-    """Whether there is no gradient."""
-    return all(map(is_, grads, repeat(None)))
-
-
-def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-    """Whether every gradient is there, a plain dense tensor without a graph. Asked in loops that run in C."""
-    return (
-        set(map(type, grads)) <= {Tensor}
-        and not any(map(_HAS_GRAPH, grads))
-        and set(map(_LAYOUT, grads)) <= {torch.strided}
-    )
-
-
-_HAS_GRAPH: Final = attrgetter("requires_grad")
-_LAYOUT: Final = attrgetter("layout")
 
 
 def _assign(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

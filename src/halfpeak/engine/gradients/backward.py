@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
 from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
-from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
@@ -35,7 +35,7 @@ from halfpeak.engine.gradients.window import (
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
-from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.foreach import are_none, gradients_of
 from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
 
@@ -65,14 +65,15 @@ class BackwardScope:
         prepared: the optimizers whose parameters get gradients.
 
     Attributes:
+        pairs: the parameters of each optimizer.
         found_inf: 1 if one of the new gradients is not finite.  # f32[]
     """
 
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
         self._prepared = prepared
-        self._own: list[ParamPairs] = []
+        self.pairs: list[ParamPairs] = []
         self._windows: list[Window] = []
-        self._pairs = ParamPairs()
+        self._pairs = ParamPairs()  # of all optimizers, each once
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds_any = False
         self._adds_to_scaled = False
@@ -87,7 +88,7 @@ class BackwardScope:
         for prepared in self._prepared:
             self._windows.append(prepared.window)
             pairs = prepared.pairs_for_backward()
-            self._own.append(pairs)
+            self.pairs.append(pairs)
             if len(self._prepared) > 1:
                 pairs = ParamPairs(pair for pair in pairs if id(pair.model) not in seen)
                 seen.update(id(pair.model) for pair in pairs)
@@ -99,7 +100,7 @@ class BackwardScope:
 
     def _stash(self, parameters: list[Tensor]) -> None:
         grads = gradients_of(parameters)
-        if grads.count(None) == len(grads):
+        if are_none(grads):
             self._held += zip(parameters, grads, strict=True)
             return
         self._holds_any = True
@@ -153,7 +154,7 @@ class BackwardScope:
         for parameter, grad in self._held:
             parameter.grad = grad
         # Those that :meth:`stash` came to.
-        for prepared, before, _ in zip(self._prepared, self._windows, self._own, strict=False):
+        for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))
             elif isinstance(prepared.window, Unscaled):
@@ -173,7 +174,7 @@ class BackwardScope:
     @untraced
     def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
         self._is_done = True
-        for prepared, pairs in zip(self._prepared, self._own, strict=True):
+        for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
             own = set(map(id, pairs.model_params))
             stashed = {
                 id(parameter): grad
@@ -187,9 +188,8 @@ class BackwardScope:
         self._is_done = True
         (prepared,) = self._prepared
         assert isinstance(prepared.window, Empty)
-        master = prepared.table().smallest_master
         prepared.window = left_for_step(
-            prepared.window, self._own[0], scale, self.found_inf, master=master, unit=is_unit(scaler)
+            prepared.window, self.pairs[0], scale, self.found_inf, unit=is_unit(scaler)
         )
 
     @untraced
@@ -209,7 +209,7 @@ class BackwardScope:
             buffers = None
         accumulator = GradAccumulator(scale.reciprocal(), self.found_inf, kernels, buffers)
         accumulator.accumulate(self._pairs, stashed)
-        for prepared, pairs in zip(self._prepared, self._own, strict=True):
+        for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
             prepared.set_window(after_backward(prepared.window, pairs, self.found_inf))
 
     def _are_plain(self) -> bool:
@@ -381,11 +381,11 @@ class UnmanagedGrads:
         self._known_pairs = []
 
     @untraced
-    def stash(self, prepared: Iterable[PreparedOptimizer]) -> None:
+    def stash(self, pairs: list[ParamPairs]) -> None:
         """Before a backward pass: set aside what is there, unless it waits scaled.
 
         Args:
-            prepared: the optimizers whose parameters are left to them.
+            pairs: of every optimizer, to which its parameters are left.
 
         Raises:
             OrderError: the models were sharded after they were prepared.
@@ -393,7 +393,7 @@ class UnmanagedGrads:
         # Where none is left, somebody has called zero_grad() in the middle of a window.
         waits = self._stashed is not None and any(grad is not None for grad in gradients_of(self._found))
         stashed = dict(zip(map(id, self._found), self._stashed or (), strict=False)) if waits else {}
-        self._search(prepared)
+        self._search(pairs)
         self._stashed = [stashed[id(p)] if id(p) in stashed else _taken_off(p) for p in self._found]
 
     @untraced
@@ -426,9 +426,8 @@ class UnmanagedGrads:
             total = before[id(parameter)]
             parameter.grad = grad if total is None else total + grad
 
-    def _search(self, prepared: Iterable[PreparedOptimizer]) -> None:
+    def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
-        pairs = [one.table().pairs_of(one.window.pairs) for one in prepared]
         if _same(pairs, self._known_pairs) and _same(_values(self._tables), self._values):
             return
         stepped = {id(parameter) for own in pairs for parameter in own.model_params}

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfpeak.engine.gradients.accumulate import are_dense, are_none
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import Pending, Unscaled, refuse_edits
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.ops import foreach
-from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.foreach import are_dense, are_none, gradients_of
 from halfpeak.ops.shards import local_gradients
 from halfpeak.state.clip import Clip, NoClip, limit_of_norm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Final, NamedTuple
@@ -46,6 +47,13 @@ class ParamPairs(list[ParamPair]):
         self.low_params = [pair.model for pair in self if pair.model is not pair.main]
         self.masters = [pair.main for pair in self if pair.model is not pair.main]
 
+    @cached_property
+    def smallest(self) -> ParamPair | None:
+        """The smallest pair with a master: where a sentinel costs least."""
+        sizes = list(map(Tensor.numel, self.low_params))
+        index = sizes.index(min(sizes)) if sizes else None
+        return None if index is None else ParamPair(self.low_params[index], self.masters[index])
+
     def main_grads(self) -> list[Tensor]:
         """The gradients that the optimizer reads."""
         return [grad for grad in map(_GRAD, self.main_params) if grad is not None]
@@ -73,8 +81,6 @@ class ParamTable:
         model_params: for each, the low parameter it is the master of, or itself.
         all_pairs: every pair once, frozen parameters included.
         pairs: the trainable ones.
-        smallest_low: the smallest of the trainable ones with a master, or None.
-        smallest_master: its master, or None.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
@@ -87,8 +93,6 @@ class ParamTable:
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
         self.pairs = ParamPairs(pair for pair in self.all_pairs if pair.model.requires_grad)
-        self.smallest_low = min(self.pairs.low_params, key=Tensor.numel, default=None)
-        self.smallest_master = min(self.pairs.masters, key=Tensor.numel, default=None)
 
     def pairs_of(self, window: ParamPairs | None) -> ParamPairs:
         """The trainable pairs, and those frozen inside ``window`` whose gradients still belong to it."""

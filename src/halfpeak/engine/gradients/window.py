@@ -264,9 +264,9 @@ def disarmed(window: Scaled) -> Scaled | None:
     return replace(window, snapshot=GradSnapshot(), stashed=stashed, sentinel=None)
 
 
-def watched(window: Unscaled, low: Tensor | None) -> Unscaled:
+def watched(window: Unscaled, low: Tensor) -> Unscaled:
     """``window`` with a sentinel on a low parameter, if that has no gradient of its own."""
-    if window.sentinel is not None or low is None or low.grad is not None:
+    if window.sentinel is not None or low.grad is not None:
         return window
     return replace(window, sentinel=Sentinel.place(low, LOW_SENTINEL))
 
@@ -307,7 +307,6 @@ def left_for_step(
     scale: Tensor,
     pass_found_inf: Tensor,
     *,
-    master: Tensor | None,
     unit: bool,
 ) -> Pending:
     """The gradients of a window's only backward pass are left for a fused optimizer's step.
@@ -317,11 +316,11 @@ def left_for_step(
         pairs: the parameters at the pass.
         scale: what the loss was multiplied by.  # f32[]
         pass_found_inf: where the finding is written when the gradients are read.  # f32[]
-        master: the one to place the sentinel on, or None.
         unit: whether the scale is always 1: then the gradients of parameters without a master may be edited.
     """
     snapshot = GradSnapshot(pairs.low_params if unit else pairs.model_params)
-    sentinel = None if master is None else Sentinel.place(master, PENDING_SENTINEL)
+    smallest = pairs.smallest
+    sentinel = None if smallest is None else Sentinel.place(smallest.main, PENDING_SENTINEL)
     return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)
 
 
@@ -418,7 +417,8 @@ def refuse_edits(grads: Iterable[Tensor | None]) -> None:
     Raises:
         OrderError: something else was written.
     """
-    if any(grad is not None and (grad.is_sparse or is_low(grad) or bool(grad.any())) for grad in grads):
+    present = [grad for grad in grads if grad is not None]
+    if any(grad.is_sparse or is_low(grad) or bool(grad.any()) for grad in present):
         raise OrderError(
             "gradients were written while they waited, still scaled, for the next backward pass or for the step of a fused "
             "optimizer; write halfpeak.prepare(..., clip=1.0) to clip, or engine.unscale() before you change "
