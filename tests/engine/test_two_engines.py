@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.engine.optimizer import prepared_here
+from halfpeak.engine.optimizer import trained_here
 from halfpeak.fused import FusedAdamW
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 
@@ -87,7 +87,7 @@ def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> Non
     """What a step has found lives until it has gone through it, although only a cycle holds it."""
     forgotten = nn.Linear(2, 2)
     forgotten.engine = halfpeak.prepare(forgotten, _sgd(forgotten), "O0")  # type: ignore[assignment]
-    found = prepared_here()
+    found = trained_here()
     del forgotten
     gc.collect()
     assert all(one.optimizer is optimizer for one, optimizer in found.items())

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -200,13 +200,16 @@ def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
     Code that :func:`torch.compile` traces enters the ``traced`` form of a scope. The compiler of torch 2.11 cannot trace a
     null context, so None enters none.
     """
-    if not is_dynamo_compiling():
-        with restoring_scopes(), disable_casts(), nullcontext() if casting is None else casting:
-            yield
-    elif casting is None:
+    if casting is None and is_dynamo_compiling():
         yield
-    else:
+    elif casting is None:
+        with disable_casts():
+            yield
+    elif is_dynamo_compiling():
         with casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting:
+            yield
+    else:
+        with restoring_scopes(), disable_casts(), casting:
             yield
 
 

@@ -59,8 +59,9 @@ class EngineContext:
         return [one.optimizer for one in self.prepared]
 
     def catch_up(self) -> None:
-        """Before a forward pass: a step that an exception has left is put right, and a new one may begin."""
+        """Before a forward pass: end a step that an exception has left, and follow who wrote masters or statistics since."""
         self.train_step.catch_up(self.prepared)
+        self.masters.agree_on_requires_grad()
         self.masters.follow_masters()
         self.stats.begin_forward()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending
@@ -196,6 +197,7 @@ class PreparedOptimizer:
     def pairs_for_backward(self) -> ParamPairs:
         """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
         self.finish_or_discard()
+        self.masters.agree_on_requires_grad()
         self.unscale_pending()
         table = self._table
         if table is None or not table.is_current(self.optimizer):
@@ -408,10 +410,6 @@ class PreparedOptimizer:
             self.disarm()
             self.masters.release(optimizer)
 
-    def trained_here(self) -> Optimizer | None:
-        """The optimizer, if this thread trains it and it still exists."""
-        return self._optimizer() if self.thread == threading.get_ident() else None
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepArguments | None:
@@ -485,12 +483,19 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
     return None
 
 
-def prepared_here() -> dict[PreparedOptimizer, Optimizer]:
+@untraced
+def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
     """What watches every optimizer of every engine that this thread trains, in the order they were prepared.
 
     With the optimizers, which must not be collected while somebody goes through them.
+
+    Args:
+        prepared: which this thread trains from now on.
     """
-    alive = ((one, one.trained_here()) for one in list(_PREPARED))
+    here = threading.get_ident()
+    for one in prepared:
+        one.thread = here
+    alive = ((one, one._optimizer()) for one in list(_PREPARED) if one.thread == here)
     return {one: optimizer for one, optimizer in alive if optimizer is not None}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import is_on_host, read_host, untraced
+from halfpeak.core.torch_compat import is_on_host, read_host
 from halfpeak.engine.amp_protocol import takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
@@ -45,7 +44,7 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall, prepared_here
+from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall, trained_here
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
@@ -97,7 +96,6 @@ class TrainStep:
             (s.config.patience for s in scalers if s.config.patience is not None), default=math.inf
         )
         self._collapse_after_step: LossScaleCollapse | None = None
-        self._noted_grads: NonfiniteGrads | None = None
 
     # The backward pass.
 
@@ -123,14 +121,15 @@ class TrainStep:
             preserved: optimizers whose gradients the caller sets aside and puts back.
         """
         self.recover(prepared)
-        known = _trained_here(prepared)
+        known = trained_here(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
         try:
-            scope.stash()
             scale = scope.begin(scaler)
-            others.stash(scope.model_params)
-            self._unmanaged.stash([*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)])
+            others.stash(scope.all_pairs.model_params)
+            self._unmanaged.stash(
+                [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)]
+            )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             yield scale_loss(loss, scale)
@@ -189,19 +188,19 @@ class TrainStep:
             optimizer = self._fused_of(prepared)
             fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
-            has_gradients = True
+            has_gradients, nonfinite = True, None
             if decision is not None:
                 found_inf: Tensor | bool = decision.found_inf
                 norm = None if limit_of_norm(self._config.clip) is None else decision.grad_norm
                 result = decision.found_inf
             else:
-                found_infs, norm, has_gradients = self._unscale_and_clip(prepared, fused)
+                found_infs, norm, has_gradients, nonfinite = self._unscale_and_clip(prepared, fused)
                 found_infs = self.reducer.all_reduce_in_step(found_infs, self._record.num_dropped)
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)
-            noted, self._noted_grads = self._noted_grads, None
-            grads = noted or self._collapse.nonfinite_grads(prepared if is_known_to_skip(found_inf) else ())
+            if nonfinite is None and is_known_to_skip(found_inf):
+                nonfinite = self._collapse.nonfinite_grads(prepared)
             with disable_casts():
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
@@ -209,7 +208,7 @@ class TrainStep:
             self.poll_stuck(None if decision is None else decision.stuck)
             if collapse is not None:
                 raise collapse
-        return StepResult(result, self._scale, norm, has_gradients=has_gradients, grads=grads)
+        return StepResult(result, self._scale, norm, has_gradients=has_gradients, grads=nonfinite)
 
     def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
         """The optimizer whose step may be given gradients beside ``.grad``: a fused one, alone, and no hook that would look."""
@@ -253,12 +252,13 @@ class TrainStep:
 
     def _unscale_and_clip(
         self, prepared: Sequence[PreparedOptimizer], fused: FusedGrads | None
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """``found_inf`` of the step and of each loss, the norm before clipping, and whether there is a gradient.
+    ) -> tuple[Tensor, Tensor | None, bool, NonfiniteGrads | None]:
+        """``found_inf`` of the step and of each loss, the norm before clipping, whether there is a gradient, and which are
+        not finite, where the host knows that one is not: clipping will spread one nan over all.
 
         Ranks that decide together count their steps together, whichever of them has gradients.
         """  # f32[1 + losses], f32[] or None
-        has_gradients = True
+        has_gradients, nonfinite = True, None
         if fused is None:
             for one in prepared:
                 one.check_unseen_grads()
@@ -268,9 +268,8 @@ class TrainStep:
                     refuse_only_unseen_backward(one.window, one.pairs())
             grads = _main_grads(prepared)
             has_gradients = bool(grads) or not self.reducer.is_local
-            # Before clipping spreads one nan over all.
-            skips = is_known_to_skip(found_infs[0])
-            self._noted_grads = self._collapse.nonfinite_grads(prepared) if skips else None
+            if is_known_to_skip(found_infs[0]):
+                nonfinite = self._collapse.nonfinite_grads(prepared)
             norm = self._config.clip(grads)
         else:
             (one,) = prepared
@@ -281,7 +280,7 @@ class TrainStep:
             fused.hand_over(clip_coef)
         if norm is not None:
             _find_infinite(norm, found_infs)
-        return found_infs, norm, has_gradients
+        return found_infs, norm, has_gradients, nonfinite
 
     def unscaled_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
         """Whether a gradient of the window was not finite: of the step, then of each loss.  # f32[1 + losses]
@@ -505,14 +504,6 @@ class TrainStep:
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
-
-
-@untraced
-def _trained_here(prepared: Sequence[PreparedOptimizer]) -> dict[PreparedOptimizer, Optimizer]:
-    """The optimizers that this thread trains, of all engines; from now on ``prepared`` are among them."""
-    for one in prepared:
-        one.thread = get_ident()
-    return prepared_here()
 
 
 def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:

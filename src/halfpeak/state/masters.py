@@ -59,10 +59,13 @@ class Masters:
 
     ::
 
-        publish           after a step: the parameters from the masters
-        follow_masters    before a forward pass: from masters that were written or frozen outside of a step (SAM, Lookahead)
-        refresh           before a backward pass: the masters from parameters that were written (load, broadcast, clamp)
-        follow_values     before a step: from parameters that were written through ``parameter.data``, which leaves no trace
+        publish                  after a step: the parameters from the masters
+        follow_masters           before a forward pass: from masters that were written outside of a step (SAM, Lookahead)
+        refresh                  before a backward pass and a step: the masters from parameters that were written (load,
+                                 broadcast, clamp)
+        follow_values            before a step: from parameters that were written through ``parameter.data``, which leaves
+                                 no trace
+        agree_on_requires_grad   before either pass
 
     Args:
         wanted: False never makes a master, for policies that step low parameters themselves.
@@ -182,6 +185,7 @@ class Masters:
 
     def release(self, optimizer: Optimizer) -> None:
         """Undo :meth:`adopt`: put the low parameters back into the optimizer's groups, with their state."""
+        self.agree_on_requires_grad()
         self.follow_masters()
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -249,11 +253,7 @@ class Masters:
         self._low_samples[index] = _Sample.of(self._low[index], indices)
 
     def follow_masters(self) -> None:
-        """Publish what optimizers have moved in a step that was not published, or outside of their steps.
-
-        Whichever side was frozen or unfrozen, the other follows.
-        """
-        self._agree_on_requires_grad()
+        """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
         written = set(self._stepped).union(*(s.indices for s in self._samples.values() if s.is_written()))
         if not self._high_versions.unchanged(self._high):
             written.update(
@@ -261,7 +261,8 @@ class Masters:
             )
         self._publish(sorted(written))
 
-    def _agree_on_requires_grad(self) -> None:
+    def agree_on_requires_grad(self) -> None:
+        """Whichever side was frozen or unfrozen, the other follows."""
         low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
         if low != high:
             for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
@@ -311,11 +312,12 @@ class Masters:
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
+        if not self._stepped and self._versions.unchanged(self._low):
+            return
         self.follow_masters()
-        if not self._versions.unchanged(self._low):
-            for index in range(len(self._low)):
-                if not self._versions.is_unchanged(index, self._low[index]):
-                    self._follow(index)
+        for index, low in enumerate(self._low):
+            if not self._versions.is_unchanged(index, low):
+                self._follow(index)
 
     def follow_values(self, optimizer: Optimizer) -> None:
         """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.

@@ -53,7 +53,7 @@ class BackwardScope:
 
     ::
 
-        stash       set model.grad aside, unless it waits scaled
+        begin       set model.grad aside, unless it waits scaled
         (backward: autograd writes model.grad, scaled)
         accumulate  main.grad += model.grad / scale, in the dtype of the main parameter
         leave       leave model.grad scaled for a later pass, or for the step
@@ -66,6 +66,8 @@ class BackwardScope:
 
     Attributes:
         pairs: the parameters of each optimizer.
+        all_pairs: those of all, each once.
+        has_begun: whether the backward pass has.
         found_inf: 1 if one of the new gradients is not finite.  # f32[]
     """
 
@@ -73,17 +75,21 @@ class BackwardScope:
         self._prepared = prepared
         self.pairs: list[ParamPairs] = []
         self._windows: list[Window] = []
-        self._pairs = ParamPairs()  # of all optimizers, each once
+        self.all_pairs: ParamPairs = _NO_PAIRS
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds_any = False
         self._adds_to_scaled = False
-        self._has_begun = False
+        self.has_begun = False
         self._is_done = False
         self.found_inf = torch.zeros_like(prepared[0].found_inf)
 
     @untraced
-    def stash(self) -> None:
-        """Set aside what is there, unless it waits scaled."""
+    def begin(self, scaler: LossScaler) -> Tensor:
+        """Set aside what is there, unless it waits scaled; returns what the loss is multiplied by.  # f32[]
+
+        Raises:
+            OrderError: gradients wait that another loss scaler has scaled.
+        """
         seen: set[int] = set()
         for prepared in self._prepared:
             self._windows.append(prepared.window)
@@ -92,11 +98,14 @@ class BackwardScope:
             if len(self._prepared) > 1:
                 pairs = ParamPairs(pair for pair in pairs if id(pair.model) not in seen)
                 seen.update(id(pair.model) for pair in pairs)
-            self._pairs = ParamPairs([*self._pairs, *pairs]) if self._pairs else pairs
+            self.all_pairs = ParamPairs([*self.all_pairs, *pairs]) if self.all_pairs else pairs
             if isinstance(prepared.window, Scaled):
                 self._adds_to_scaled = True
             else:
                 self._stash(pairs.model_params)
+        scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
+        self.has_begun = True
+        return scale
 
     def _stash(self, parameters: list[Tensor]) -> None:
         grads = gradients_of(parameters)
@@ -108,16 +117,6 @@ class BackwardScope:
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
                 parameter.grad = None
-
-    def begin(self, scaler: LossScaler) -> Tensor:
-        """The backward pass begins; returns what its loss is multiplied by.  # f32[]
-
-        Raises:
-            OrderError: gradients wait that another loss scaler has scaled.
-        """
-        scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
-        self._has_begun = True
-        return scale
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
         """What becomes of the gradients.
@@ -148,28 +147,18 @@ class BackwardScope:
 
     @untraced
     def rollback(self) -> bool:
-        """Undo :meth:`stash`; False where that cannot be: waiting gradients were added to, or new ones accumulated."""
-        if self._is_done or (self._has_begun and self._adds_to_scaled):
+        """Undo :meth:`begin`; False where that cannot be: waiting gradients were added to, or new ones accumulated."""
+        if self._is_done or (self.has_begun and self._adds_to_scaled):
             return False
         for parameter, grad in self._held:
             parameter.grad = grad
-        # Those that :meth:`stash` came to.
+        # Those that :meth:`begin` came to.
         for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))
             elif isinstance(prepared.window, Unscaled):
                 prepared.set_window(rewatched(prepared.window, before))
         return True
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the backward pass has."""
-        return self._has_begun
-
-    @property
-    def model_params(self) -> list[Tensor]:
-        """What the backward pass is for."""
-        return self._pairs.model_params
 
     @untraced
     def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
@@ -202,22 +191,23 @@ class BackwardScope:
             for prepared in self._prepared:
                 if isinstance(prepared.window, Scaled):
                     stashed.update(prepared.window.stashed)
-        kernels = kernels_for([prepared.optimizer for prepared in self._prepared], self._pairs.main_params)
+        kernels = kernels_for([prepared.optimizer for prepared in self._prepared], self.all_pairs.main_params)
         # One pool of buffers for all; the optimizers of two runs have two.
         buffers = self._prepared[0].masters.grad_buffers
         if any(prepared.masters.grad_buffers is not buffers for prepared in self._prepared):
             buffers = None
         accumulator = GradAccumulator(scale.reciprocal(), self.found_inf, kernels, buffers)
-        accumulator.accumulate(self._pairs, stashed)
+        accumulator.accumulate(self.all_pairs, stashed)
         for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
             prepared.set_window(after_backward(prepared.window, pairs, self.found_inf))
 
     def _are_plain(self) -> bool:
         """Whether there are new gradients, and all are dense and have no graph."""
-        grads = [grad for grad in gradients_of(self._pairs.model_params) if grad is not None]
+        grads = [grad for grad in gradients_of(self.all_pairs.model_params) if grad is not None]
         return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
 
 
+_NO_PAIRS: Final = ParamPairs()
 _HAS_GRAPH: Final = attrgetter("requires_grad")
 _IS_SPARSE: Final = attrgetter("is_sparse")
 
