@@ -10,6 +10,8 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,18 +61,22 @@ def time_variants(variants: Mapping[str, Variant], *, device: str, rounds: int) 
     """Processor time and wall clock per repetition, by variant.
 
     Variants take turns within each round, forwards and backwards, so that whatever else the machine does falls on all of
-    them alike. Garbage is collected before and not in between.
+    them alike. Garbage is collected before and not in between. Each has a thread of its own: an engine also looks after the
+    gradients of other engines that its thread trains, and a training job has no other.
     """
-    repeats = {name: _repeats(run, device) for name, run in variants.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
-    gc.collect()
-    gc.disable()
-    try:
+    with ExitStack() as stack:
+        threads = {name: stack.enter_context(ThreadPoolExecutor(1)) for name in variants}
+        repeats = {
+            name: threads[name].submit(_repeats, run, device).result() for name, run in variants.items()
+        }
+        gc.collect()
+        gc.disable()
+        stack.callback(gc.enable)
         for number in range(rounds):
             for name in list(variants) if number % 2 == 0 else list(variants)[::-1]:
-                samples[name].append(_time(variants[name], repeats[name], device))
-    finally:
-        gc.enable()
+                timing = threads[name].submit(_time, variants[name], repeats[name], device)
+                samples[name].append(timing.result())
     return samples
 
 
