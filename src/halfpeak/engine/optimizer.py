@@ -209,7 +209,7 @@ class PreparedOptimizer:
         self.disarm()
         if isinstance(self.window, Unscaled):
             self._follow_edits(self.window, pairs)
-        elif not isinstance(self.window, Scaled):
+        elif isinstance(self.window, Empty):
             self._check_unseen(self.window, pairs)
         return pairs
 
