@@ -210,7 +210,7 @@ class PreparedOptimizer:
         if isinstance(self.window, Unscaled):
             self._follow_edits(self.window, pairs)
         elif isinstance(self.window, Empty):
-            self._check_unseen(self.window, pairs)
+            self.check_unseen_grads(pairs)
         return pairs
 
     def disarm(self) -> None:
@@ -306,23 +306,21 @@ class PreparedOptimizer:
         )
         self.window = replace(self.window, found_inf=found_inf)
 
-    def check_unseen_grads(self) -> None:
-        """Look at unscaled gradients that no backward pass of the engine has left, before a step reads them.
+    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> None:
+        """Look at unscaled gradients of ``pairs`` that no backward pass of the engine has left, before a step reads them.
 
         ``loss.backward()``, a pipeline's schedule, or whoever wrote to gradients has put them there.
         """
         self.unscale_pending()
-        if isinstance(self.window, Empty | Unscaled):
-            self._check_unseen(self.window, self.pairs())
-
-    def _check_unseen(self, window: Empty | Unscaled, pairs: ParamPairs) -> None:
+        window, pairs = self.window, self.pairs() if pairs is None else pairs
         if isinstance(window, Empty):
-            window, unseen = self._empty, pairs.main_grads()
-        else:
+            window, grads = self._empty, pairs.main_grads()
+        elif isinstance(window, Unscaled):
             known = set(map(id, window.snapshot.holders))
-            changed = [*window.snapshot.changed(), *(h for h in pairs.with_gradient() if id(h) not in known)]
-            unseen = [holder.grad for holder in changed]
-        grads = [grad for grad in unseen if grad is not None]
+            unseen = [*window.snapshot.changed(), *(h for h in pairs.with_gradient() if id(h) not in known)]
+            grads = [holder.grad for holder in unseen if holder.grad is not None]
+        else:
+            return
         if grads:
             found_inf = window.found_inf.clone()
             foreach.check_(grads, found_inf)
@@ -348,8 +346,7 @@ class PreparedOptimizer:
 
     def cancel_fused_inputs(self) -> None:
         """A fused optimizer is to read its parameters' own gradients again."""
-        optimizer = self._optimizer()
-        if isinstance(optimizer, FusedOptimizer):
+        if isinstance(optimizer := self._optimizer(), FusedOptimizer):
             optimizer.set_step_inputs(None)
 
     def empty_window(self) -> None:
