@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,29 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
+from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
 from support.nets import OPTIMIZERS, make_batch
 
 Spoil = Callable[[Tensor], Tensor]
 
 
+class Entries(LogBuffer):
+    """A log buffer that keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[dict[str, Any], float]] = []
+
+    def update(self, vars: Mapping[str, Any], count: float = 1) -> None:
+        super().update(vars, count)
+        self.entries.append((dict(vars), count))
+
+
 def make_loop(model: nn.Module, kind: str = "sgd", total: int = 12) -> Loop:
     loop = Loop(model, max_iters=total)
     loop.optimizer = OPTIMIZERS[kind](model.parameters())
+    loop.log_buffer = Entries()
     return loop
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -15,24 +14,19 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint.scaler_states import ScalerState, from_grad_scaler, to_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim import resume_state
 from halfpeak.optim.base import is_optimizer
+from halfpeak.optim.loss_scale import parse_loss_scale
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.grad_scaler_attrs import GradScalerAttrs
 from halfpeak.state.loss_scaler import LossScaler
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_GRAD_SCALER_KEYS: Final = {
-    "init_scale": "init",
-    "growth_factor": "growth",
-    "backoff_factor": "backoff",
-    "growth_interval": "interval",
-}
 
 
 class AmpOptimWrapper(OptimWrapper):
@@ -43,7 +37,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     Args:
         loss_scale: ``"dynamic"``, a number (a static scale), or a dict: ``GradScaler``'s keys ``init_scale``,
-            ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, or those of
+            ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, those of mmcv's ``LossScaler``, or of
             :class:`~halfpeak.ScaleConfig`.
         dtype: the low dtype, by name or as a dtype; None means bfloat16 on a CPU and float16 elsewhere.
         use_fsdp: gradients are shards, so all ranks agree on skipping a step. Shards of FSDP2 do so without it.
@@ -73,7 +67,7 @@ class AmpOptimWrapper(OptimWrapper):
         **kwargs: Any,
     ) -> None:
         self.cast_dtype = _parse_cast_dtype(dtype)
-        self._scale_config = parse_scale(loss_scale)
+        self._scale_config = parse_loss_scale(loss_scale)
         self._is_default = isinstance(loss_scale, str)
         if not isinstance(use_fsdp, bool):
             raise ConfigTypeError(f"use_fsdp={short_repr(use_fsdp)} must be True or False")
@@ -268,51 +262,6 @@ class WrapperScaler(GradScalerAttrs):
             return to_grad_scaler(numbers_of(self._scaler), self._scaler.config)
         rule = self._wrapper._scale_config
         return {} if rule is None else to_grad_scaler(numbers_of(LossScaler(rule)), rule)
-
-
-def parse_scale(loss_scale: object) -> ScaleConfig | None:
-    """The schedule that a wrapper's ``loss_scale`` means; None for a scaler that is switched off.
-
-    >>> parse_scale(512).dynamic, parse_scale({"init_scale": 8.0}).init
-    (False, 8.0)
-
-    Raises:
-        ConfigTypeError: not ``"dynamic"``, a number or a dict.
-        ConfigError: an unknown key, or a value out of range.
-    """
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return ScaleConfig()
-    if isinstance(loss_scale, Mapping):
-        return _parse_scale_dict(loss_scale)
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
-        raise ConfigTypeError(
-            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
-        )
-    return ScaleConfig.static(require_scale("loss_scale", loss_scale))
-
-
-def _parse_scale_dict(given: Mapping[str, Any]) -> ScaleConfig | None:
-    own = {field.name for field in fields(ScaleConfig)}
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        name = _GRAD_SCALER_KEYS.get(key, key)
-        if key == "enabled":
-            continue
-        if name not in own:
-            allowed = (*_GRAD_SCALER_KEYS, "enabled", *sorted(own))
-            near = get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"unknown key {short_repr(key)} in loss_scale; allowed: {', '.join(allowed)}{hint}"
-            )
-        values[name] = value
-    try:
-        config = ScaleConfig(**values)
-    except ConfigError as error:
-        raise ConfigError(f"loss_scale={short_repr(dict(given))}: {error}") from None
-    if not isinstance(given.get("enabled", True), bool):
-        raise ConfigTypeError(f"enabled={short_repr(given['enabled'])} in loss_scale must be True or False")
-    return config if given.get("enabled", True) else None
 
 
 def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:

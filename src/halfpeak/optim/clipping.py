@@ -44,8 +44,8 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
     ``foreach`` is accepted and changes nothing: lists are always clipped together.
 
     Raises:
-        ConfigTypeError: not a dict, or a flag that is not one.
-        ConfigError: empty, an unknown type or key, or a value out of range.
+        ConfigTypeError: not a dict, an unknown key, or a flag that is not one.
+        ConfigError: empty, an unknown type, or a value out of range.
 
     >>> parse_clip_grad({"type": "value", "clip_value": 0.5})
     ClipValue(value=0.5)
@@ -86,12 +86,12 @@ def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: st
         if key in allowed:
             continue
         if key in _VALUE_KEYS:
-            raise ConfigError(
+            raise ConfigTypeError(
                 f"{short_repr(key)} in clip_grad clips by value; write dict(type='value', {key}={short_repr(given[key])})"
             )
         near = get_close_matches(str(key), allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
+        raise ConfigTypeError(
             f"unknown key {short_repr(key)} in clip_grad of type {short_repr(kind)}; allowed: {', '.join(allowed)}{hint}"
         )
     if required not in given:

@@ -18,11 +18,10 @@ Number = float | Tensor
 class LogBuffer:
     """Collects named numbers with weights and averages the last of them.
 
-    Tensors are kept on their device; only averaging waits for it.
+    Tensors are kept on their device; only who averages or reads them waits for it.
 
     Attributes:
-        val_history: every value since :meth:`clear`, by name.
-        n_history: its weight, usually a batch size.
+        n_history: the weights of :attr:`val_history`, usually batch sizes.
         output: the averages, and the values that hooks put beside them.
         ready: whether ``output`` is to be logged.
 
@@ -35,10 +34,17 @@ class LogBuffer:
     """
 
     def __init__(self) -> None:
-        self.val_history: dict[str, list[Number]] = {}
+        self._values: dict[str, list[Number]] = {}
         self.n_history: dict[str, list[float]] = {}
         self.output: dict[str, Any] = {}
         self.ready = False
+
+    @property
+    def val_history(self) -> dict[str, list[float]]:
+        """Every value since :meth:`clear`, by name: numbers, not tensors. Waits for the device."""
+        for values in self._values.values():
+            values[:] = [float(value) for value in values]
+        return self._values  # type: ignore[return-value]
 
     def update(self, vars: Mapping[str, Number], count: float = 1) -> None:
         """Add one value per name.
@@ -52,7 +58,7 @@ class LogBuffer:
             )
         numbers = {name: _number(name, value) for name, value in vars.items()}
         for name, value in numbers.items():
-            self.val_history.setdefault(name, []).append(value)
+            self._values.setdefault(name, []).append(value)
             self.n_history.setdefault(name, []).append(count)
 
     def average(self, n: int = 0) -> None:
@@ -65,7 +71,7 @@ class LogBuffer:
         """
         if n < 0:
             raise ConfigError(f"n={n} must be 0 (all values) or the number of last values to average")
-        for name, history in self.val_history.items():
+        for name, history in self._values.items():
             values, counts = [float(value) for value in history[-n:]], self.n_history[name][-n:]
             total = math.fsum(counts)
             weighted = math.fsum(value * count for value, count in zip(values, counts, strict=True))
@@ -79,14 +85,14 @@ class LogBuffer:
 
     def clear(self) -> None:
         """Drop everything."""
-        self.val_history.clear()
+        self._values.clear()
         self.n_history.clear()
         self.clear_output()
 
     def state_dict(self) -> dict[str, Any]:
         """The values and their weights, as numbers. Waits for the device."""
         return {
-            "values": {name: [float(value) for value in values] for name, values in self.val_history.items()},
+            "values": {name: [float(value) for value in values] for name, values in self._values.items()},
             "counts": {name: list(counts) for name, counts in self.n_history.items()},
         }
 
@@ -107,7 +113,7 @@ class LogBuffer:
                     f"the log of {short_repr(name)} must be of numbers, not {short_repr(history)}"
                 )
         self.clear()
-        self.val_history.update({name: list(history) for name, history in values.items()})
+        self._values.update({name: list(history) for name, history in values.items()})
         self.n_history.update({name: list(weights) for name, weights in counts.items()})
 
 

@@ -1,4 +1,4 @@
-"""What ``loss_scale=`` means, and LossScaler: a loss scale for loops that scale, check and step by themselves.
+"""LossScaler: a loss scale for loops that scale, check and step by themselves.
 
 Answers to mmcv 1.7.2.
 """
@@ -6,91 +6,17 @@ Answers to mmcv 1.7.2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.scaler_states import from_mmcv
-from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
-from halfpeak.core.schedule import ScaleConfig, require_scale
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.schedule import ScaleConfig
 from halfpeak.ops import foreach
-from halfpeak.optim.registry import unknown_key
+from halfpeak.optim.loss_scale import MMCV_RULE, parse_loss_scale
 from halfpeak.state.loss_scaler import LossScaler as EngineScaler
-
-MMCV_RULE: Final = ScaleConfig(init=2.0**32, interval=1000, floor=1.0, ceiling=2.0**32)
-"""The constants of mmcv's ``LossScaler``, and a ceiling, which mmcv does not have."""
-
-TORCH_RULE: Final = ScaleConfig()
-"""The constants of ``torch.amp.GradScaler``, with bounds."""
-
-_NAMES: Final = {
-    "init_scale": "init",
-    "growth_factor": "growth",
-    "backoff_factor": "backoff",
-    "growth_interval": "interval",
-    "scale_window": "interval",
-}
-
-
-def parse_loss_scale(loss_scale: object, rule: ScaleConfig) -> ScaleConfig:
-    """The schedule that ``loss_scale`` means, with the constants of ``rule`` where it leaves them open.
-
-    Args:
-        loss_scale: ``"dynamic"``; a number, which is a static scale; or a dict with keys of mmcv's ``LossScaler``
-            (``init_scale``, ``mode``, ``scale_factor``, ``scale_window``), of torch's ``GradScaler``, or of
-            :class:`~halfpeak.ScaleConfig`.
-
-    Raises:
-        ConfigTypeError: anything else.
-        ConfigError: an unknown key, or a value out of range.
-
-    >>> parse_loss_scale({"init_scale": 512.0, "scale_factor": 4.0}, MMCV_RULE).backoff
-    0.25
-    >>> parse_loss_scale(512, TORCH_RULE).dynamic
-    False
-    """
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return rule
-    if isinstance(loss_scale, Mapping):
-        return _parse_dict(loss_scale, rule)
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
-        raise ConfigTypeError(
-            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
-        )
-    return ScaleConfig.static(require_scale("loss_scale", loss_scale))
-
-
-def _parse_dict(given: Mapping[str, Any], rule: ScaleConfig) -> ScaleConfig:
-    own = [field.name for field in fields(ScaleConfig)]
-    allowed = [*_NAMES, "mode", "scale_factor", "enabled", *own]
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in allowed:
-            raise ConfigError(unknown_key("loss_scale", key, allowed))
-        if key == "mode":
-            if value not in ("dynamic", "static"):
-                raise ConfigError(f"mode={short_repr(value)} in loss_scale must be 'dynamic' or 'static'")
-            values["dynamic"] = value == "dynamic"
-        elif key == "scale_factor":
-            values["growth"] = require_scale("scale_factor", value)
-            values["backoff"] = 1 / values["growth"]
-        elif key == "enabled":
-            if not isinstance(value, bool):
-                raise ConfigTypeError(f"enabled={short_repr(value)} in loss_scale must be True or False")
-        else:
-            values[_NAMES.get(key, key)] = value
-    config = _with_bounds(rule, values)
-    return config if given.get("enabled", True) else ScaleConfig.static()
-
-
-def _with_bounds(rule: ScaleConfig, values: Mapping[str, Any]) -> ScaleConfig:
-    """``rule`` with ``values``; a first scale beyond its bounds moves them, unless they were given."""
-    config = replace(rule, **values)
-    bounds = {"floor": min(config.floor, config.init), "ceiling": max(config.ceiling, config.init)}
-    return replace(config, **{name: bound for name, bound in bounds.items() if name not in values})
 
 
 class LossScaler:
@@ -137,7 +63,8 @@ class LossScaler:
             "scale_window": scale_window,
         }
         # Up to the largest power of two in float32; the loop that uses this class bounds the scale itself.
-        self._scaler = EngineScaler(parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE))
+        config = parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE)
+        self._scaler = EngineScaler(config or MMCV_RULE)
         self.mode = mode
         self.scale_factor = scale_factor
         self.scale_window = scale_window

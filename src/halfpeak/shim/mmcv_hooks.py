@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from halfpeak.runner import (
     HOOKS,
     Fp16OptimizerHook,
@@ -52,16 +50,9 @@ def make_hooks(base: type) -> dict[str, type]:
 
 
 class _OnMmcvRunner:
-    """Adapts a hook to mmcv's own runners, whose ``meta`` may be None and whose log cannot average tensors on a device."""
+    """Adapts a hook to mmcv's own runners, whose ``meta`` may be None."""
 
     def before_run(self, runner: Any) -> None:
         if runner.meta is None:
             runner.meta = {}
         super().before_run(runner)  # type: ignore[misc]
-
-    def after_train_iter(self, runner: Any) -> None:
-        super().after_train_iter(runner)  # type: ignore[misc]
-        # The log averages with NumPy.
-        norms = runner.log_buffer.val_history.get("grad_norm", [])
-        if norms and isinstance(norms[-1], Tensor):
-            norms[-1] = float(norms[-1])

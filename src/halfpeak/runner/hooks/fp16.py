@@ -6,17 +6,20 @@ Answers to mmcv 1.7.2.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim.amp_wrapper import numbers_of
+from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.optim.skip_watch import SkipWatch
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
@@ -32,7 +35,7 @@ from halfpeak.runner.fp16_model import (
 from halfpeak.runner.hook import RunnerView
 from halfpeak.runner.hooks.arguments import require_flag
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
-from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE, LossScaler, parse_loss_scale
+from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler as EngineScaler
 
@@ -60,7 +63,7 @@ class Fp16OptimizerHook(OptimizerHook):
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: their size in MiB; -1 for one bucket per dtype and device.
         loss_scale: a number (a static scale), ``"dynamic"``, or a dict; see
-            :func:`~halfpeak.runner.loss_scaler.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
+            :func:`~halfpeak.optim.loss_scale.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
             ``LossScaler`` (from 2**32 on) with ``mode="master"`` and torch's with ``mode="autocast"``.
         distributed: with several ranks, average the gradients of a model without ``DistributedDataParallel``.
         mode: ``"master"`` or ``"autocast"``.
@@ -99,7 +102,8 @@ class Fp16OptimizerHook(OptimizerHook):
         self.distributed = require_flag("distributed", distributed)
         parse_bucket_size(bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
-        self._scale = parse_loss_scale(loss_scale, TORCH_RULE if self.mode == "autocast" else MMCV_RULE)
+        rule = TORCH_RULE if self.mode == "autocast" else MMCV_RULE
+        self._scale = parse_loss_scale(loss_scale, rule) or ScaleConfig.static()
         self.loss_scaler = LossScaler.of(self._scale)
         self._record: ScalerRecord | None = None
         self._reduces = False
@@ -120,6 +124,18 @@ class Fp16OptimizerHook(OptimizerHook):
         if self._record is not None:
             _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record.read()
         super().after_run(runner)
+
+    def copy_grads_to_fp32(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
+        """Move the gradients of the model, still scaled, to the masters: for an ``after_train_iter`` of your own.
+
+        With ``mode="autocast"`` they are there already.
+        """
+        for parameter, master in [] if self._engine is None else self._engine.masters:
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.to(master.dtype), None
+
+    def copy_params_to_fp16(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
+        """Nothing is left to do: ``optimizer.step()`` has rounded the masters into the weights."""
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Autocast for a model without ``auto_fp16``."""
@@ -266,7 +282,7 @@ def _refuse_overrides(cls: type) -> None:
         ("copy_grads_to_fp32", "adds gradients to float32 masters"),
         ("copy_params_to_fp16", "rounds the masters into the weights"),
     ):
-        if hasattr(cls, name):
+        if getattr(cls, name) is not getattr(Fp16OptimizerHook, name):
             raise ConfigError(
                 f"{cls.__name__} overrides {name}, which is not called: the engine {does}; override clip_grads(params), which "
                 "gets the unscaled float32 gradients before the step, or register a hook that changes the weights after it"

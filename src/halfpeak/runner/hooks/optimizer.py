@@ -29,7 +29,7 @@ from halfpeak.engine.prepare import build
 from halfpeak.engine.sync import synchronising
 from halfpeak.engine.validation import prepared_of
 from halfpeak.optim import resume_state
-from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.base import BaseOptimWrapper, is_torch_optimizer
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.unwrap import unwrap
@@ -37,6 +37,7 @@ from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.hooks.arguments import require_count, require_flag
+from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.state.clip import Clip
 
 
@@ -62,7 +63,7 @@ class OptimizerHook(Hook):
     >>> OptimizerHook(grad_clip=dict(max_nrom=1.0))
     Traceback (most recent call last):
     ...
-    halfpeak.core.errors.ConfigError: unknown key 'max_nrom' in grad_clip of type 'norm'; allowed: ...
+    halfpeak.core.errors.ConfigTypeError: unknown key 'max_nrom' in grad_clip of type 'norm'; allowed: ...
     """
 
     # Class attributes, because subclasses written for mmcv often do not call ``super().__init__()``.
@@ -163,7 +164,7 @@ class OptimizerHook(Hook):
 
     def _is_foreign(self, optimizer: Any) -> bool:
         """Whether this has the methods of an optimizer, is no optimizer of torch, and this hook can step it."""
-        if not self._steps_foreign or isinstance(optimizer, (Optimizer, BaseOptimWrapper, Mapping)):
+        if not self._steps_foreign or is_torch_optimizer(optimizer) or isinstance(optimizer, Mapping):
             return False
         return callable(getattr(optimizer, "zero_grad", None)) and callable(getattr(optimizer, "step", None))
 
@@ -175,7 +176,7 @@ class OptimizerHook(Hook):
         loss.backward()
         norm = None if self.grad_clip is None else self.clip_grads(runner.model.parameters())
         if norm is not None:
-            runner.log_buffer.update({"grad_norm": norm}, runner.outputs.get("num_samples", 1))
+            _log_norm(runner, norm)
         runner.optimizer.step()
 
     def _ready(self, runner: RunnerView) -> Engine:
@@ -226,7 +227,7 @@ class OptimizerHook(Hook):
         runner.step_result = result = engine.step(keep_gradients=keep_gradients)
         norm = result.grad_norm if norm is None else norm
         if norm is not None and has_gradients:
-            runner.log_buffer.update({"grad_norm": norm}, runner.outputs.get("num_samples", 1))
+            _log_norm(runner, norm)
 
 
 @HOOKS.register_module()
@@ -366,6 +367,12 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
     raise ConfigTypeError(
         f"{name} needs a torch.optim.Optimizer in runner.optimizer, not {type(optimizer).__name__}; pass optimizer=..."
     )
+
+
+def _log_norm(runner: RunnerView, norm: Tensor) -> None:
+    """Log the norm: a tensor for our own buffer, which reads it when it is asked; a number for others, which cannot."""
+    value = norm if isinstance(runner.log_buffer, LogBuffer) else float(norm)
+    runner.log_buffer.update({"grad_norm": value}, runner.outputs.get("num_samples", 1))
 
 
 def require_loss(runner: RunnerView) -> Tensor:
