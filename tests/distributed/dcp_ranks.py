@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
@@ -28,13 +29,13 @@ KINDS = ("shards", "copies", "alone")
 class Run:
     """A model of one kind with its engine."""
 
-    def __init__(self, kind: str, level: str, every: int = 1) -> None:
+    def __init__(self, kind: str, level: str, every: int = 1, order: int = 1) -> None:
         make = FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
         kind = kind.removeprefix("fused ")
         self.parts = 1 if kind == "alone" else dist.get_world_size()
         self.part = dist.get_rank() % self.parts
         self.model: nn.Module = fully_shard(net(), level) if kind == "shards" else net()
-        optimizer = make(self.model.parameters(), lr=1e-2)
+        optimizer = make([*self.model.parameters()][::order], lr=1e-2)
         scale = halfpeak.ScaleConfig(init=1024.0)
         self.engine = halfpeak.prepare(self.model, optimizer, level, clip=0.5, scale=scale, accumulate=every)
         self.wrapped = DistributedDataParallel(self.model) if kind == "copies" else self.model
@@ -58,10 +59,11 @@ class Run:
     def seen(self) -> dict[str, Any]:
         engine = self.engine
         state = engine.state_dict()
+        rows = [entry for _, entry in sorted(state["optimizers"][0]["state"].items())]
         return {
             "values": [full(value) for value in self.model.state_dict().values()],
-            "moments": [full(entry["exp_avg_sq"]) for entry in state["optimizers"][0]["state"].values()],
-            "steps": [float(entry["step"]) for entry in state["optimizers"][0]["state"].values()],
+            "moments": [full(entry["exp_avg_sq"]) for entry in rows],
+            "steps": [float(entry["step"]) for entry in rows],
             "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
             "scale": engine.read_scale(),
         }
@@ -99,6 +101,15 @@ def unstepped(folder: Path) -> dict[str, Any]:
     return {"straight": run.seen(), "resumed": other.seen()}
 
 
+def reordered(folder: Path) -> dict[str, Any]:
+    """An optimizer that has the parameters in another order takes the moments by their names."""
+    run, other = Run("shards", "O2"), Run("copies", "O2", order=-1)
+    run.train(range(3))
+    run.save(folder)
+    other.load(folder)
+    return {"straight": run.seen(), "resumed": other.seen()}
+
+
 def refusals(folder: Path) -> dict[str, str]:
     """What would lose gradients or moments in silence."""
 
@@ -114,8 +125,19 @@ def refusals(folder: Path) -> dict[str, str]:
         state["optimizers"][0]["state"] = {}
         run.engine.load_state_dict(state)
 
+    def torch_by_names() -> None:
+        run = Run("copies", "O2")
+        run.train(range(1))
+        get_state_dict(run.model, run.engine.optimizers)
+
+    def other_parameters() -> None:
+        run, other = Run("copies", "O2"), Run("copies", "O2")
+        state = run.engine.state_dict()
+        state["optimizers"][0]["param_groups"][0]["params"][0] = "trunk.weight"
+        other.engine.load_state_dict(state)
+
     found: dict[str, str] = {}
-    for call in (open_window, no_moments):
+    for call in (open_window, no_moments, torch_by_names, other_parameters):
         try:
             call()
             found[call.__name__] = "nothing"
@@ -137,6 +159,12 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
         " ".join(case): resumed(*case, folder / f"run{number}") for number, case in enumerate(cases())
     }
     seen["unstepped"] = unstepped(folder / "unstepped")
+    seen["reordered"] = reordered(folder / "reordered")
+    sharded = Run("shards", "O2")
+    sharded.train(range(1))
+    seen["by names"] = [
+        sorted(part) for part in get_state_dict(sharded.model, sharded.engine.optimizers)[1]["state"].values()
+    ]
     seen["refusals"] = refusals(folder)
     torch.save(seen, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

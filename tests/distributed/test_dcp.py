@@ -35,14 +35,27 @@ def test_who_loads_goes_on_where_the_other_was(ranks: Seen, level: str, source: 
                 torch.testing.assert_close(a, b, atol=close, rtol=0)
 
 
-def test_a_checkpoint_from_before_the_first_step(ranks: Seen) -> None:
-    assert all(same(seen["straight"], seen["resumed"]) for seen in ranks["unstepped"])
+@pytest.mark.parametrize("name", ["unstepped", "reordered"])
+def test_moments_go_where_their_names_are(ranks: Seen, name: str) -> None:
+    assert all(same(seen["straight"], seen["resumed"]) for seen in ranks[name])
+
+
+def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
+    assert all(set(map(tuple, seen)) == {("exp_avg", "exp_avg_sq", "step")} for seen in ranks["by names"])
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("open_window", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
+        (
+            "torch_by_names",
+            "OrderError: torch.distributed.checkpoint.state_dict finds an optimizer's state by",
+        ),
+        (
+            "other_parameters",
+            "StateError: the state is of other parameters: this optimizer has no ['trunk.weight']",
+        ),
         ("no_moments", "StateError: the state is of 1 steps and holds no moments"),
     ],
 )

@@ -1,19 +1,18 @@
-"""What an optimizer has never stepped, as state: a distributed checkpoint is read into tensors that are there before."""
+"""An optimizer's state as distributed checkpoints hold it: by names, and with moments of what was never stepped."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.state_checks import has_memory, is_number, require_mapping
-
-_NUMBER: Final = re.compile("[0-9]{1,9}")
+from halfpeak.core.errors import StateError
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
 
 
 def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,22 +32,61 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
     return {**state, "state": known}
 
 
-def without_initial_moments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without what was never stepped, which an optimizer makes by itself; keys as the optimizer numbers them.
-
-    A distributed checkpoint writes every key as a string, and puts plain values back under that.
+def without_initial_moments(state: object) -> dict[str, Any]:
+    """The state without what was never stepped, which an optimizer makes by itself.
 
     Raises:
         StateError: it is no state of an optimizer.
     """
-    rows = require_mapping(
-        require_mapping(state, "an optimizer's state").get("state"), "the state of an optimizer's parameters"
-    )
-    known: dict[Any, dict[str, Any]] = {}
-    for key, entry in rows.items():
-        index = int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
-        known.setdefault(index, {}).update(require_mapping(entry, "the state of a parameter"))
-    return {**state, "state": {i: entry for i, entry in known.items() if not _is_unstepped(entry)}}
+    known, rows = _parts_of(state)
+    return {**known, "state": {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}}
+
+
+def named(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The state with each parameter under its name, so that a checkpoint does not depend on their order in the groups.
+
+    >>> named({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, ["weight", "bias"])
+    {'state': {'weight': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['weight', 'bias']}]}
+    """
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {
+        **state,
+        "state": {names[i]: entry for i, entry in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
+    """A state by :func:`named`, or one with numbers, as an optimizer numbers parameters of these names.
+
+    Raises:
+        StateError: it is no state of an optimizer, or one of parameters with other names.
+    """
+    known, rows = _parts_of(state)
+    groups = [
+        dict(require_mapping(group, "a parameter group"))
+        for group in require_list(known.get("param_groups"), "parameter groups")
+    ]
+    sizes = [len(require_list(group.get("params"), "parameters of a group")) for group in groups]
+    given = [name for group in groups for name in group["params"]]
+    if not given or not all(isinstance(name, str) for name in given):
+        return dict(known)
+    numbers = {name: i for i, name in enumerate(names)}
+    unknown, missing = sorted(set(given) - set(names)), sorted(set(names) - set(given))
+    if unknown or missing or len(given) != len(names):
+        raise StateError(
+            f"the state is of other parameters: this optimizer has no {short_repr(unknown)}, and the state no "
+            f"{short_repr(missing)}; load the state of this model's optimizer"
+        )
+    start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        group["params"] = list(range(start, start + size))
+        start += size
+    return {
+        **known,
+        "state": {numbers.get(key, key): row for key, row in rows.items()},
+        "param_groups": groups,
+    }
 
 
 def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +114,12 @@ def has_moments(optimizer: Optimizer) -> bool:
     found = ((p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     first = next(found, None)
     return first is not None and bool(initial_moments(optimizer, *first))
+
+
+def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:
+    known = require_mapping(state, "an optimizer's state")
+    rows = require_mapping(known.get("state"), "the state of an optimizer's parameters")
+    return known, {key: require_mapping(row, "the state of a parameter") for key, row in rows.items()}
 
 
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:

@@ -58,6 +58,18 @@ class EngineContext:
         """The optimizers, in the order they were prepared."""
         return [one.optimizer for one in self.prepared]
 
+    def names_of(self, prepared: PreparedOptimizer) -> list[str]:
+        """What the parameters of an optimizer are called in the models, in the order of its groups."""
+        several = len(self.models) > 1
+        names = {
+            id(p): f"models.{i}.{name}" if several else name
+            for i, model in enumerate(self.models)
+            for name, p in model.named_parameters()
+        }
+        return [
+            names.get(id(pair.model), f"parameter {i}") for i, pair in enumerate(prepared.table().all_pairs)
+        ]
+
     def catch_up(self) -> None:
         """Before a forward pass: end a step that an exception has left, and follow who wrote masters or statistics since."""
         self.train_step.catch_up(self.prepared)

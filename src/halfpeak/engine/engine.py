@@ -485,10 +485,9 @@ class Engine:
         record = context.record
         tensors: dict[str, Tensor] = {}
         if context.train_step.reducer.is_local:
-            names = {id(p): name for model in context.models for name, p in model.named_parameters()}
             pairs = [pair for one in context.prepared for pair in one.table().all_pairs]
-            for number, (parameter, main) in enumerate(pairs):
-                name = names.get(id(parameter), f"parameter {number}")
+            names = [name for one in context.prepared for name in context.names_of(one)]
+            for name, (parameter, main) in zip(names, pairs, strict=True):
                 tensors |= (
                     {f"{name} (master)": main, name: parameter}
                     if main is not parameter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,6 +131,7 @@ class PreparedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_state_dict_pre_hook(self._before_save),
         ]
         self.thread = threading.get_ident()
         _PREPARED[self] = None
@@ -438,6 +441,15 @@ class PreparedOptimizer:
             self.masters.mark_stepped(optimizer)
         return None
 
+    def _before_save(self, optimizer: Optimizer) -> None:
+        """Refuse torch's functions that look masters up among the parameters of the model, where they are not."""
+        if _BY_NAMES in sys.modules and _is_called_from(_BY_NAMES) and self.pairs().masters:
+            raise OrderError(
+                "torch.distributed.checkpoint.state_dict finds an optimizer's state by the parameters of the model, and this "
+                "optimizer steps float32 masters of them; the engine is what to save and load, by the names of parameters: "
+                "dcp.save({'engine': engine}), dcp.load({'engine': engine})"
+            )
+
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """A frozen parameter that was trained gets its master now: torch casts what it loads to the parameter's dtype."""
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -460,6 +472,20 @@ class PreparedOptimizer:
         still = torch.zeros_like(window.found_inf)
         foreach.check_(grads, still)
         self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
+
+
+def _is_called_from(module: str) -> bool:
+    """Whether a function of a module is among the callers nearby."""
+    frame = inspect.currentframe()
+    for _ in range(_NEARBY):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == module:
+            return True
+    return False
+
+
+_BY_NAMES: Final = "torch.distributed.checkpoint.state_dict"
+_NEARBY: Final = 8
 
 
 def take_closure(

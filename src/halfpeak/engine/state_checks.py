@@ -21,7 +21,7 @@ from halfpeak.core.state_checks import (
     require_number,
     require_tensor,
 )
-from halfpeak.distributed.optimizer_state import has_moments, without_initial_moments
+from halfpeak.distributed.optimizer_state import has_moments, numbered, without_initial_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPair
 from halfpeak.engine.optimizer import PreparedOptimizer
@@ -51,11 +51,20 @@ def check_state(context: EngineContext, state: object) -> None:
     for model, saved in zip(context.models, models, strict=True):
         check_model(model, saved)
     optimizers = require_list(known["optimizers"], "optimizers", len(context.prepared))
-    for optimizer, saved in zip(context.optimizers, optimizers, strict=True):
-        check_optimizer(optimizer, without_initial_moments(saved))
+    for prepared, saved in zip(context.prepared, optimizers, strict=True):
+        check_optimizer(prepared.optimizer, numbered_state(context, prepared, saved))
     _check_run(context, known)
     _check_moments(context.optimizers, optimizers, known["counters"]["taken"])
     check_window(context, known["window"])
+
+
+def numbered_state(context: EngineContext, prepared: PreparedOptimizer, saved: object) -> dict[str, Any]:
+    """A saved state of an optimizer as its ``load_state_dict`` takes it.
+
+    Raises:
+        StateError: it is no such state, or one of parameters with other names.
+    """
+    return without_initial_moments(numbered(saved, context.names_of(prepared)))
 
 
 def check_loop_state(context: EngineContext, state: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.state_checks import copied
-from halfpeak.distributed.optimizer_state import with_initial_moments, without_initial_moments
+from halfpeak.distributed.optimizer_state import named, with_initial_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import (
@@ -21,7 +21,7 @@ from halfpeak.engine.gradients.window import (
     after_delayed_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window
+from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
 from halfpeak.ops.shards import has_process_group, has_shards
 from halfpeak.state.loss_scaler import LossScaler
 
@@ -29,8 +29,8 @@ from halfpeak.state.loss_scaler import LossScaler
 def save_state(context: EngineContext) -> dict[str, Any]:
     """The state: tensors and plain values only. Tensors are live, as in torch; save or copy them before going on.
 
-    With a process group it holds moments for parameters that were never stepped, too: a distributed checkpoint is read into
-    the tensors of a state.
+    With a process group it holds moments for parameters that were never stepped, too, and optimizers' states by the names of
+    parameters: a distributed checkpoint is read into the tensors of a state, each by its key.
 
     Raises:
         OrderError: a window is open over shards, whose gradients FSDP2 holds where nobody can read them.
@@ -43,8 +43,8 @@ def save_state(context: EngineContext) -> dict[str, Any]:
     optimizers = [optimizer.state_dict() for optimizer in context.optimizers]
     if has_process_group():
         optimizers = [
-            with_initial_moments(optimizer, state)
-            for optimizer, state in zip(context.optimizers, optimizers, strict=True)
+            named(with_initial_moments(one.optimizer, state), context.names_of(one))
+            for one, state in zip(context.prepared, optimizers, strict=True)
         ]
     return {
         "version": VERSION,
@@ -68,7 +68,8 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
     scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
     # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
     optimizers = [
-        copied(without_initial_moments(saved), "an optimizer's state") for saved in state["optimizers"]
+        copied(numbered_state(context, one, saved), "an optimizer's state")
+        for one, saved in zip(context.prepared, state["optimizers"], strict=True)
     ]
     for model, saved in zip(context.models, state["models"], strict=True):
         model.load_state_dict(saved)
