@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import StateError
+from halfpeak.core.errors import OrderError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
 
@@ -114,6 +115,27 @@ def has_moments(optimizer: Optimizer) -> bool:
     found = ((p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     first = next(found, None)
     return first is not None and bool(initial_moments(optimizer, *first))
+
+
+def refuse_getter_by_names() -> None:
+    """For an optimizer of masters: refuse torch's getter, which would look them up among the parameters of the model.
+
+    Raises:
+        OrderError: it is among the callers nearby.
+    """
+    frame = inspect.currentframe() if _GETTER in sys.modules else None
+    for _ in range(_NEARBY):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == _GETTER:
+            raise OrderError(
+                f"{_GETTER} finds an optimizer's state by the parameters of the model, and this optimizer steps float32 masters "
+                "of them; the engine is what to save and load, by the names of parameters: dcp.save({'engine': engine}), "
+                "dcp.load({'engine': engine})"
+            )
+
+
+_GETTER: Final = "torch.distributed.checkpoint.state_dict"
+_NEARBY: Final = 8
 
 
 def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:

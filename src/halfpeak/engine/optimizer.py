@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.distributed.optimizer_state import refuse_getter_by_names
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
@@ -442,13 +441,8 @@ class PreparedOptimizer:
         return None
 
     def _before_save(self, optimizer: Optimizer) -> None:
-        """Refuse torch's functions that look masters up among the parameters of the model, where they are not."""
-        if _BY_NAMES in sys.modules and _is_called_from(_BY_NAMES) and self.pairs().masters:
-            raise OrderError(
-                "torch.distributed.checkpoint.state_dict finds an optimizer's state by the parameters of the model, and this "
-                "optimizer steps float32 masters of them; the engine is what to save and load, by the names of parameters: "
-                "dcp.save({'engine': engine}), dcp.load({'engine': engine})"
-            )
+        if self.pairs().masters:
+            refuse_getter_by_names()
 
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """A frozen parameter that was trained gets its master now: torch casts what it loads to the parameter's dtype."""
@@ -472,20 +466,6 @@ class PreparedOptimizer:
         still = torch.zeros_like(window.found_inf)
         foreach.check_(grads, still)
         self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
-
-
-def _is_called_from(module: str) -> bool:
-    """Whether a function of a module is among the callers nearby."""
-    frame = inspect.currentframe()
-    for _ in range(_NEARBY):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") == module:
-            return True
-    return False
-
-
-_BY_NAMES: Final = "torch.distributed.checkpoint.state_dict"
-_NEARBY: Final = 8
 
 
 def take_closure(
