@@ -117,8 +117,8 @@ def has_moments(optimizer: Optimizer) -> bool:
     return first is not None and bool(initial_moments(optimizer, *first))
 
 
-def refuse_getter_by_names() -> None:
-    """For an optimizer of masters: refuse torch's getter, which would look them up among the parameters of the model.
+def refuse_getter_by_names(optimizer: Optimizer) -> None:
+    """A hook before ``state_dict`` of an optimizer of masters: torch's getter looks them up among the model's parameters.
 
     Raises:
         OrderError: it is among the callers nearby.
@@ -128,8 +128,8 @@ def refuse_getter_by_names() -> None:
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_globals.get("__name__") == _GETTER:
             raise OrderError(
-                f"{_GETTER} finds an optimizer's state by the parameters of the model, and this optimizer steps float32 masters "
-                "of them; the engine is what to save and load, by the names of parameters: dcp.save({'engine': engine}), "
+                f"{_GETTER} finds an optimizer's state by the parameters of the model, and this optimizer steps masters of "
+                "them; the engine is what to save and load, by the names of parameters: dcp.save({'engine': engine}), "
                 "dcp.load({'engine': engine})"
             )
 

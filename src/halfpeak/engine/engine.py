@@ -24,6 +24,7 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.distributed.optimizer_state import refuse_getter_by_names
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import broadcast_masters
 from halfpeak.engine.collapse import CollapseReport
@@ -119,6 +120,10 @@ class Engine:
             handles=list(handles),
         )
         context.handles += [hook_forward(model, self._catch_up) for model in models]
+        if len(masters):
+            context.handles += [
+                one.register_state_dict_pre_hook(refuse_getter_by_names) for one in optimizers
+            ]
         context.handles += [handle for model in models for handle in hook_loads(model, stats)]
         # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
         self._recasting = casting if isinstance(casting, OpCasts) else None

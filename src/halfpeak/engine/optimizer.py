@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
-from halfpeak.distributed.optimizer_state import refuse_getter_by_names
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
@@ -130,7 +129,6 @@ class PreparedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_state_dict_pre_hook(self._before_save),
         ]
         self.thread = threading.get_ident()
         _PREPARED[self] = None
@@ -439,10 +437,6 @@ class PreparedOptimizer:
         if found_inf is not True:
             self.masters.mark_stepped(optimizer)
         return None
-
-    def _before_save(self, optimizer: Optimizer) -> None:
-        if self.pairs().masters:
-            refuse_getter_by_names()
 
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """A frozen parameter that was trained gets its master now: torch casts what it loads to the parameter's dtype."""
