@@ -15,7 +15,6 @@ from torch.nn.functional import mse_loss
 from halfpeak import amp
 from halfpeak.core.errors import StateError
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
-from support.snapshot import values
 
 
 def setup(level: str = "O2", seed: int = 0, kind: str = "sgd", **options: Any) -> tuple[Any, Any]:
@@ -157,40 +156,7 @@ def save(net: nn.Module, optimizer: Any) -> dict[str, Any]:
 class TestRecipe:
     """``{"model", "optimizer", "amp"}``, as apex documents it."""
 
-    @pytest.mark.parametrize("kind", ["sgd", "adamw"])
     @pytest.mark.parametrize("level", LEVELS)
-    def test_is_bitwise_when_loaded_before_initialize(self, level: str, kind: str) -> None:
-        net, optimizer = setup(level, kind=kind)
-        train(net, optimizer, range(8))
-        checkpoint = save(net, optimizer)
-        history = train(net, optimizer, range(8, 14))
-        expected = values(net, optimizer)
-        del net, optimizer
-        net = make_net(1)
-        optimizer = OPTIMIZERS[kind](net.parameters())
-        net.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0, max_loss_scale=256.0)
-        amp.load_state_dict(checkpoint["amp"])
-        assert train(net, optimizer, range(8, 14)) == history
-        assert values(net, optimizer) == expected
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_going_back_within_a_run(self, level: str) -> None:
-        """In apex the next step brought the old masters back."""
-        net, optimizer = setup(level)
-        train(net, optimizer, range(3))
-        checkpoint = save(net, optimizer)
-        history = train(net, optimizer, range(3, 9))
-        expected = values(net, optimizer)
-        for _ in range(2):
-            net.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
-            amp.load_state_dict(checkpoint["amp"])
-            assert train(net, optimizer, range(3, 9)) == history
-            assert values(net, optimizer) == expected
-
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
     @pytest.mark.parametrize("initialize_first", [True, False])
     @pytest.mark.parametrize("losses", [1, 2])
     def test_restoring(self, level: str, initialize_first: bool, losses: int) -> None:

@@ -54,24 +54,6 @@ def test_who_is_stepped(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", MASTERED)
-def test_masters_start_from_the_unrounded_weights(level: str) -> None:
-    exact = [parameter.detach().clone() for parameter in make_net().parameters()]
-    net, optimizer = setup(level)
-    for parameter, master, value in zip(net.parameters(), amp.master_params(optimizer), exact, strict=True):
-        assert torch.equal(master, value)
-        assert torch.equal(parameter, value.to(parameter.dtype))
-
-
-@pytest.mark.parametrize("level", MASTERED)
-def test_the_model_holds_the_rounded_masters_after_every_step(level: str) -> None:
-    net, optimizer = setup(level)
-    for step in range(5):
-        train_step(net, optimizer, step)
-        for parameter, master in zip(net.parameters(), amp.master_params(optimizer), strict=True):
-            assert torch.equal(parameter, master.to(parameter.dtype))
-
-
-@pytest.mark.parametrize("level", MASTERED)
 def test_master_weights_false(level: str) -> None:
     net, optimizer = setup(level, master_weights=False)
     for step in range(2):
@@ -205,27 +187,3 @@ def test_a_parameter_added_twice_is_refused_as_torch_does(level: str) -> None:
     _, optimizer = setup(level)
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         optimizer.add_param_group({"params": [next(amp.master_params(optimizer))]})
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_reading_a_state_dict_while_other_weights_are_in_place_changes_nothing(level: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    exact = [master.clone() for master in amp.master_params(optimizer)]
-    backup = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    assert torch.equal(model.state_dict()["weight"], model.weight.float())
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), backup, strict=True):
-            parameter.copy_(value)
-    with amp.scale_loss(model(torch.ones(1, 3)).sum() * 0, optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    assert all(map(torch.equal, amp.master_params(optimizer), exact))

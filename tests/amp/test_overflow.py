@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import halfpeak
-from core.scale_models import Apex
 from halfpeak import amp
 from support.nets import LEVELS, make_batch, make_net
 from support.snapshot import values
@@ -204,29 +202,6 @@ class TestSeveralLossesAndOptimizers:
 
 
 class TestScaleHistory:
-    @pytest.mark.parametrize("seed", range(5))
-    def test_is_apex_s(self, seed: int) -> None:
-        draw = random.Random(seed)
-        low = draw.choice([None, 1.0, 2.0**10, 2.0**17])
-        high = draw.choice([2.0**24, 2.0**17, 2.0**20])
-        window = draw.choice([1, 2, 5])
-        (net,), (optimizer,) = setup("O1", min_loss_scale=low, max_loss_scale=high, patience=None)
-        scaler = amp._amp_state.loss_scalers[0]
-        scaler._scale_seq_len = window
-        rule = Apex(window=window, low=low, high=high)
-        rate = draw.choice([0.1, 0.3, 0.6])
-        for _ in range(120):
-            overflow = draw.random() < rate
-            with amp.scale_loss(net[4].bias.sum(), optimizer) as scaled:
-                scaled.backward()
-                if overflow:
-                    net[4].bias.grad[0] = float("inf")
-            optimizer.zero_grad()
-            rule.update(overflow)
-            if rule.scale < 2.0**-14:
-                break
-            assert (scaler.loss_scale(), scaler._unskipped) == (rule.scale, rule.unskipped)
-
     def test_grows_after_2000_clean_blocks(self) -> None:
         (net,), (optimizer,) = setup("O1")
         scaler = amp._amp_state.loss_scalers[0]
@@ -277,22 +252,6 @@ class TestCollapse:
         backward(net, optimizer)
         optimizer.step()
         assert amp.last_step(optimizer).stepped()
-
-    def test_a_clean_step_begins_the_count_anew(self) -> None:
-        (net,), (optimizer,) = setup("O2", min_loss_scale=256.0, max_loss_scale=256.0, patience=3)
-        for overflow in (True, True, False, True, True, False):
-            backward(net, optimizer, overflow=overflow)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def test_a_static_scale_collapses_too(self) -> None:
-        (net,), (optimizer,) = setup("O3", patience=2)
-        backward(net, optimizer, overflow=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(net, optimizer, overflow=True)
-        with pytest.raises(halfpeak.LossScaleCollapse):
-            optimizer.step()
 
     def test_without_patience_it_goes_on(self) -> None:
         (net,), (optimizer,) = setup("O2", min_loss_scale=1.0, max_loss_scale=1.0, patience=None)

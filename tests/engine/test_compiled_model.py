@@ -107,12 +107,8 @@ ROWS = [
 ]
 
 ORDERS = ("before", "after", "after a run before")
-# Each row in two of the orders, each order with and without hooks that are traced: all pairs, and not all of the product.
-CASES = [
-    (*row, ORDERS[(index + turn) % 3], (index + turn) % 2 == 0)
-    for index, row in enumerate(ROWS)
-    for turn in (0, 1)
-]
+# Each order with and without hooks that are traced, in every front end: not all of the product.
+CASES = [(*row, ORDERS[index % 3], index % 2 == 0) for index, row in enumerate(ROWS)]
 
 
 @contextmanager

@@ -347,27 +347,6 @@ def test_runs_on_threads_are_the_runs_alone() -> None:
     assert [values(model) for model in models] == [expected] * 3
 
 
-def test_a_model_traced_by_the_compiler() -> None:
-    seen: list[list[Any]] = []
-    for clip in (None, lambda grads: None):
-        model = make_net()
-        engine = halfpeak.prepare(
-            model,
-            KINDS["AdamW"](model.parameters()),
-            "O2",
-            clip=clip,
-            scale=halfpeak.ScaleConfig(init=1024.0),
-        )
-        compiled = torch.compile(model, backend="eager")
-        for step in range(STEPS):
-            with engine.forward():
-                loss = loss_of(compiled, step)
-            engine.backward(loss)
-            engine.step()
-        seen.append(values(model))
-    assert seen[0] == seen[1]
-
-
 def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried() -> None:
     """A skipped first step leaves nothing that a file or a copy could take for a step."""
     model = make_net()

@@ -284,20 +284,6 @@ def test_a_first_fused_overflow_leaves_no_momentum() -> None:
     assert weight.tolist() == [1.0, 1.0]
 
 
-def test_one_scaler_per_loss_moves_each_by_its_own() -> None:
-    (first, one), (second, two) = one_weight(), one_weight()
-    scalers = scaler_of(), scaler_of()
-    for scaler, weight, optimizer, value in (
-        (scalers[0], first, one, 1.0),
-        (scalers[1], second, two, float("inf")),
-    ):
-        scaler.scale(weight.sum() * value).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert [s.get_scale() for s in scalers] == [SCALE, SCALE / 2]
-    assert (first.tolist(), second.tolist()) == ([0.5, 0.5], [1.0, 1.0])
-
-
 def test_two_optimizers_each_skip_for_themselves_and_the_scale_falls_once() -> None:
     (first, one), (second, two) = one_weight(), one_weight()
     scaler = scaler_of()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from halfpeak.core.errors import LossScaleCollapse, OrderError, RegistryError
 from halfpeak.optim import (
-    OPTIM_WRAPPERS,
     AmpOptimWrapper,
     ApexOptimWrapper,
     OptimWrapper,
     OptimWrapperDict,
     ScalarHistory,
-    build_optim_wrapper,
 )
 from optim.families import Unit, new_hub, ours, wrap
 from support.nets import LEVELS, LOW, make_batch, make_net
@@ -107,26 +104,6 @@ def test_backward_runs_outside_of_autocast() -> None:
     step(wrapper, model)
     assert seen == [(False, torch.float32)]
     assert wrapper.stepped()
-
-
-@pytest.mark.parametrize("kind", ["plain", "amp", "O1"])
-def test_contexts_are_left_as_found_after_an_exception(kind: str) -> None:
-    model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = {
-        "plain": lambda: OptimWrapper(optimizer, accumulative_counts=2),
-        "amp": lambda: AmpOptimWrapper(optimizer=optimizer, accumulative_counts=2),
-        "O1": lambda: ApexOptimWrapper(optimizer=optimizer, accumulative_counts=2),
-    }[kind]()
-    step(wrapper, model)
-    before = [values(model, optimizer), [p.grad.clone() for p in model.parameters()], wrapper.inner_count]
-    with pytest.raises(ZeroDivisionError):
-        with wrapper.optim_context(model), wrapper.optim_context(model):
-            raise ZeroDivisionError
-    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
-    assert repr(
-        [values(model, optimizer), [p.grad for p in model.parameters()], wrapper.inner_count]
-    ) == repr(before)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -222,32 +199,6 @@ def test_a_run_that_never_steps_is_stopped_and_names_the_parameter() -> None:
     with pytest.raises(LossScaleCollapse, match="weight"):
         wrapper.update_params(model() * float("nan"))
     assert model.weight.item() == 0.0
-
-
-def test_closures() -> None:
-    torch.manual_seed(0)
-    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
-    reference.load_state_dict(model.state_dict())
-    x, y = torch.randn(8, 3), torch.randn(8, 2)
-    wrapper = OptimWrapper(torch.optim.LBFGS(model.parameters(), max_iter=4))
-    plain = torch.optim.LBFGS(reference.parameters(), max_iter=4)
-
-    def closure() -> Tensor:
-        wrapper.zero_grad()
-        loss = mse_loss(model(x), y)
-        wrapper.backward(loss)
-        return loss
-
-    def by_hand() -> Tensor:
-        plain.zero_grad()
-        loss = mse_loss(reference(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        assert wrapper.step(closure=closure) is None
-        plain.step(by_hand)
-    assert torch.equal(model.weight, reference.weight)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -456,35 +407,6 @@ def test_an_unknown_name() -> None:
 
 
 # From a configuration
-
-CONFIGS: dict[str, Mapping[str, Any]] = {
-    "plain": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
-    "amp": {"type": "AmpOptimWrapper", "dtype": "bfloat16", "optimizer": {"type": "AdamW", "lr": 1e-3}},
-    "apex": {
-        "type": "ApexOptimWrapper",
-        "opt_level": "O2",
-        "optimizer": {"type": "AdamW", "lr": 1e-3},
-        "accumulative_counts": 4,
-        "clip_grad": {"max_norm": 1.0},
-    },
-}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_wrapper_from_a_configuration_trains(kind: str) -> None:
-    model = make_net()
-    cfg = copy.deepcopy(CONFIGS[kind])
-    wrapper = build_optim_wrapper(model, cfg)
-    assert cfg == CONFIGS[kind]
-    losses: list[float] = []
-    for _ in range(80):
-        x, y = make_batch(0)
-        with wrapper.optim_context(model):
-            loss = mse_loss(model(x).float(), y)
-        wrapper.update_params(loss)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert {"OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper"} <= set(OPTIM_WRAPPERS)
 
 
 WRAPPERS: list[tuple[str, dict[str, Any]]] = [

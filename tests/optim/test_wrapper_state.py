@@ -213,18 +213,3 @@ def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kin
     train(wrapper, model, range(6, 9))
     assert wrapper.inner_count == 9
     assert seen(model, optimizer, wrapper) == seen(*straight)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_update_bn_between_two_steps_then_a_skip(kind: str) -> None:
-    model, _, wrapper = make(kind, 1)
-    train(wrapper, model, range(2))
-    norm = next(layer for layer in model.modules() if isinstance(layer, nn.BatchNorm1d))
-    assert norm.running_mean is not None
-    with torch.no_grad():
-        norm.running_mean.fill_(7.0)
-    with wrapper.optim_context(model):
-        loss = model(batch(0)[0]).float().mean()
-    wrapper.update_params(loss * float("inf"))
-    assert not wrapper.stepped()
-    assert bool((norm.running_mean == 7.0).all())

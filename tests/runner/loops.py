@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -55,34 +54,13 @@ def run(loop: Loop, hook: Any, numbers: Iterable[int], overflows: Iterable[int] 
     return loop
 
 
-def by_hand(
-    model: nn.Module,
-    optimizer: Optimizer,
-    total: int,
-    *,
-    every: int = 1,
-    clip: float | None = None,
-    overflows: Iterable[int] = (),
-) -> list[Tensor]:
-    """Plain torch, float32: mean gradients of windows, steps with an overflow in them left out; the norms."""
+def by_hand(model: nn.Module, optimizer: Optimizer, total: int, *, clip: float) -> list[Tensor]:
+    """Plain torch, float32; the norms."""
     norms: list[Tensor] = []
-    spoilt = False
-    kept = copy.deepcopy(dict(model.named_buffers()))
     for number in range(total):
-        rest = total % every
-        divisor = every if number < total - rest else rest
         x, y = make_batch(number)
-        (mse_loss(model(x), y) / divisor).backward()
-        spoilt = spoilt or number in set(overflows)
-        if (number + 1) % every and number + 1 != total:
-            continue
-        if clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
-        if spoilt:
-            for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
-        else:
-            optimizer.step()
+        mse_loss(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
         optimizer.zero_grad()
-        spoilt, kept = False, copy.deepcopy(dict(model.named_buffers()))
     return norms

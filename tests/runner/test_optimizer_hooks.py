@@ -60,28 +60,6 @@ def test_windows_recorded_of_mmcv(row: dict[str, Any]) -> None:
         assert weight.grad is None if boundary else torch.equal(weight.grad, window)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("every", [1, 3, 5, 20])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_same_bits_as_plain_torch(kind: str, every: int, clip: float | None) -> None:
-    net, plain = make_net(), make_net()
-    loop = make_loop(net, kind)
-    grad_clip = None if clip is None else {"max_norm": clip}
-    hook: OptimizerHook = GradientCumulativeOptimizerHook(every, grad_clip=grad_clip)
-    if every == 1:
-        hook = OptimizerHook(grad_clip)
-    optimizer = OPTIMIZERS[kind](plain.parameters())
-    overflows = (4, 9) if every < 12 else ()
-    run(loop, hook, range(12), overflows)
-    norms = by_hand(plain, optimizer, 12, every=every, clip=clip, overflows=overflows)
-    assert values(net, loop.optimizer) == values(plain, optimizer)
-    logged = [entry["grad_norm"] for entry, _ in loop.log_buffer.entries]
-    assert len(logged) == len(norms)
-    finite = [(a, b) for a, b in zip(logged, norms, strict=True) if a.isfinite()]
-    assert all(torch.equal(a, b) for a, b in finite)
-    assert clip is None or len(finite) > 0
-
-
 @pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
 @pytest.mark.parametrize("every", [1, 2])
 def test_logging_the_norm_does_not_wait(kind: str, waits: int, every: int) -> None:
