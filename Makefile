@@ -35,7 +35,7 @@ fuzz: $(VENV)/.tools
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz $(ARGS)
 
 fuzz-readers: $(VENV)/.tools
-	OMP_NUM_THREADS=1 HALFPEAK_THOROUGH=1 $(BIN)/python -m pytest tests/checkpoint/test_hostile_files.py \
+	OMP_NUM_THREADS=1 HALFPEAK_THOROUGH=1 $(BIN)/python -m pytest tests/checkpoint/test_hostile_files.py tests/checkpoint/test_safe_unpickle.py \
 	  tests/engine/test_hostile_states.py tests/reliability/test_hostile_front_ends.py $(ARGS)
 
 check: $(VENV)/.tools

@@ -1,6 +1,6 @@
 """A program that reads files with every reader, each file in a child with limits; prints how each ended, as JSON.
 
-Usage: python limited.py CPU_SECONDS MEBIBYTES FILE ...
+Usage: python limited.py FILE ...
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfpeak.checkpoint import convert, inspect
+from halfpeak.checkpoint.conversion import TARGETS
 from halfpeak.core.errors import HalfpeakError
+
+MEMORY = (64 * 2**20, 384)
+"""Bytes, and bytes for each byte of the file, as SECURITY.md promises."""
+
+SECONDS = (10, 20e-6)
+"""Seconds of computing, and seconds for each byte of the file: a third of that on the machine this was written on."""
 
 
 def read(path: Path) -> str:
-    """A sealed file is read by ``load`` first, another by ``load_plain``."""
-    if path.suffix == ".sealed":
+    """A file is described, or converted: the suffix says to which form."""
+    form = path.suffix.removeprefix(".")
+    if form not in TARGETS:
         return told(lambda: inspect(path).findings)
-    return told(lambda: convert(path, "apex", path.with_name("out"), drop=["all"], scale=1.0))
+    return told(lambda: convert(path, form, path.with_suffix(".out"), drop=["all"], scale=1.0))
 
 
 def told(reader: Callable[[], object]) -> str:
@@ -33,15 +41,15 @@ def told(reader: Callable[[], object]) -> str:
     return str(found)[:300] if isinstance(found, list) else "read"
 
 
-def limit(seconds: int, mebibytes: int) -> None:
-    """More memory than the process has now by so much, and so many seconds of computing."""
+def limit(size: int) -> None:
+    """Let the process have more memory than now, and computing, in proportion to the size of a file."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + mebibytes * 2**20,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY[0] + MEMORY[1] * size,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS[0] + SECONDS[1] * size),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(seconds: int, mebibytes: int, paths: list[str]) -> None:
+def main(paths: list[str]) -> None:
     warnings.simplefilter("ignore")
     ends: dict[str, str] = {}
     for path in paths:
@@ -49,7 +57,7 @@ def main(seconds: int, mebibytes: int, paths: list[str]) -> None:
         child = os.fork()
         if child == 0:
             try:
-                limit(seconds, mebibytes)
+                limit(os.path.getsize(path))
                 os.write(sender, json.dumps(read(Path(path))).encode())
                 os._exit(0)
             except BaseException:
@@ -64,4 +72,4 @@ def main(seconds: int, mebibytes: int, paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1:])

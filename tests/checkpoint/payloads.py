@@ -248,6 +248,19 @@ def grown() -> dict[str, bytes]:
         "an integer of 2**31 bytes": b"\x8b\xff\xff\xff\x7f",
         "an integer of a million digits": b"I" + b"9" * 100_000 + b"\n",
         "a long integer": b"\x8b" + (100_000).to_bytes(4, "little") + b"\x11" * 100_000,
-        "a million marks": b"(" * 100_000 + b"N",
-        "a million empty dicts": b"(" + b"}" * 100_000 + b"l",
+    }
+
+
+def dense(count: int) -> dict[str, bytes]:
+    """Values of about ``count`` bytes that take as much memory and time for each byte as any."""
+    return {
+        "many marks": b"(" * count + b"N",
+        "many empty dicts": b"(" + b"}" * count + b"l",
+        "many empty sets": b"(" + b"\x8f" * count + b"l",
+        "many empty frozensets": b"(" + b"(\x91" * (count // 2) + b"l",
+        "many ordered dicts": b"ccollections\nOrderedDict\nq\x000(" + b"h\x00)R" * (count // 4) + b"l",
+        "many lists of lists": b"(" + b"]]a" * (count // 3) + b"l",
+        "many nested tuples": b"(" + (b"N" + b"\x85" * 100) * (count // 101) + b"l",
+        "many floats": b"(" + b"F1\n" * (count // 3) + b"l",
+        "many keys": b"}(" + b"".join(b"M%bN" % (n % 65536).to_bytes(2) for n in range(count // 4)) + b"u",
     }

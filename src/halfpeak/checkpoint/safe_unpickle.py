@@ -14,8 +14,8 @@ The C class hashes keys, resizes its memo to the highest index and allocates wha
 of ours is asked, so that a few bytes end the process: a key of three million nested tuples overflows the C stack,
 ``LONG_BINPUT 2**32 - 1`` asks for 64 GiB. Here keys are checked before they are hashed, and lengths before they are read.
 
-Limits: a file of n bytes takes at most about 200 n bytes of memory besides its tensors, ``MAX_READS`` operations, and
-``COPIES`` n copied elements.
+Limits: a file of n bytes takes at most about 320 n bytes of memory besides its tensors (that many empty sets),
+``MAX_READS`` operations, and ``COPIES`` n copied elements.
 """
 
 from __future__ import annotations
