@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from halfpeak.core.errors import ConfigError, HalfpeakError, RankLostError
 from halfpeak.ops.shards import is_shard
@@ -96,10 +100,10 @@ def joined() -> Generator[Ranks]:
         yield ALONE
         return
     try:
-        dist.init_process_group()
+        store, rank, count = next(rendezvous("env://"))
     except ValueError as error:
         raise ConfigError(f"{count} processes cannot join: {error}; start them with torchrun") from None
-    rank = dist.get_rank()
+    dist.init_process_group(store=_of_this_start(store, rank, count), rank=rank, world_size=count)
     try:
         yield Ranks(rank, count, int(os.environ.get("LOCAL_RANK", "0")), has_group=True)
     except RuntimeError as error:
@@ -112,6 +116,23 @@ def joined() -> Generator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
+    """A part of the store for this start of all ranks. After a restart it has the addresses of the dead, which others read."""
+    keys = [f"start/{i}" for i in range(count)]
+    store.set(keys[rank], secrets.token_hex(8))
+    seen = ""
+    while True:
+        starts = hashlib.sha256(b" ".join(store.multi_get(keys))).hexdigest()
+        # Each rank that has read the same is counted once; who read what a dead one had written looks again.
+        if store.add(starts, int(starts != seen)) >= count:
+            return dist.PrefixStore(starts, store)
+        seen = starts
+        time.sleep(_PAUSE)
+
+
+_PAUSE: Final = 0.02
 
 
 def whole(state: Any) -> Any:

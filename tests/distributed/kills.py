@@ -1,0 +1,122 @@
+"""Kills random ranks of ``torchrun ... -m halfpeak train --resume auto`` at random moments, and says whether a bit has changed.
+
+``python tests/distributed/kills.py KILLS [RANKS]`` does so until it has killed so often.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from halfpeak.checkpoint import file as checkpoint
+from support.states import differences
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+
+
+def start(folder: Path, *, restarts: int = 0, ranks: int = 2, shard: bool = False) -> subprocess.Popen[str]:
+    """A run with skipped steps and windows of two passes, which is saved after every step."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    launcher += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    settings = f"--steps {STEPS} --level O2 --batch 8 --accumulate 2 --init-loss-scale 2**24 --eval-every 0"
+    files = f"--save-every 1 --log-every 1 --tensorboard false --plot false --shard {shard} --resume auto"
+    command = ["train", "digits", *settings.split(), *files.split(), "--output", str(folder)]
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "halfpeak", *command],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(run: subprocess.Popen[str]) -> str:
+    """What a run has printed, at its end; it must have come to that by itself."""
+    printed, _ = run.communicate(timeout=900)
+    assert run.returncode == 0, printed
+    return printed
+
+
+def wait_for_rows(run: subprocess.Popen[str], folder: Path, more_than: int) -> int:
+    """Wait until a run has written more rows of metrics; how many bytes of them there are, or -1 if it has ended."""
+    while run.poll() is None:
+        size = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
+        if size > more_than:
+            return size
+        wait(run, 0.02)
+    return -1
+
+
+def wait(run: subprocess.Popen[str], seconds: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        run.wait(seconds)
+
+
+def ranks_of(run: subprocess.Popen[str]) -> list[int]:
+    """The processes that torchrun has started and that still run."""
+    try:
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"halfpeak" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    except OSError:
+        return []
+
+
+def kill(folder: Path, kills: int, *, seed: int = 0, ranks: int = 2, shard: bool = False) -> tuple[int, str]:
+    """A run of which so many ranks are killed, each after a new step: how many were until its end, and what it printed."""
+    draw = random.Random(seed)
+    run = start(folder, restarts=kills, ranks=ranks, shard=shard)
+    size = done = 0
+    while done < kills:
+        size = wait_for_rows(run, folder, size)
+        if size < 0:
+            break
+        wait(run, draw.random() / 2)  # at any moment of the steps that follow
+        alive = ranks_of(run)
+        if alive:
+            os.kill(draw.choice(alive), signal.SIGKILL)
+            done += 1
+    return done, finish(run)
+
+
+def changed(one: Path, other: Path) -> set[str]:
+    """In what two runs differ that ought to be one."""
+    first, second = (checkpoint.load(path / "checkpoint.pt") for path in (one, other))
+    # Nothing here draws from NumPy, whose generator is not seeded.
+    found = {at for at in differences(first, second) if not at.startswith("/random/numpy")}
+    found -= {"/seconds", "/plan/output"}
+    rows = [(path / "metrics.jsonl").read_bytes() for path in (one, other)]
+    return found if rows[0] == rows[1] else {*found, "metrics.jsonl"}
+
+
+def main(kills: int, ranks: int) -> int:
+    killed = runs = lost = 0
+    for shard in (False, True):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            finish(start(folder / "calm", ranks=ranks, shard=shard))
+            while killed < kills * (1 + shard) // 2:
+                output = folder / f"run{runs}"
+                done, _ = kill(output, 6, seed=runs, ranks=ranks, shard=shard)
+                killed, runs = killed + done, runs + 1
+                lost += bool(changed(folder / "calm", output))
+                print(
+                    f"{killed} kills in {runs} runs of {ranks} ranks, {lost} that came to other bits",
+                    flush=True,
+                )
+    return lost
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2))
