@@ -25,13 +25,12 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
 
 def is_on_host(*scalars: Tensor) -> bool:
     """Whether :func:`read_host` can read all of them: plain float32 or int32 scalars on the CPU, not being traced."""
-    return not is_compiling() and all(
-        type(scalar) is Tensor
-        and scalar.device.type == "cpu"
-        and scalar.dim() == 0
-        and scalar.dtype in _TYPES
-        for scalar in scalars
-    )
+    if is_compiling():
+        return False
+    for scalar in scalars:
+        if type(scalar) is not Tensor or not scalar.is_cpu or scalar.dim() or scalar.dtype not in _TYPES:
+            return False
+    return True
 
 
 def read_host(scalar: Tensor) -> float | int:

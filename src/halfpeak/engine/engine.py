@@ -422,7 +422,8 @@ class Engine:
 
     def is_skipping(self, optimizer: Optimizer) -> bool:
         """Inside a step hook of ``optimizer``: whether the host knows that the running step is skipped."""
-        return self._prepared_of(optimizer)[0].is_skipping
+        running = self._prepared_of(optimizer)[0].running
+        return running is not None and running.found_inf is True
 
     # State.
 

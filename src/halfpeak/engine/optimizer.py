@@ -155,11 +155,6 @@ class PreparedOptimizer:
         """Whether the window holds gradients."""
         return not isinstance(self.window, Empty)
 
-    @property
-    def is_skipping(self) -> bool:
-        """Whether a step is running that the host knows to be skipped."""
-        return self.running is not None and self.running.found_inf is True
-
     def table(self) -> ParamTable:
         """The parameters in the groups as they are now."""
         table = self._table
@@ -413,7 +408,8 @@ class PreparedOptimizer:
         self.ended = None
         closure, rebuild = take_closure(args, kwargs)
         # Running before it is decided: an exception in the decision must not leave its consequences behind.
-        self.running = call = replace(self.running or StepCall(None), progress=None)
+        call = self.running or StepCall(None)
+        self.running = call = replace(call, progress=None) if call.progress is not None else call
         found_inf = call.found_inf
         if found_inf is None:
             found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)

@@ -155,8 +155,9 @@ class TrainStep:
 
         Ranks that do not agree on ``found_inf`` know only gradients in common, and their scales must stay the same.
         """
-        is_agreed = not (self.reducer.is_local and is_multi_rank())
-        if scaler.config.recovery is None or loss.numel() != 1 or not is_agreed or is_shard(loss):
+        if not scaler.config.recovers or loss.numel() != 1 or is_shard(loss):
+            return
+        if (self.reducer.is_local and is_multi_rank()) or not scaler.config.dynamic:
             return
         nonfinite = nonfinite_loss(loss)
         if nonfinite is not None:

@@ -92,7 +92,9 @@ class StepRecord:
             of_optimizers: of each optimizer's window.  # f32[] each
         """
         first = of_optimizers[0]
-        step = torch.stack([found_inf.to(first.device) for found_inf in of_optimizers]).max()
+        step = first
+        if len(of_optimizers) > 1:
+            step = torch.stack([found_inf.to(first.device) for found_inf in of_optimizers]).max()
         return torch.stack(
             [step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)]
         )

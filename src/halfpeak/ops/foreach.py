@@ -223,6 +223,8 @@ def is_dense(tensor: Tensor) -> bool:
     """
     if tensor.layout is not torch.strided:
         return False
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

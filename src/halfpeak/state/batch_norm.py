@@ -40,7 +40,9 @@ class BatchNormStats:
     def add_model(self, module: nn.Module) -> None:
         """Look after the norms of one more model, from its statistics as they are now."""
         known = {id(norm) for model in self._models for norm in model.norms}
-        self._models.append(ModelStats(module, [norm for norm in norms_of(module) if id(norm) not in known]))
+        norms = [norm for norm in norms_of(module) if id(norm) not in known]
+        if norms:
+            self._models.append(ModelStats(module, norms))
 
     def save(self) -> None:
         """Remember the statistics as they are now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,35 +20,43 @@ from halfpeak.state.no_copy import allow_copy, forbid_copy
 from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
 
 
-class _Sample(NamedTuple):
-    """Some values of one tensor when masters were published.
+class _Sample:
+    """Some values of a parameter and its master when they were published.
 
     Lookahead and its like write all masters at once, and averaging all parameters, often through ``.data``, which leaves no
-    trace but the values.
+    trace but the values. No view is kept: whoever holds memory counts as one who looks at it.
 
-    Attributes:
+    Args:
+        low: the parameter.
+        high: its master.
         indices: of all pairs that were published with it.
-        tensor: which one. No view of it is kept: whoever holds memory counts as one who looks at it.
-        values: what it was.
     """
 
-    indices: frozenset[int]
-    tensor: Tensor
-    values: Tensor
+    def __init__(self, low: Tensor, high: Tensor, indices: Iterable[int]) -> None:
+        self.indices = frozenset(indices)
+        self._low, self._high = low, high
+        self.record()
 
-    @classmethod
-    def of(cls, tensor: Tensor, indices: Iterable[int]) -> _Sample:
-        return cls(frozenset(indices), tensor, _some_of(tensor).clone())
+    def record(self) -> None:
+        """Take the values as they are now."""
+        self._low_values, self._high_values = _some_of(self._low).clone(), _some_of(self._high).clone()
 
-    def is_written(self) -> bool:
-        """Whether they are others now. Known on the host only: a device would be waited for."""
-        return self.tensor.is_cpu and not torch.equal(_some_of(self.tensor), self.values)
+    def is_low_written(self) -> bool:
+        """Whether those of the parameter are others now. Known on the host only: a device would be waited for."""
+        return self._low.is_cpu and not torch.equal(_some_of(self._low), self._low_values)
+
+    def is_high_written(self) -> bool:
+        """The same of its master."""
+        return self._high.is_cpu and not torch.equal(_some_of(self._high), self._high_values)
 
 
 def _some_of(tensor: Tensor) -> Tensor:
     """About 64 of its values."""
-    vector = foreach.as_vector(tensor)
-    return tensor.detach() if vector is None else vector[:: max(1, len(vector) // 64)]
+    if type(tensor) not in (Tensor, nn.Parameter) or not foreach.is_dense(tensor):
+        return tensor.detach()
+    size = tensor.numel()
+    step = max(1, size // 64)
+    return tensor.detach().as_strided((-(-size // step),), (step,))
 
 
 class Masters:
@@ -93,7 +101,6 @@ class Masters:
         self._trainable: list[bool] = []
         # Of the largest master of each optimizer, and of its parameter.
         self._samples: dict[int, _Sample] = {}
-        self._low_samples: dict[int, _Sample] = {}
         self._watched: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
@@ -246,15 +253,14 @@ class Masters:
         """Begin to watch the largest of some pairs that were published together; :meth:`_mark` takes its values anew."""
         if indices and indices is not self._watched:
             self._watched = indices
-            self._take_sample(max(indices, key=lambda index: self._high[index].numel()), indices)
-
-    def _take_sample(self, index: int, indices: Iterable[int]) -> None:
-        self._samples[index] = _Sample.of(self._high[index], indices)
-        self._low_samples[index] = _Sample.of(self._low[index], indices)
+            index = max(indices, key=lambda index: self._high[index].numel())
+            self._samples[index] = _Sample(self._low[index], self._high[index], indices)
 
     def follow_masters(self) -> None:
         """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
-        written = set(self._stepped).union(*(s.indices for s in self._samples.values() if s.is_written()))
+        written = set(self._stepped).union(
+            *(s.indices for s in self._samples.values() if s.is_high_written())
+        )
         if not self._high_versions.unchanged(self._high):
             written.update(
                 i for i, high in enumerate(self._high) if not self._high_versions.is_unchanged(i, high)
@@ -285,8 +291,8 @@ class Masters:
         if len(indices) == len(self._low):
             self._versions.record(self._low)
             self._high_versions.record(self._high)
-            for index, sample in list(self._samples.items()):
-                self._take_sample(index, sample.indices)
+            for sample in self._samples.values():
+                sample.record()
         else:
             for index in indices:
                 self._agree(index)
@@ -329,7 +335,7 @@ class Masters:
             optimizer: whose parameters are compared.
         """
         indices = self._indices(optimizer)
-        if any(s.is_written() for s in self._low_samples.values() if not s.indices.isdisjoint(indices)):
+        if any(s.is_low_written() for s in self._samples.values() if not s.indices.isdisjoint(indices)):
             with torch.no_grad():
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
@@ -352,7 +358,7 @@ class Masters:
             return reference.merged(high.detach().to(low.device), low)
         samples = [sample for sample in self._samples.values() if index in sample.indices]
         moved = index in self._stepped or not self._high_versions.is_unchanged(index, high)
-        if moved or any(sample.is_written() for sample in samples):
+        if moved or any(sample.is_high_written() for sample in samples):
             return high
         value = reference.merged(high.detach(), low)
         return high if bool((value == high).all()) else value
@@ -361,7 +367,7 @@ class Masters:
         self._versions.record_one(index, self._low[index])
         self._high_versions.record_one(index, self._high[index])
         if index in self._samples:
-            self._take_sample(index, self._samples[index].indices)
+            self._samples[index].record()
 
     def _follow(self, index: int) -> None:
         low, high = self._low[index], self._high[index]

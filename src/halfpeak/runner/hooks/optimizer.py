@@ -218,7 +218,7 @@ class OptimizerHook(Hook):
 
     def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
         """End the window: clip, step or skip, log."""
-        has_gradients, norm = engine.context.prepared[0].has_gradients(), None
+        has_gradients, norm = engine.has_gradients, None
         if self._overrides_clip and self.grad_clip is not None:
             engine.unscale()
             norm = self.clip_grads(
