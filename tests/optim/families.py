@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from optim import original
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import mmengine.optim as theirs
-    from mmengine.logging import MessageHub
+    from mmengine.logging import MessageHub, MMLogger
     from mmengine.optim.optimizer import amp_optimizer_wrapper
 
 FAMILIES: dict[str, ModuleType] = {"ours": ours, "theirs": theirs}
@@ -41,6 +42,22 @@ def new_hub() -> Iterator[Any]:
     name = f"hub {len(MessageHub._instance_dict)}"
     yield MessageHub.get_instance(name)
     MessageHub._instance_dict.pop(name)
+
+
+@contextmanager
+def logged_records() -> Iterator[list[logging.LogRecord]]:
+    """What mmengine's current logger is given."""
+    logger = MMLogger.get_current_instance()
+    records: list[logging.LogRecord] = []
+    handler, level = logging.Handler(), logger.level
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def logged(hub: Any, key: str = "train/grad_norm") -> list[float]:

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], type[Exception], str]] = {
     "empty": ({}, ConfigError, ValueError, "`optim_wrapper_cfg` must contain 'optimizer'"),
     "no optimizer": ({"type": "OptimWrapper"}, ConfigError, ValueError, "`optim_wrapper_cfg` must contain"),
     "type": ({**OPTIMIZER, "type": "OptimWraper"}, RegistryError, KeyError, "did you mean 'OptimWrapper'"),
-    "scope": ({**OPTIMIZER, "type": "mmengine.OptimWrapper"}, RegistryError, KeyError, "did you mean 'OptimWrapper'"),
+    "scope": ({**OPTIMIZER, "type": "mmdet.OptimWrapper"}, RegistryError, KeyError, "did you mean 'OptimWrapper'"),
     "constructor": ({**OPTIMIZER, "constructor": "Fancy"}, RegistryError, KeyError, "registered optimizer wrapper constr"),
     "not a name": ({**OPTIMIZER, "type": 3}, ConfigTypeError, TypeError, "type=3"),
     "key": ({**OPTIMIZER, "_accumulative_counts": 2}, ConfigTypeError, TypeError, "did you mean 'accumulative_counts'"),

@@ -7,6 +7,7 @@ import importlib
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from halfpeak.optim.members import (
     TORCH_OPTIMIZERS,
 )
 from halfpeak.optim.registry import Registry
+from halfpeak.optim.wrapper import OptimWrapper
 from optim import original
+
+mmengine: Any = original.mmengine
 
 
 class Walk:
@@ -204,6 +208,8 @@ def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch
     names = dotted_names(1000)
     assert len(names) == 1000
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: called.append(args))
+    for registry in ("OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS"):
+        getattr(mmengine.registry, registry).import_from_location()  # imports its own, whatever is asked
     refused = 0
     with monkeypatch.context() as patch:
         patch.setattr(importlib, "import_module", lambda *args: called.append(args))
@@ -254,3 +260,53 @@ def test_each_fused_optimizer_builds_by_name(kind: type[torch.optim.Optimizer]) 
 def test_wrappers_and_constructors() -> None:
     assert set(OPTIM_WRAPPERS) == {"OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper"}
     assert set(OPTIM_WRAPPER_CONSTRUCTORS) == {"DefaultOptimWrapperConstructor"}
+
+
+@pytest.fixture
+def child() -> Iterator[Any]:
+    """A registry of mmengine below its own of optimizers, as a project of its family has."""
+    root = mmengine.registry.OPTIMIZERS
+    yield mmengine.registry.Registry("optimizer", parent=root, scope="halfpeak_child")
+    del root.children["halfpeak_child"]
+
+
+class OfTheChild(torch.optim.SGD):
+    """Registered with mmengine only."""
+
+
+def test_what_is_registered_with_mmengine_is_built(child: Any) -> None:
+    child.register_module(module=OfTheChild)
+    cfg = {"optimizer": {"type": "OfTheChild", "lr": 0.1}}
+    model = nn.Linear(2, 1)
+    with pytest.raises(RegistryError, match="OfTheChild"):
+        build_optim_wrapper(model, cfg)
+    for scoped in ({"type": "halfpeak_child.OfTheChild"}, {"_scope_": "halfpeak_child"}):
+        wrapper = build_optim_wrapper(model, {"optimizer": {**cfg["optimizer"], **scoped}})
+        assert type(wrapper.optimizer) is OfTheChild
+    with mmengine.registry.DefaultScope.overwrite_default_scope("halfpeak_child"):
+        assert type(build_optim_wrapper(model, cfg).optimizer) is OfTheChild
+        assert OPTIMIZERS.get("OfTheChild") is OfTheChild
+    wrapper = build_optim_wrapper(
+        model, {"type": "mmengine.OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}}
+    )
+    assert type(wrapper) is OptimWrapper
+
+
+def test_wrappers_and_constructors_of_mmengine_are_found() -> None:
+    built: list[Any] = []
+
+    class Constructor:
+        def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+            built.append((optim_wrapper_cfg, paramwise_cfg))
+
+        def __call__(self, model: nn.Module) -> str:
+            return "made"
+
+    registries = mmengine.registry
+    registries.OPTIM_WRAPPER_CONSTRUCTORS.register_module(name="HalfpeakTest", module=Constructor)
+    try:
+        cfg = {"optimizer": {"type": "SGD"}, "constructor": "HalfpeakTest", "paramwise_cfg": {"a": 1}}
+        assert build_optim_wrapper(nn.Linear(2, 1), cfg) == "made"
+    finally:
+        del registries.OPTIM_WRAPPER_CONSTRUCTORS.module_dict["HalfpeakTest"]
+    assert built == [({"optimizer": {"type": "SGD"}}, {"a": 1})]

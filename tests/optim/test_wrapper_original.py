@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import halfpeak.optim as ours
-from optim.families import FAMILIES, Unit, logged, moves, new_hub, outcome, theirs, wrap
+from optim.families import FAMILIES, Unit, logged, logged_records, moves, new_hub, outcome, theirs, wrap
 from optim.families import on_cpu as on_cpu
 
 
@@ -119,13 +119,14 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("row", WARNINGS)
-def test_warnings_of_initialize_count_status(row: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_initialize_count_status_go_to_its_logger(row: str) -> None:
     every, start, has_norm, begins = WARNINGS[row]
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2) if has_norm else nn.InstanceNorm1d(2))
     wrapper = ours.OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=every)
-    wrapper.initialize_count_status(model, start, 100)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(begins)
-    assert all(r.getMessage().startswith(b) for r, b in zip(caplog.records, begins, strict=True))
+    with logged_records() as records:
+        wrapper.initialize_count_status(model, start, 100)
+    assert [record.levelname for record in records] == ["WARNING"] * len(begins)
+    assert all(r.getMessage().startswith(b) for r, b in zip(records, begins, strict=True))
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

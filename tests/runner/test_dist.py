@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,15 +27,11 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would have been started, with the environment that it would have seen."""
     calls: list[dict[str, Any]] = []
     for name in (*LAUNCHED, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_")))):
         monkeypatch.delenv(name, raising=False)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\n[ \"$1 $2\" = 'show hostname' ] && printf 'node07\\nnode08\\n'\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
     def start(**kwargs: Any) -> None:
@@ -126,12 +121,20 @@ def test_what_a_launcher_did_not_set(
     assert dict(os.environ) == before
 
 
-def test_a_scontrol_that_fails(started: list[dict[str, Any]], tmp_path: Path) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    set_environment(**SLURM)
-    with pytest.raises(ConfigError, match="set MASTER_ADDR"):
-        init_dist("slurm")
-    assert started == []
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node07", "node07"),
+        ("node07,other", "node07"),
+        ("node[07,09-12],other[1-2]", "node07"),
+        ("rack[1-2]node[03-04]-ib", "rack1node03-ib"),
+        ("[localhost]", "localhost"),
+    ],
+)
+def test_the_first_host_of_a_list(started: list[dict[str, Any]], nodes: str, first: str) -> None:
+    set_environment(**{**SLURM, "SLURM_NODELIST": nodes})
+    init_dist("slurm")
+    assert started[-1]["MASTER_ADDR"] == first
 
 
 def test_alone() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from halfpeak import shim
+from halfpeak.shim import spec
 from halfpeak.shim.installing import SHIMS
 
 ROWS = [(name, module) for name, row in SHIMS.items() for module in row.modules]
 ABSENT = [(name, absent) for name, row in SHIMS.items() for absent in row.absent]
+ELSEWHERE = [(name, full) for name, row in SHIMS.items() for full in row.elsewhere]
 
 
 @pytest.fixture
@@ -91,8 +93,11 @@ def test_an_attribute_may_have_the_name_of_a_submodule(apex_installed: None) -> 
 
 
 @pytest.mark.parametrize(("name", "absent"), ABSENT, ids=[absent for _, absent in ABSENT])
-def test_what_is_absent_is_refused_with_advice(name: str, absent: str) -> None:
+def test_what_is_absent_is_refused_with_advice(
+    name: str, absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = SHIMS[name]
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)  # no other library answers
     shim.install(name)
     try:
         # A row of advice may also stand for what is absent below a module that is there.
@@ -108,6 +113,19 @@ def test_what_is_absent_is_refused_with_advice(name: str, absent: str) -> None:
             getattr(importlib.import_module(parent), leaf)
         assert str(missing.value) == message
         assert importlib.util.find_spec(asked) is None
+    finally:
+        shim.uninstall(name)
+
+
+@pytest.mark.parametrize(("name", "fullname"), ELSEWHERE, ids=[fullname for _, fullname in ELSEWHERE])
+def test_what_another_library_has_is_its_own(name: str, fullname: str) -> None:
+    source, _, original = SHIMS[name].elsewhere[fullname].partition(":")
+    parent, _, leaf = fullname.rpartition(".")
+    shim.install(name)
+    try:
+        found: dict[str, Any] = {}
+        exec(f"from {parent} import {leaf} as found", found)
+        assert found["found"] is getattr(importlib.import_module(source), original)
     finally:
         shim.uninstall(name)
 

@@ -10,7 +10,7 @@ them still work::
     ├── OrderError (RuntimeError)                      a call at the wrong moment
     │   └── ClosureError                               a closure that cannot be run under loss scaling
     ├── ParameterError (TypeError)                     a parameter that halfpeak cannot train
-    ├── RegistryError (KeyError)                       a name that is unknown to a registry, or already taken in it
+    ├── RegistryError (KeyError, TypeError)            a name that is unknown to a registry, or already taken in it
     ├── StateError (ValueError, RuntimeError)          a state dict that does not fit; nothing was loaded
     ├── CheckpointError (RuntimeError)                 a file that is damaged, foreign or not plain data
     ├── BannedOpError (NotImplementedError)            an operation that is unsafe in a low dtype
@@ -50,7 +50,7 @@ class ParameterError(HalfpeakError, TypeError):
     """A parameter is of a kind, or in a place, that cannot be trained as asked."""
 
 
-class RegistryError(HalfpeakError, KeyError):
+class RegistryError(HalfpeakError, KeyError, TypeError):
     """A name is unknown to a registry, or already taken in it. The message gives the names that are near."""
 
     def __str__(self) -> str:

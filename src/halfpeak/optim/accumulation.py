@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from abc import abstractmethod
 
@@ -11,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
-
-_logger = logging.getLogger("halfpeak.optim")
+from halfpeak.optim.metrics_sink import current_logger
 
 
 class BackwardCounts:
@@ -98,14 +96,14 @@ class CountsAccumulation:
         """
         self._counts.start(init_counts, max_counts)
         if self._counts.is_inside() and not self._has_window():
-            _logger.warning(
+            current_logger().warning(
                 "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
                 "open window were not saved: its step will be too small",
                 self._counts.done,
                 self._counts.every,
             )
         if self._counts.every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-            _logger.warning(
+            current_logger().warning(
                 "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
             )
 

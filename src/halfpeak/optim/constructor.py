@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from halfpeak.optim.metrics_sink import current_logger
 from halfpeak.optim.paramwise import (
     Place,
     check_custom_options,
@@ -20,8 +20,6 @@ from halfpeak.optim.paramwise import (
     lr_multiplier,
 )
 from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
-
-_logger = logging.getLogger("halfpeak.optim")
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -127,14 +125,16 @@ class DefaultOptimWrapperConstructor:
         for name, parameter in module.named_parameters(recurse=False):
             place = Place(name, module, prefix, bool(is_dcn_module))
             if bypass and any(parameter is other for group in params for other in _members(group)):
-                _logger.warning("%s is duplicate. It is skipped since bypass_duplicate=True", place.full_name)
+                current_logger().warning(
+                    "%s is duplicate. It is skipped since bypass_duplicate=True", place.full_name
+                )
             elif not parameter.requires_grad:
-                _logger.warning("%s is skipped since its requires_grad=False", place.full_name)
+                current_logger().warning("%s is skipped since its requires_grad=False", place.full_name)
             else:
                 options = self._options(parameter, place)
                 params.append({"params": [parameter], **options})
                 for key, value in options.items():
-                    _logger.info("paramwise_options -- %s:%s=%s", place.full_name, key, value)
+                    current_logger().info("paramwise_options -- %s:%s=%s", place.full_name, key, value)
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
             self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))

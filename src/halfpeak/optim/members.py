@@ -26,7 +26,7 @@ TORCH_OPTIMIZERS: Final = tuple(
 FUSED_OPTIMIZERS: Final = (FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD)
 """halfpeak's own, under the names of apex's."""
 
-OPTIMIZERS: Final = Registry("optimizer")
+OPTIMIZERS: Final = Registry("optimizer", mmengine="OPTIMIZERS")
 """What ``type`` of an ``optimizer`` configuration may name."""
 
 for _name in TORCH_OPTIMIZERS:
@@ -36,11 +36,13 @@ for _fused in FUSED_OPTIMIZERS:
 # mmengine's name for it, because there transformers may own the other.
 OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
 
-OPTIM_WRAPPERS: Final = Registry("optimizer wrapper")
+OPTIM_WRAPPERS: Final = Registry("optimizer wrapper", mmengine="OPTIM_WRAPPERS")
 """What ``type`` of an ``optim_wrapper`` configuration may name."""
 
 for _wrapper in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper):
     OPTIM_WRAPPERS.register_module(module=_wrapper)
 
-OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry("optimizer wrapper constructor")
+OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry(
+    "optimizer wrapper constructor", mmengine="OPTIM_WRAPPER_CONSTRUCTORS"
+)
 """What its ``constructor`` may name."""

@@ -1,7 +1,8 @@
-"""Destinations for a wrapper's scalars: its own history, mmengine's message hub, or an object of the caller."""
+"""Destinations for a wrapper's scalars and warnings: its own, mmengine's, or an object of the caller."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -76,3 +77,9 @@ def message_hub() -> Sink | None:
     """
     hub: Any = getattr(sys.modules.get("mmengine.logging"), "MessageHub", None)
     return None if hub is None else hub.get_current_instance()
+
+
+def current_logger() -> logging.Logger:
+    """mmengine's current logger if mmengine is in use, else ours."""
+    loggers: Any = getattr(sys.modules.get("mmengine.logging"), "MMLogger", None)
+    return logging.getLogger("halfpeak.optim") if loggers is None else loggers.get_current_instance()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
 from halfpeak.core.short_repr import short_repr
@@ -16,6 +17,9 @@ Factory = Callable[..., Any]
 """A class or function that builds something out of keyword arguments."""
 
 F = TypeVar("F", bound=Factory)
+
+_SCOPE: Final = "_scope_"
+"""A key of mmengine's configurations that only the registry reads."""
 
 
 class Registry:
@@ -27,6 +31,8 @@ class Registry:
 
     Args:
         name: the kind of members, for messages: ``"optimizer"``.
+        mmengine: the name of mmengine's registry of the same kind, whose members are found too where mmengine is in use:
+            by name, by ``scope.Name``, and in its default scope.
 
     >>> OPTIMIZERS = Registry("optimizer")
     >>> @OPTIMIZERS.register_module()
@@ -45,8 +51,9 @@ class Registry:
     halfpeak.core.errors.RegistryError: 'os.abort' is not a registered optimizer, and dotted names are never imported; ...
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, mmengine: str = "") -> None:
         self.name = name
+        self._mmengine = mmengine
         self._members: dict[str, Factory] = {}
 
     def __repr__(self) -> str:
@@ -67,13 +74,14 @@ class Registry:
         Raises:
             RegistryError: there is none. The message gives the near names.
         """
-        if name not in self._members:
+        found = self.get(name)
+        if found is None:
             dotted = ", and dotted names are never imported" if "." in name else ""
             raise RegistryError(
                 f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, self._members)}Registered are "
                 f"{', '.join(sorted(self._members)) or 'none'}; add one with @register_module()"
             )
-        return self._members[name]
+        return found
 
     @property
     def module_dict(self) -> Mapping[str, Factory]:
@@ -82,7 +90,26 @@ class Registry:
 
     def get(self, name: str) -> Factory | None:
         """The factory of that name, or None."""
-        return self._members.get(name)
+        return self._members.get(name) or self._in_mmengine(name, None)
+
+    def _in_mmengine(self, name: str, scope: str | None) -> Factory | None:
+        """What mmengine's registry has under a name. Nothing is imported because a name asks for it."""
+        root: Any = getattr(sys.modules.get("mmengine.registry"), self._mmengine or "-", None)
+        if root is None:
+            return None
+        prefix, dot, leaf = name.rpartition(".")
+        if dot:
+            if prefix == root.scope and leaf in self._members:
+                return self._members[leaf]
+            place = root if prefix == root.scope else root.children.get(prefix)
+            return None if place is None else _registered(place, leaf)
+        with root.switch_scope_and_registry(scope) as place:
+            while place is not None:
+                found = _registered(place, leaf)
+                if found is not None:
+                    return found
+                place = place.parent
+        return None
 
     @overload
     def register_module(
@@ -152,7 +179,8 @@ class Registry:
             )
         kind = cfg["type"]
         if isinstance(kind, str):
-            return self[kind]
+            scoped = self._in_mmengine(kind, cfg[_SCOPE]) if cfg.get(_SCOPE) else None
+            return scoped or self[kind]
         if not callable(kind):
             raise ConfigTypeError(
                 f"type={short_repr(kind)} must be the name of a registered {self.name}, or a class"
@@ -179,11 +207,19 @@ class Registry:
         arguments = {**default_args, **cfg}
         factory = self.resolve(arguments)
         del arguments["type"]
+        if self._mmengine:
+            arguments.pop(_SCOPE, None)
         takes = keywords_of(factory)
         for key in arguments:
             if key not in takes.names and not takes.is_open:
                 raise ConfigTypeError(unknown_key(name_of(factory), key, takes.names))
         return factory(**arguments)
+
+
+def _registered(registry: Any, name: str) -> Factory | None:
+    """What a registry of mmengine has under a name, once the modules that it knows to register have been imported."""
+    registry.import_from_location()
+    return registry.module_dict.get(name)
 
 
 class Keywords(NamedTuple):

@@ -128,7 +128,7 @@ class OptimWrapperDict(OptimWrapper):
         require_mapping(state_dict, "the state of the wrappers")
         unknown = [name for name in state_dict if name not in self.optim_wrappers]
         if unknown:
-            raise StateError(
+            raise UnknownWrapperStateError(
                 f"Mismatched names: the state has {short_repr(unknown)}, the wrappers are {list(self.optim_wrappers)}"
             )
         for name, state in state_dict.items():
@@ -150,7 +150,7 @@ class OptimWrapperDict(OptimWrapper):
         try:
             return self.optim_wrappers[key]
         except KeyError:
-            raise RegistryError(
+            raise UnknownWrapperError(
                 f"no wrapper {short_repr(key)}; there are {', '.join(map(repr, self.optim_wrappers))}"
             ) from None
 
@@ -186,3 +186,11 @@ class OptimWrapperDict(OptimWrapper):
 
 class WrapperDictError(OrderError, NotImplementedError):
     """A call that is meant for one wrapper reached the dict of them: final, and what mmengine raised in its place."""
+
+
+class UnknownWrapperError(RegistryError, AssertionError):
+    """No wrapper has that name."""
+
+
+class UnknownWrapperStateError(StateError, AssertionError):
+    """A state of a wrapper that is not there."""

@@ -3,6 +3,7 @@
 Answers to mmcv 1.7.2 and does not need it.
 """
 
+from halfpeak.optim.members import OPTIMIZERS, TORCH_OPTIMIZERS
 from halfpeak.runner.builder import (
     HOOKS,
     RUNNER_BUILDERS,
@@ -11,6 +12,7 @@ from halfpeak.runner.builder import (
     build_runner,
     build_runner_constructor,
 )
+from halfpeak.runner.casting import cast_tensor_type
 from halfpeak.runner.checkpoint import load_checkpoint, load_state_dict, save_checkpoint, weights_to_cpu
 from halfpeak.runner.distributed import (
     allreduce_grads,
@@ -20,7 +22,7 @@ from halfpeak.runner.distributed import (
     master_only,
 )
 from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32
-from halfpeak.runner.fp16_model import wrap_fp16_model
+from halfpeak.runner.fp16_model import patch_norm_fp32, wrap_fp16_model
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_list import Priority, get_priority
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
@@ -76,9 +78,11 @@ from halfpeak.runner.utilities import get_host_info, get_time_str, set_random_se
 
 __all__ = [
     "HOOKS",
+    "OPTIMIZERS",
     "OPTIMIZER_BUILDERS",
     "RUNNERS",
     "RUNNER_BUILDERS",
+    "TORCH_OPTIMIZERS",
     "BaseModule",
     "BaseRunner",
     "CheckpointHook",
@@ -138,6 +142,7 @@ __all__ = [
     "build_optimizer_constructor",
     "build_runner",
     "build_runner_constructor",
+    "cast_tensor_type",
     "force_fp32",
     "get_dist_info",
     "get_host_info",
@@ -147,6 +152,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "master_only",
+    "patch_norm_fp32",
     "save_checkpoint",
     "set_random_seed",
     "weights_to_cpu",

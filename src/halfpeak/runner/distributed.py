@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-import subprocess
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -122,14 +122,9 @@ def _first_host() -> str:
     nodes = os.environ.get("SLURM_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise ConfigError("launcher='slurm' needs SLURM_NODELIST or MASTER_ADDR; start the script with srun")
-    command = ["scontrol", "show", "hostname", nodes]
-    try:
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(
-            f"{' '.join(command)} failed ({error}); set MASTER_ADDR to the first host"
-        ) from None
-    return hosts[0]
+    # "node[07-08,12]-a,other" is node07-a, node08-a, ...: the first name, with the first number of each bracket.
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else nodes
 
 
 def _number(name: str, launcher: str, default: int | None = None) -> int:

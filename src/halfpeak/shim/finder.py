@@ -112,7 +112,7 @@ class Finder(MetaPathFinder):
             self._undo.append(add_to_working_set(pkg_resources, self.shim))
 
     def _complete(self, package: ModuleType) -> None:
-        self._undo.append(add_lazy_submodules(package, self.shim.modules.__contains__, self._refusal))
+        self._undo.append(add_lazy_submodules(package, self.shim.lazy, self._refusal))
 
     def _refuse(self, fullname: str) -> None:
         message = self._refusal(fullname)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -91,13 +90,13 @@ class _Watch(MetaPathFinder):
 
 
 def add_lazy_submodules(
-    package: ModuleType, has: Callable[[str], bool], refusal: Callable[[str], str]
+    package: ModuleType, find: Callable[[str], Any], refusal: Callable[[str], str]
 ) -> Undo:
-    """Let ``package.name`` import a submodule, as though the package had imported it already.
+    """Let ``package.name`` import a submodule or a name, as though the package had imported it already.
 
     Args:
         package: any module; a ``__getattr__`` of its own is asked for all other names.
-        has: whether a full name is that of such a submodule.
+        find: what a full name means; None for all that it does not know.
         refusal: the message for a full name that is not provided; empty where Python's own will do.
 
     Returns:
@@ -107,8 +106,9 @@ def add_lazy_submodules(
 
     def get(name: str) -> Any:
         fullname = f"{package.__name__}.{name}"
-        if not name.startswith("__") and has(fullname):
-            return importlib.import_module(fullname)
+        found = None if name.startswith("__") else find(fullname)
+        if found is not None:
+            return found
         if before is not None:
             return before(name)
         message = refusal(fullname) or f"module {package.__name__!r} has no attribute {name!r}"

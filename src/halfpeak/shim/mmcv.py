@@ -35,9 +35,9 @@ _RUNNER: Final = (
     "OPTIMIZER_BUILDERS RUNNERS RUNNER_BUILDERS BaseModule BaseRunner DefaultOptimizerConstructor "
     "DefaultRunnerConstructor EpochBasedRunner IterBasedRunner IterLoader LogBuffer LossScaler ModuleDict "
     "ModuleList Priority Runner=EpochBasedRunner Sequential allreduce_grads allreduce_params auto_fp16 "
-    "build_optimizer build_optimizer_constructor build_runner build_runner_constructor force_fp32 "
+    "build_optimizer build_optimizer_constructor build_runner build_runner_constructor cast_tensor_type force_fp32 "
     "get_dist_info get_host_info get_priority get_time_str init_dist load_checkpoint load_state_dict "
-    "master_only save_checkpoint set_random_seed weights_to_cpu wrap_fp16_model"
+    "master_only patch_norm_fp32 save_checkpoint set_random_seed weights_to_cpu wrap_fp16_model"
 )
 
 _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
@@ -51,7 +51,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
             "halfpeak.runner.parallel": "is_module_wrapper",
         },
-        "mmcv.runner": {"halfpeak.optim": "OPTIMIZERS", "halfpeak.runner": f"{_RUNNER} {_HOOKS}"},
+        "mmcv.runner": {"halfpeak.runner": f"OPTIMIZERS TORCH_OPTIMIZERS {_RUNNER} {_HOOKS}"},
         "mmcv.runner.base_module": {"halfpeak.runner": "BaseModule ModuleDict ModuleList Sequential"},
         "mmcv.runner.base_runner": {"halfpeak.runner": "BaseRunner"},
         "mmcv.runner.builder": {
@@ -124,12 +124,20 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     }
 )
 
-_CONFIG: Final = "use mmengine.Config, its successor"
+_CONFIG: Final = "install mmengine-lite, whose Config answers then"
 _VERSION_2: Final = "install mmcv-lite, whose version 2 has it; mmcv.runner is added to that"
+
+_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        f"{module}.{name}": f"mmengine.config:{name}"
+        for module in ("mmcv", "mmcv.utils")
+        for name in ("Config", "ConfigDict", "DictAction")
+    }
+)
 
 _ABSENT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "mmcv.Config": _CONFIG,
+        **dict.fromkeys(_ELSEWHERE, _CONFIG),
         "mmcv.cnn": _VERSION_2,
         "mmcv.fileio": "use mmengine.fileio",
         "mmcv.image": _VERSION_2,
@@ -139,7 +147,6 @@ _ABSENT: Final[Mapping[str, str]] = MappingProxyType(
         "mmcv.runner.hooks": (
             "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
         ),
-        "mmcv.utils.Config": _CONFIG,
     }
 )
 
@@ -148,6 +155,7 @@ MMCV: Final = Shim(
     table=__file__,
     distribution="mmcv",
     version=f"{VERSION}+halfpeak",
+    elsewhere=_ELSEWHERE,
     absent=_ABSENT,
     setup=set_up,
     page="docs/compat/mmcv.md",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
 
 Undo = Callable[[], None]
 """What takes a change of the process back."""
@@ -33,6 +35,7 @@ class Shim:
         table: the file that ``modules`` stands in; it is the ``__file__`` of every module.
         distribution: name of the distribution that has the modules; empty for none.
         version: what ``importlib.metadata.version(distribution)`` answers.
+        elsewhere: full name of an attribute -> ``"module:name"`` of another library, which answers where it is installed.
         absent: full name of a module or attribute that is not provided -> what to use, as the end of a sentence. It
             applies to everything below that name.
         setup: what else to do at install, once the imports work; returns what takes it back at uninstall.
@@ -43,6 +46,7 @@ class Shim:
     table: str = ""
     distribution: str = ""
     version: str = ""
+    elsewhere: Mapping[str, str] = field(default_factory=dict[str, str])
     absent: Mapping[str, str] = field(default_factory=dict[str, str])
     setup: Callable[[], Undo] | None = None
     page: str = "docs/compat/apex.md"
@@ -65,6 +69,14 @@ class Shim:
         return tuple(
             leaf for parent, _, leaf in (name.rpartition(".") for name in self.modules) if parent == fullname
         )
+
+    def lazy(self, fullname: str) -> Any:
+        """The submodule of that name, or what another library has in its place; None if it is neither."""
+        if fullname in self.modules:
+            return import_module(fullname)
+        module, _, name = self.elsewhere.get(fullname, "").partition(":")
+        is_there = module and find_spec(module.partition(".")[0]) is not None
+        return getattr(import_module(module), name) if is_there else None
 
     def advice(self, fullname: str) -> str:
         """What to use instead of a name that is not provided; empty if nothing is known."""
