@@ -14,7 +14,22 @@ from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = DOCS / "_static" / "benchmarks"
-OURS, OTHERS, BASE, INK = "#2f6fb0", "#a9afb9", "#6b717c", "#3c4048"
+OURS, OTHERS, BASE, INK = "#2f6fb0", "#a9afb9", "#6b717c", "#7b828c"
+OVERVIEW = {
+    "training": (
+        "float32",
+        "native AMP",
+        "accelerate",
+        "Lightning Fabric",
+        "mmengine's AmpOptimWrapper",
+        "halfpeak O2",
+    ),
+    "step": (
+        *("by hand, AdamW(fused=True)", "GradScaler, float32, AdamW(fused=True)"),
+        *("halfpeak O2, AdamW(fused=True)", "halfpeak O2, FusedAdamW, compiled backend"),
+    ),
+}
+"""What the first picture shows of a whole training step, and of what comes after its backward pass."""
 WIDEST = 2.6
 """Ratios above are cut off; what they are stands beside the bar."""
 
@@ -25,10 +40,13 @@ def main() -> None:
     options = parser.parse_args()
     # The same figures give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "halfpeak", "font.size": 9, "font.family": "DejaVu Sans"})
+    # Legible on a white page and on a dark one.
+    grey = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    matplotlib.rcParams.update({**dict.fromkeys(grey, INK), "savefig.transparent": True})
     results = load()
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for question, rows in results.items():
-        figure = draw(question, rows)
+    pictures = {question: draw(question, rows) for question, rows in results.items()}
+    for question, figure in {"overview": overview_figure(results), **pictures}.items():
         metadata = {"Date": None} if options.format == "svg" else None
         figure.savefig(PICTURES / f"{question}.{options.format}", metadata=metadata, dpi=110)
     page = DOCS / "benchmarks.md"
@@ -46,6 +64,26 @@ def draw(question: str, rows: Rows) -> Figure:
         names = [row["variant"] for row in rows]
         return plain_figure(rows, names, ("bytes", "bytes", "bytes"), None, "bytes a parameter")
     return ratio_figure(rows)
+
+
+def overview_figure(results: dict[str, Rows]) -> Figure:
+    """The first case of training, and the transformer's step, beside what one would otherwise write."""
+    chosen = [
+        [
+            row
+            for row in results[question]
+            if row["case"].startswith(case) and row["variant"] in OVERVIEW[question]
+        ]
+        for question, case in (("training", "GPT"), ("step", "a transformer"))
+    ]
+    figure = Figure(figsize=(11.5, 2.6), layout="constrained")
+    for axes, rows in zip(figure.subplots(1, 2), chosen, strict=True):
+        draw_ratios(axes, rows)
+    figure.axes[0].set_title("a training step of a GPT", fontsize=9.5, fontweight="bold", loc="left")
+    figure.axes[1].set_title(
+        "after the backward pass, 23 M parameters", fontsize=9.5, fontweight="bold", loc="left"
+    )
+    return figure
 
 
 def ratio_figure(rows: Rows) -> Figure:
@@ -79,10 +117,9 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
             va="center",
             fontsize=7.5,
             color=INK,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
         )
     axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
-    axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) * 1.0 + 0.75)
+    axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) + 0.95)
     axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 32)), fontsize=9.5, fontweight="bold", loc="left")
     axes.set_xlabel(f"time, as a multiple of: {base}", fontsize=8)
 

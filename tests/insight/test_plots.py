@@ -72,7 +72,7 @@ def test_values_that_are_not_finite_do_not_break_it(tmp_path: Path) -> None:
 def test_ticks_stand_at_whole_steps(count: int) -> None:
     figure = history_figure(rows(count))
     figure.canvas.draw()
-    assert all(tick == round(tick) for tick in figure.axes[2].get_xticks())
+    assert all(tick == round(tick) for tick in figure.axes[-1].get_xticks())
 
 
 def test_a_single_validation_is_seen() -> None:
@@ -80,3 +80,16 @@ def test_a_single_validation_is_seen() -> None:
     for axes in (figure.axes[0], figure.axes[-1]):
         (line,) = [line for line in axes.get_lines() if list(line.get_xdata()) == [10]]
         assert line.get_marker() == "o"
+
+
+def test_a_loss_scale_that_never_moves_has_no_panel() -> None:
+    assert [axes.get_ylabel() for axes in history_figure(rows(10)).axes] == [
+        "loss (nats)",
+        "gradient norm\nbefore clipping",
+    ]
+
+
+def test_what_is_smoothed_does_not_lag() -> None:
+    falling = [{**row, "loss": 400.0 - row["step"]} for row in rows(400)]
+    raw, smoothed = history_figure(falling).axes[0].get_lines()[:2]
+    assert smoothed.get_ydata()[200] == pytest.approx(raw.get_ydata()[200], abs=0.5)

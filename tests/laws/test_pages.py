@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from pathlib import Path
 
@@ -69,6 +71,27 @@ def test_code_blocks_that_are_not_run_compile(page: Path) -> None:
     for words, first, code in blocks(page.read_text()):
         if words[:1] == ["python"] and "no-run" in words:
             compile("\n" * (first - 1) + "\n".join(code), str(page), "exec")
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=named)
+def test_a_page_says_that_its_code_blocks_continue_each_other(page: Path) -> None:
+    runs = [code for words, _, code in blocks(page.read_text()) if words == ["python"]]
+    asks = [name for code in runs for name in unbound("\n".join(code))]
+    assert not asks or "code blocks continue each other" in " ".join(page.read_text().split()), asks
+
+
+def unbound(code: str) -> set[str]:
+    """The names that a block of code reads and does not bind."""
+    names = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
+    bound = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+    return {name.id for name in names} - bound - set(dir(builtins))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

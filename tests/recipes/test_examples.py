@@ -1,4 +1,4 @@
-"""The scripts of ``examples/openmmlab`` at a small size: they learn, and a resumed run is the one that was never stopped."""
+"""The scripts of ``examples`` at a small size: they learn, and a resumed run is the one that was never stopped."""
 
 from __future__ import annotations
 
@@ -14,24 +14,45 @@ from halfpeak.checkpoint import load
 from laws.source import ROOT
 from support.states import differences
 
-FOLDER = ROOT / "examples" / "openmmlab"
+EXAMPLES = ROOT / "examples"
 
 Run = Callable[..., str]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a script of the folder with these options, and returns what it printed."""
+    """Runs a script with these options, and returns what it printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "openmmlab"))
     monkeypatch.delitem(sys.modules, "digits", raising=False)
 
     def run(name: str, *options: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *options])
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.mark.parametrize("level", ["auto", "O2"])
+def test_a_classifier_learns_and_resumes_bitwise(level: str, run: Run) -> None:
+    options = ["--level", level, "--batch", "64", "--accumulate", "2"]
+    whole = run("native/digits.py", *options, "--epochs", "2").splitlines()
+    parts = run("native/digits.py", *options, "--epochs", "1", "--file", "parts.pt").splitlines()[:-1]
+    parts += run("native/digits.py", *options, "--epochs", "2", "--file", "parts.pt", "--resume").splitlines()
+    assert parts == whole
+    assert float(whole[1].split()[-1]) > 0.8
+
+
+def test_a_gpt_learns(run: Run) -> None:
+    sizes = ["--width", "32", "--layers", "1", "--batch", "8"]
+    losses = re.findall(r": (\d\.\d+) nats", run("native/gpt.py", "--level", "O2", "--steps", "30", *sizes))
+    assert float(losses[-1]) < float(losses[0]) - 0.5
+
+
+def test_a_gan_trains_two_networks(run: Run) -> None:
+    printed = run("native/gan.py", "--level", "O2", "--steps", "10")
+    assert "num_steps=20, num_skipped=0" in printed
 
 
 WRAPPERS = {
@@ -49,9 +70,14 @@ def test_a_wrapper_learns_and_resumes_bitwise(name: str, run: Run) -> None:
         "--batch",
         "350",
     ]  # an even number of batches: no window is open between epochs
-    whole = run("optim_wrapper.py", *options, "--epochs", "2").splitlines()
-    parts = run("optim_wrapper.py", *options, "--epochs", "1", "--output", "parts").splitlines()
-    parts += run("optim_wrapper.py", *options, "--epochs", "2", "--output", "parts", "--resume").splitlines()
+
+    def epochs(*more: str) -> list[str]:
+        printed = run("openmmlab/optim_wrapper.py", *options, *more).splitlines()
+        return [line for line in printed if line.startswith("epoch")]  # not what apex prints at the start
+
+    whole = epochs("--epochs", "2")
+    parts = epochs("--epochs", "1", "--output", "parts")
+    parts += epochs("--epochs", "2", "--output", "parts", "--resume")
     assert parts == whole
     assert [float(line.split()[-1]) for line in whole][-1] > 0.6
     one, other = (load(f"{folder}/checkpoint.pth") for folder in ("output", "parts"))
@@ -59,7 +85,7 @@ def test_a_wrapper_learns_and_resumes_bitwise(name: str, run: Run) -> None:
 
 
 def test_a_gan_has_a_wrapper_of_another_kind_for_each_network(run: Run) -> None:
-    printed = run("optim_wrapper_dict.py", "--steps", "40", "--batch", "32")
+    printed = run("openmmlab/optim_wrapper_dict.py", "--steps", "40", "--batch", "32")
     assert len(re.findall(r"step \d+: discriminator [01]\.\d+, generator [01]\.\d+", printed)) == 2
     assert "{'generator.lr': [0.001], 'discriminator.lr': [0.001]}" in printed
     assert "loss scale of the discriminator 65536" in printed
@@ -76,11 +102,14 @@ RUNNERS = {
 def test_a_runner_learns_and_resumes_bitwise(name: str, run: Run) -> None:
     options = [*RUNNERS[name], "--batch", "256", "--epochs", "2"]
     first, last = ("iter_5.pth", "iter_10.pth") if "--by-iter" in options else ("epoch_1.pth", "epoch_2.pth")
-    printed = run("runner.py", *options)
+    printed = run("openmmlab/runner.py", *options)
     steps = 5 if "--accumulate" in options else 10
     assert printed.startswith(f"{steps} steps, validation 0.")
     assert float(printed.split()[-1]) > 0.4
-    assert run("runner.py", *options, "--resume-from", f"output/{first}", "--output", "parts") == printed
+    assert (
+        run("openmmlab/runner.py", *options, "--resume-from", f"output/{first}", "--output", "parts")
+        == printed
+    )
     one, other = (load(f"{folder}/{last}") for folder in ("output", "parts"))
     differing = [
         path for path in differences(one, other) if not path.startswith(("/meta/", "/loop/log_buffer/"))

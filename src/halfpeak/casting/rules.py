@@ -108,10 +108,9 @@ def banned(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
     dtype = next((tensor.dtype for tensor in tensors(args, kwargs) if tensor.dtype in LOW), None)
     if dtype is not None:
         raise BannedOpError(
-            f"{func.__name__} on a {dtype} tensor: its gradient can reach 1e12, more than float16 can hold. Best remove "
-            "the sigmoid before it and use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss. Or have the "
-            "sigmoid return float32: register_float_function(torch, 'sigmoid'). Or pass allow_banned=True to compute "
-            "this loss in float32"
+            f"{func.__name__} on a {dtype} tensor: it rounds probabilities near 1 to 1, where the gradient reaches 1e12. Best "
+            "remove the sigmoid before it and use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss. Or give "
+            f"it float32: {func.__name__}(x.float(), ...); with amp also register_float_function(torch, 'sigmoid')"
         )
     return func(*args, **kwargs)
 

@@ -42,21 +42,26 @@ def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
     """The figure that :func:`save_history` writes; it belongs to no window and needs no display."""
     with needs("plots"):
         from matplotlib.figure import Figure
-    figure = Figure(figsize=(9, 7.5), layout="constrained")
-    loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1.4))
     steps = [row for row in rows if "loss" in row]
     skipped = [row["step"] for row in steps if row.get("skipped")]
+    # A loss scale that never moves, as at O0 and with bfloat16, needs no panel of its own.
+    moves = len(set(_points(steps, "loss_scale")[1])) > 1
+    figure = Figure(figsize=(9, 7.5 if moves else 6), layout="constrained")
+    ratios = (2.2, 1, 1.4) if moves else (2.2, 1.4)
+    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+    loss, norm = panels[0], panels[-1]
     _draw_loss(loss, steps, rows)
-    _draw_scale(scale, steps)
+    if moves:
+        _draw_scale(panels[1], steps)
     _draw_norm(norm, steps)
-    for axes in (loss, scale, norm):
+    for axes in panels:
         _dress(axes)
         for step in skipped:
             axes.axvline(step, color=RED, linewidth=0.8, alpha=min(0.5, 10 / len(skipped)), zorder=1)
     if skipped:
         word = "step" if len(skipped) == 1 else "steps"
-        scale.plot([], [], color=RED, linewidth=0.8, label=f"{len(skipped)} skipped {word}")
-        scale.legend(loc="best", frameon=False, fontsize=9)
+        panels[1].plot([], [], color=RED, linewidth=0.8, label=f"{len(skipped)} skipped {word}")
+        panels[1].legend(loc="best", frameon=False, fontsize=9)
     norm.set_xlabel("optimizer step")
     norm.xaxis.get_major_locator().set_params(integer=True)
     if title:
@@ -105,12 +110,7 @@ def _draw_scale(axes: Axes, steps: Sequence[Row]) -> None:
     x, y = _points(steps, "loss_scale")
     axes.step(x, y, color=GREEN, linewidth=1.6, where="post")
     axes.set_ylabel("loss scale")
-    if not y or min(y) <= 0:
-        return
-    if min(y) == max(y):
-        axes.set_yticks(y[:1])
-        axes.set_ylim(0.5 * y[0], 1.5 * y[0])
-    else:
+    if min(y) > 0:
         axes.set_yscale("log", base=2)
         axes.set_ylim(min(y) / 2.8, max(y) * 2.8)
 
@@ -132,14 +132,20 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean over about a fortieth of the values, unbiased at the start."""
+    """A mean over about a fortieth of the values on either side of each, so that it does not lag behind them."""
     keep = 1.0 - 1.0 / max(2.0, len(values) / 40)
-    smoothed: list[float] = []
+    ahead, behind = _running_mean(values, keep), _running_mean(values[::-1], keep)[::-1]
+    return [(one + other) / 2 for one, other in zip(ahead, behind, strict=True)]
+
+
+def _running_mean(values: Sequence[float], keep: float) -> list[float]:
+    """The exponential mean of the values so far, unbiased at the start."""
+    means: list[float] = []
     total = weight = 0.0
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append(total / weight)
-    return smoothed
+        means.append(total / weight)
+    return means
 
 
 def _scale_axis(axes: Axes, values: Sequence[float]) -> None:
