@@ -6,9 +6,11 @@ import gc
 import os
 import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from halfpeak.amp.session import _amp_state
 
@@ -60,7 +62,25 @@ def process_left_as_found(fixed_seeds: None) -> Iterator[None]:
     # Casts of amp.initialize(opt_level="O1") end with its models; those of a failed test must not reach the next one.
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
+    _amp_state.__init__()
     assert global_torch_state() == before
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and its counters stand at zero."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory is an empty one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def global_torch_state() -> dict[str, object]:

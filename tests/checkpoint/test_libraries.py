@@ -19,9 +19,7 @@ PROGRAM = Path(__file__).with_name("library_runs.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def run(

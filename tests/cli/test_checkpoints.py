@@ -19,9 +19,7 @@ from halfpeak.cli.main import main
 AMP = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def script(**more: Any) -> dict[str, Any]:

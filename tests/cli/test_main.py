@@ -18,11 +18,7 @@ from halfpeak.cli.options import LATEST, parse, read_config
 from halfpeak.core.errors import ConfigError
 from halfpeak.recipes.settings import TrainConfig
 
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_python_dash_m_runs_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

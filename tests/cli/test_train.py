@@ -38,10 +38,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def run(*arguments: str, stop_after: int | None = None, terminal: bool = False) -> str:

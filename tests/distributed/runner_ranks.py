@@ -249,13 +249,9 @@ def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
     return found
 
 
-def rank_main(rank: int, ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.save({name: run() for name, run in scenarios(ranks).items()}, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    return {name: run() for name, run in scenarios(ranks).items()}
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(rank_main))
+    sys.exit(fork_ranks(see))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,18 +27,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 SCALE = halfpeak.ScaleConfig(init=2.0**10, interval=4)
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this compiler traces no backward pass"
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.skipif(
+        not hasattr(torch._dynamo.config, "trace_autograd_ops"),
+        reason="this compiler traces no backward pass",
+    ),
+]
 
 
 class Run:

@@ -8,7 +8,7 @@ an ordinary step; after an exception the run goes on as if the iteration had bee
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfpeak import amp
 from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing, through_a_file
 from support.nets import LEVELS, MASTERED, make_batch
 from support.snapshot import values
 from support.states import differences
-
-
-@pytest.fixture(autouse=True)
-def without_casts() -> Iterator[None]:
-    """Casts of ``amp.initialize`` end with the test."""
-    yield
-    if amp._amp_state.handle is not None:
-        amp._amp_state.handle._deactivate()
 
 
 def ids(case: Case) -> str:

@@ -23,10 +23,7 @@ OLD = "from apex import amp\n"
 NEW = "from halfpeak import amp\n"
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def put(name: str, text: str = OLD) -> Path:

@@ -21,7 +21,6 @@ from halfpeak.optim import (
 )
 from optim.families import Unit, new_hub, ours, wrap
 from support.nets import LEVELS, LOW, make_batch, make_net
-from support.snapshot import values
 
 
 def step(wrapper: OptimWrapper, model: nn.Module, i: int = 0) -> Tensor:
@@ -247,93 +246,6 @@ def test_a_history_keeps_the_newest() -> None:
 
 
 # Several wrappers
-
-
-def gan(seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.Sequential(
-        nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
-    )
-
-
-def adversarial(output: Tensor, real: float) -> Tensor:
-    return mse_loss(output, torch.full_like(output, real))
-
-
-def test_a_gan_is_the_loop_that_anyone_would_write() -> None:
-    """Two networks, three losses, an accumulation and a clip of their own."""
-    total = 10
-    generator, discriminator = gan()
-    wrappers = OptimWrapperDict(
-        generator=OptimWrapper(torch.optim.Adam(generator.parameters(), lr=0.01), accumulative_counts=3),
-        discriminator=OptimWrapper(
-            torch.optim.SGD(discriminator.parameters(), lr=0.1),
-            accumulative_counts=4,
-            clip_grad={"max_norm": 0.1},
-        ),
-    )
-    wrappers["generator"].initialize_count_status(generator, 0, total)
-    wrappers["discriminator"].initialize_count_status(discriminator, 0, 2 * total)
-    twins = gan()
-    adam, sgd = (
-        torch.optim.Adam(twins[0].parameters(), lr=0.01),
-        torch.optim.SGD(twins[1].parameters(), lr=0.1),
-    )
-
-    for i in range(total):
-        noise = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
-        real = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 + i))
-        critic = wrappers["discriminator"]
-        for data, label in ((real, 1.0), (generator(noise).detach(), 0.0)):
-            with critic.optim_context(discriminator):
-                loss = adversarial(discriminator(data), label)
-            critic.backward(critic.scale_loss(loss))
-        if critic.should_update():
-            critic.step()
-            critic.zero_grad()
-        discriminator.requires_grad_(False)
-        with wrappers["generator"].optim_context(generator):
-            loss = adversarial(discriminator(generator(noise)), 1.0)
-        wrappers["generator"].update_params(loss)
-        discriminator.requires_grad_(True)
-
-        (adversarial(twins[1](real), 1.0) / 4).backward()
-        (adversarial(twins[1](twins[0](noise).detach()), 0.0) / 4).backward()
-        if (i + 1) % 2 == 0:
-            torch.nn.utils.clip_grad_norm_(twins[1].parameters(), 0.1)
-            sgd.step()
-            sgd.zero_grad()
-        twins[1].requires_grad_(False)
-        (adversarial(twins[1](twins[0](noise)), 1.0) / (3 if i < 9 else 1)).backward()
-        if (i + 1) % 3 == 0 or i + 1 == total:
-            adam.step()
-            adam.zero_grad()
-        twins[1].requires_grad_(True)
-    assert values(generator, wrappers["generator"].optimizer) == values(twins[0], adam)
-    assert values(discriminator, wrappers["discriminator"].optimizer) == values(twins[1], sgd)
-
-
-def test_a_gan_in_mixed_precision_has_a_scale_for_each() -> None:
-    generator, discriminator = gan()
-    wrappers = OptimWrapperDict(
-        generator=ApexOptimWrapper("O2", optimizer=torch.optim.Adam(generator.parameters(), eps=1e-4)),
-        discriminator=AmpOptimWrapper(
-            dtype="float16", optimizer=torch.optim.SGD(discriminator.parameters(), lr=0.1)
-        ),
-    )
-    for i in range(4):
-        with wrappers["generator"].optim_context(generator):
-            fake = generator(torch.randn(5, 4))
-        with wrappers["discriminator"].optim_context(discriminator):
-            loss = adversarial(discriminator(fake.detach()), 0.0) * (float("inf") if i == 1 else 1.0)
-        wrappers["discriminator"].update_params(loss)
-        with wrappers["discriminator"].optim_context(discriminator):
-            loss = adversarial(discriminator(fake), 1.0)
-        wrappers["generator"].update_params(loss)
-        wrappers["discriminator"].zero_grad()
-    state = wrappers.state_dict()
-    assert state["discriminator"]["loss_scaler"]["scale"] == 2.0**15
-    assert state["generator"]["apex_amp"]["loss_scaler0"]["loss_scale"] == 2.0**16
 
 
 def pair(**options: Any) -> tuple[list[Unit], OptimWrapperDict]:

@@ -278,23 +278,14 @@ def detect(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "dtype"),
-    [
-        (("--fp16", "hook"), "torch.float16"),
-        (("--fp16", "autocast"), "torch.float32"),
-        (("--fp16", "apex", "--opt-level", "O2"), "torch.float16"),
-    ],
-    ids=["hook", "autocast", "apex O2"],
+    "arguments", [("--fp16", "hook"), ("--fp16", "apex", "--opt-level", "O2")], ids=["hook", "apex O2"]
 )
-def test_a_detection_script_of_mmcv_1_runs_unedited(
-    tmp_path: Path, arguments: tuple[str, ...], dtype: str
-) -> None:
+def test_a_detection_script_of_mmcv_1_runs_unedited(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     whole = detect(tmp_path / "whole", *arguments)
-    assert whole["dtype"] == dtype
+    assert whole["dtype"] == "torch.float16"
     assert whole["iter"] == len(whole["loss"]) == 30
     assert sum(whole["loss"][-3:]) < sum(whole["loss"][:3]) * 0.65
-    if dtype == "torch.float16":
-        rest = detect(tmp_path / "rest", *arguments, "--resume-from", str(tmp_path / "whole/epoch_2.pth"))
-        assert len(rest["loss"]) == 10
-        assert rest["loss"] == whole["loss"][20:]
-        assert all(torch.equal(value, rest["weights"][key]) for key, value in whole["weights"].items())
+    rest = detect(tmp_path / "rest", *arguments, "--resume-from", str(tmp_path / "whole/epoch_2.pth"))
+    assert len(rest["loss"]) == 10
+    assert rest["loss"] == whole["loss"][20:]
+    assert all(torch.equal(value, rest["weights"][key]) for key, value in whole["weights"].items())

@@ -229,11 +229,9 @@ def own_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 LEVELS = (
     "OptimWrapper",
     "default",
-    "AmpOptimWrapper",
     "AmpOptimWrapper float16",
     "ApexOptimWrapper O1",
     "ApexOptimWrapper O2",
-    "ApexOptimWrapper O5",
 )
 
 
@@ -256,7 +254,7 @@ def test_hooks_of_the_runner_see_what_they_need(runs: dict[str, Any], name: str)
     assert {"loss", "lr", "base_lr", "grad_norm", "accuracy"} <= set(found["logged"])  # LoggerHook
 
 
-@pytest.mark.parametrize("name", ["AmpOptimWrapper float16", "ApexOptimWrapper O1", "ApexOptimWrapper O2"])
+@pytest.mark.parametrize("name", ["AmpOptimWrapper float16", "ApexOptimWrapper O2"])
 def test_a_resumed_run_goes_on_bit_for_bit(runs: dict[str, Any], name: str) -> None:
     found = runs[f"resume {name}"]
     assert found["trained"] == [1]
@@ -265,11 +263,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs: dict[str, Any], name: str) -> N
     assert found["momenta"]
 
 
-@pytest.mark.parametrize("name", ["ema", "ema O2"])
-def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any], name: str) -> None:
-    found = runs[name]
-    assert found["weights"]
-    assert found["averages"]
+def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any]) -> None:
+    assert runs["ema"]["weights"]
+    assert runs["ema"]["averages"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
