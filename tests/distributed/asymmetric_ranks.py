@@ -140,6 +140,26 @@ def loaded(layout: str, older: bool) -> dict[str, Any]:
     return refused(run)
 
 
+def failing(layout: str) -> dict[str, Any]:
+    """The optimizer of one rank raises in the middle of its second step, and the rank goes on."""
+    options = {} if layout == "none" else {"check_ranks": 2}
+    run, calls = Run(layout, **options), iter(range(STEPS))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 1 and dist.get_rank() == ODD:
+            raise ArithmeticError("on one rank")
+
+    run.optimizer.register_step_pre_hook(fail)
+    for at in range(STEPS):
+        try:
+            run.step(at)
+        except halfpeak.RankMismatchError as error:
+            return {"error": str(error), "at": at}
+        except ArithmeticError:
+            pass
+    return {"error": "", "at": STEPS}
+
+
 def refused(run: Run) -> dict[str, Any]:
     """What ``check_ranks`` says on every rank."""
     before = collectives()
@@ -166,6 +186,7 @@ def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
         table[f"{layout} inf in a window"] = partial(
             train, layout, partial(poisoned, float("inf")), accumulate=last_window
         )
+        table[f"{layout} failed"] = partial(failing, layout)
     for layout in ("ddp", "none"):
         table[f"{layout} other scale"] = partial(differing, layout)
         table[f"{layout} other checkpoint"] = partial(loaded, layout, False)

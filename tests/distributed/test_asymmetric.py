@@ -11,7 +11,7 @@ from distributed.launching import Seen, launch
 NAMES = list(scenarios())
 SKIPS = {"inf": [2], "nan": [2], "nan in one gradient": [2], "inf in a window": [1]}
 """Which of its steps a scenario skips; others skip none."""
-DIFFERENT = ("scale", "checkpoint")
+DIFFERENT = ("scale", "checkpoint", "failed")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -31,7 +31,17 @@ def test_ranks_step_and_skip_together(ranks: Seen, name: str) -> None:
         assert all(map(torch.equal, one["values"], seen[0]["values"]))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(DIFFERENT)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_failed_alone_is_noticed(ranks: Seen, layout: str) -> None:
+    """After that step by ``check_ranks``, and in the next where each step reduces ``found_inf``."""
+    for one in ranks[f"{layout} failed"]:
+        assert one["at"] == (2 if layout == "none" else 1)
+        assert ("dropped different numbers of windows" if layout == "none" else "differs from rank 0") in one[
+            "error"
+        ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(DIFFERENT[:2])])
 def test_ranks_that_differ_are_told_on_all(ranks: Seen, name: str) -> None:
     for one in ranks[name]:
         assert "the scale of loss 0" in one["error"]

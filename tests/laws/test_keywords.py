@@ -31,6 +31,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "keep_gradient_memory": {"keep_gradient_memory": False},
     "keep_fp32": {"keep_fp32": ["0"]},
     "group": {"group": "world"},
+    "check_ranks": {"check_ranks": 3},
     "on_skip": {"on_skip": None},
 }
 """One deviation per keyword; what else the row sets, the run that it is compared with sets too."""

@@ -27,11 +27,12 @@ class EngineConfig:
         clip: what limits the gradients before a step.
         restore_buffers: put batch-norm statistics back when a step is skipped.
         keep_gradient_memory: whether masters' gradients keep their memory between steps; None to let the device decide.
+        check_ranks: after how many steps ranks are compared; None for never.
         engine_steps: the engine calls ``optimizer.step()``; False where the caller does, as with apex.
         caller_may_step: the caller may, too, in place of the engine.
 
     Raises:
-        ConfigError: ``num_losses`` is not a positive integer, the norm rule is unknown, or
+        ConfigError: ``num_losses`` or ``check_ranks`` is not a positive integer, the norm rule is unknown, or
             ``keep_gradient_memory`` is no truth value.
     """
 
@@ -43,6 +44,7 @@ class EngineConfig:
     clip: Clip = field(default_factory=NoClip)
     restore_buffers: bool = True
     keep_gradient_memory: bool | None = None
+    check_ranks: int | None = None
     engine_steps: bool = True
     caller_may_step: bool = False
 
@@ -50,6 +52,11 @@ class EngineConfig:
         if type(self.num_losses) is not int or not 1 <= self.num_losses <= 2**16:
             raise ConfigError(
                 f"num_losses={short_repr(self.num_losses)} must be an integer from 1 to 65536; write num_losses=1"
+            )
+        if self.check_ranks is not None and (type(self.check_ranks) is not int or self.check_ranks < 1):
+            raise ConfigError(
+                f"check_ranks={short_repr(self.check_ranks)} must be a positive number of steps, or None; write "
+                "check_ranks=1000"
             )
         if not isinstance(self.keep_gradient_memory, bool | None):
             raise ConfigError(

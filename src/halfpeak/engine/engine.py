@@ -132,6 +132,7 @@ class Engine:
         self._synchronised = True
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
+        self._steps_begun = 0
         self._after_step = after_step
         # At levels that cast per operation: whether the model computed since the last step, but never in forward().
         self._has_forward = self._forward_uncast = False
@@ -314,7 +315,15 @@ class Engine:
                 f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "
                 "cannot be stepped in turn; write engine.step(), or prepare an engine for each optimizer"
             )
-        result = self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
+        compares = self._is_check_due()
+        try:
+            result = self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
+        except Exception:
+            if compares:
+                self.check_ranks()  # as the ranks do that have not failed
+            raise
+        if compares:
+            self.check_ranks()
         if self._after_step is not None:
             self._after_step(self, result)
         return result
@@ -757,6 +766,14 @@ class Engine:
             self.context.catch_up()
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)
+
+    def _is_check_due(self) -> bool:
+        """Whether ranks are compared after this step. Counted in steps that began: each has a backward pass on every rank."""
+        every = self.context.config.check_ranks
+        if every is None or not self.context.config.accumulation.is_boundary(self.micro_step):
+            return False
+        self._steps_begun += 1
+        return self._steps_begun % every == 0
 
     def _refuse_in_replay(self, call: str) -> None:
         if self._is_replaying:

@@ -36,7 +36,7 @@ from halfpeak.engine.validation import (
     uncompiled,
 )
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.ops.shards import is_shard
+from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.clip import Clip, parse_clip
 from halfpeak.state.found_inf import FoundInfReducer, Group, is_multi_rank
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -70,6 +70,7 @@ def prepare(
     keep_gradient_memory: bool | None = None,
     keep_fp32: Sequence[KeepFp32] = (),
     group: Group = None,
+    check_ranks: int | None = None,
     on_skip: Literal["warn", "diagnose"] | Callable[[Engine, Any], object] | None = "warn",
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
@@ -108,6 +109,8 @@ def prepare(
             such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
+        check_ranks: call :meth:`halfpeak.Engine.check_ranks` after so many steps, and after a step that raises in their
+            place.
         on_skip: what is done about skipped steps that are not the usual search for a loss scale, a scale near its floor, and
             more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at most once in 1,000
             steps, and waits for nothing; ``"diagnose"`` replays the step and writes ``diagnosis-<step>.html``, and waits for
@@ -150,7 +153,13 @@ def prepare(
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
         keep_gradient_memory=keep_gradient_memory,
+        check_ranks=check_ranks,
     )
+    if check_ranks is not None and not has_process_group():
+        raise ConfigError(
+            f"check_ranks={check_ranks!r} needs torch.distributed; call torch.distributed.init_process_group first, or leave "
+            "it out"
+        )
     # What reports lies above the engine, which is only told whom to call.
     after_step = import_module("halfpeak.insight.skips").watch_for(on_skip)
     engine = build(
