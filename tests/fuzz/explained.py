@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fuzz.config import Config, Planned
+from fuzz.reference import Reference
 
 
 class Tolerance(NamedTuple):
@@ -50,28 +51,20 @@ def tolerance_of(config: Config) -> Tolerance:
     return EXACT
 
 
-def known(config: Config, planned: Planned, micro: int) -> str | None:
-    """Why an event is left out of a configuration: what halfpeak is known to do wrongly there, until it is mended.
+def known(config: Config, planned: Planned, reference: Reference) -> str | None:
+    """Why an event is left out of a run: what it does there depends on what nobody promises.
 
     Args:
         config: of the run.
         planned: the event.
-        micro: completed calls of ``step``.
+        reference: as it is when the event is due.
     """
-    name, masters = planned.name, config.has_masters
-    place = micro % config.accumulate
-    inside = place > 0 or (config.accumulate > 1 and planned.moment in ("before backward", "before step"))
-    between_passes = place > 0 if planned.moment != "before step" else place < config.accumulate - 1
-    if name.startswith("gradients ") and between_passes and not masters:
-        return "edits between the passes of a window over float32 weights drop its earlier passes"
-    if masters and name == "weights through .data":
-        return "leaves no trace"
-    if masters and name.startswith("zero_grad of the model"):
-        return "does not reach masters"
-    if name.startswith("zero_grad") and (config.is_fused or (between_passes and not masters)):
+    if config.has_masters and planned.name == "weights through .data":
+        return "a write through .data of one small weight leaves no trace"
+    if planned.name == "add a group" and reference.sums_scaled:
+        return "what earlier windows have left in its gradients is not stepped, and the rest is added in another order"
+    if planned.name.startswith("gradients ") and config.is_fused and any(reference.found):
+        return "a fused step has one found_inf, for itself and for the scale, where others know an edit from what it found"
+    if planned.name.startswith("zero_grad") and any(reference.found):
         return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
-    if name == "add a group" and config.accumulate > 1:
-        return "what lay in its gradients is added in another order"
-    if name == "add a group" and (inside or planned.moment in ("before backward", "before step")):
-        return "the earlier gradients of its window are lost"
     return None

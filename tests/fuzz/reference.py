@@ -88,14 +88,18 @@ class Pair:
         """Whoever wrote last is followed by the other; a master keeps its digits where it rounds to the weight."""
         if self.model is self.main:
             return
-        if self.main.requires_grad != self.seen_flags[1]:
-            self.model.requires_grad_(self.main.requires_grad)
+        self.sync_flags()
         value = self.value()
         if not same_bits(self.main, value):
             self.main.detach().copy_(value)
         elif not same_bits(self.main, self.seen_main):
             self.model.detach().copy_(value)
         self.agree()
+
+    def sync_flags(self) -> None:
+        """Who is frozen or unfrozen through the groups is so in the model."""
+        if self.main.requires_grad != self.seen_flags[1]:
+            self.model.requires_grad_(self.main.requires_grad)
 
     def value(self) -> Tensor:
         """In float32."""
@@ -179,6 +183,7 @@ class Reference:
             loss = loss / self.config.accumulate
         every = list(self.model.parameters())
         held = [parameter.grad for parameter in every]
+        self._look_at_window(chosen)
         for parameter in every:
             parameter.grad = None
         fresh: list[Tensor | None] = []
@@ -190,7 +195,7 @@ class Reference:
         except BaseException:
             for parameter, grad in zip(every, held, strict=True):
                 parameter.grad = grad
-            if self._sums_scaled and any(self.grads_of(o) for o in chosen):
+            if self.window == "scaled":
                 # Autograd may have added to what earlier passes had left scaled: the window begins anew.
                 self.abort()
             raise
@@ -213,13 +218,24 @@ class Reference:
             self.found[o] = self.found[o] or found
             self.left[o] = self._seen_grads(o)
         self.found_by_loss[loss_id] = self.found_by_loss.get(loss_id, False) or found
+        inside = (self.micro + 1) % self.config.accumulate > 0
+        self.window = "scaled" if inside and self.sums_scaled and self.window != "read" else "read"
+        self.had_gradients = self._has_gradients(chosen)
+
+    def _look_at_window(self, chosen: Iterable[int]) -> None:
+        """Before a backward pass: a window whose gradients have been dropped is over."""
+        if self.window == "scaled" and self.had_gradients and not self._has_gradients(chosen):
+            self.window = "empty"
+
+    def _has_gradients(self, chosen: Iterable[int]) -> bool:
+        return any(bool(grad.any()) for o in chosen for grad in self.grads_of(o))
 
     def step(self, optimizers: Sequence[int] | None = None) -> Result:
         """Clip, then step or skip."""
         if (self.micro + 1) % self.config.accumulate:
             self.micro += 1
             return Result(False, scale=self.scales[0].scale)
-        self._follow()
+        self.sync()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         found = any(self.found[o] for o in chosen)
         has_gradients = any(self.grads_of(o) for o in chosen)
@@ -302,7 +318,9 @@ class Reference:
         """None of ours."""
 
     def unscale(self) -> None:
-        """Gradients are never left scaled here."""
+        """Gradients are never left scaled here; what an exception in the next backward pass does depends on it."""
+        if self.window == "scaled":
+            self.window = "read"
 
     def abort(self) -> None:
         """Drop the window."""
@@ -355,10 +373,12 @@ class Reference:
         if self.stats is not None:
             # A skipped step goes back to what was loaded.
             self.stats = [buffer.clone() for buffer in self._statistics()]
+        self._keep(values)
         names = dict(self.model.named_parameters(remove_duplicate=False))
         for name, value in values.items():
             pair = self.pairs.get(id(names.get(name)))
-            if pair is not None:
+            if pair is not None and pair.model is not pair.main:
+                pair.sync_flags()
                 pair.main.detach().copy_(value)
                 pair.agree()
 
@@ -374,6 +394,7 @@ class Reference:
                 "counts": (self.micro, self.num_steps, self.num_skipped),
                 "grads": {name: _or_none(main.grad) for name, main in self._managed()},
                 "found": (self.found, self.found_by_loss),
+                "window": (self.window, self.had_gradients),
                 "stats": self.stats,
             }
         )
@@ -383,6 +404,7 @@ class Reference:
         self.sync()
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
+        self._keep(state["masters"])
         for name, pair in self._by_name():
             if name in state["masters"]:
                 pair.main.detach().copy_(state["masters"][name])
@@ -396,6 +418,7 @@ class Reference:
             self.model_of(main).grad = None
             main.grad = state["grads"].get(name)
         self.found, self.found_by_loss = state["found"]
+        self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]
         self.left = [None] * len(self.optimizers)
 
@@ -455,7 +478,7 @@ class Reference:
                     row[key] = _cast(value, parameter.dtype)
 
     @property
-    def _sums_scaled(self) -> bool:
+    def sums_scaled(self) -> bool:
         """Whether the engine lets autograd add the gradients of a window up, which it may where weights are float32."""
         cast = self.properties.cast_model_type
         return self.config.accumulate > 1 and self.config.losses == 1 and cast not in LOW
@@ -475,18 +498,43 @@ class Reference:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for i, parameter in enumerate(group["params"]):
-                    if id(parameter) in known or parameter.dtype not in LOW or not parameter.requires_grad:
+                    if id(parameter) in known or parameter.dtype not in LOW:
                         continue
                     pair = self.pairs.get(id(parameter))
+                    if pair is None and not parameter.requires_grad:
+                        continue
                     if pair is None:
-                        value = parameter if exact is None else exact[id(parameter)]
-                        master = value.detach().float().clone().requires_grad_()
-                        pair = self.pairs[id(parameter)] = Pair(parameter, master)
+                        pair = self._pair(parameter, parameter if exact is None else exact[id(parameter)])
                     group["params"][i] = pair.main
                     known.add(id(pair.main))
+                    if parameter.grad is not None:
+                        pair.main.grad, parameter.grad = parameter.grad.float(), None
                     if parameter in optimizer.state:
                         row = optimizer.state.pop(parameter)
                         optimizer.state[pair.main] = {k: _cast(v, torch.float32) for k, v in row.items()}
+
+    def _pair(self, parameter: nn.Parameter, value: Tensor) -> Pair:
+        master = value.detach().float().clone().requires_grad_(parameter.requires_grad)
+        pair = self.pairs[id(parameter)] = Pair(parameter, master)
+        return pair
+
+    def _keep(self, values: dict[str, Tensor]) -> None:
+        """Frozen parameters in the groups get masters where their dtype cannot hold what they are given."""
+        if not self.properties.master_weights:
+            return
+        members = {
+            id(p)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, value in values.items():
+            parameter = names.get(name)
+            if parameter is None or id(parameter) not in members or parameter.dtype not in LOW:
+                continue
+            if not torch.equal(value.to(parameter.dtype).to(value.dtype), value):
+                self._pair(parameter, value)
 
     def _recheck(self, o: int) -> None:
         """Gradients that somebody has edited since they were read are read again, before more are added."""
@@ -535,9 +583,11 @@ class Reference:
     def _drop(self, o: int) -> None:
         for pair in self.pairs_of(o):
             pair.main.grad = pair.model.grad = None
-        self.found[o], self.left[o] = False, None
+        self.found[o], self.left[o], self.window = False, None, "empty"
 
     def _forget(self) -> None:
+        # "scaled" where the engine lets autograd add the passes of a window up, "read" where gradients are unscaled.
+        self.window, self.had_gradients = "empty", False
         self.found = [False] * len(self.optimizers)
         self.found_by_loss: dict[int, bool] = {}
         self.left: list[list[tuple[int, int]] | None] = [None] * len(self.optimizers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,27 +10,27 @@ from fuzz.compare import Mismatch, compare
 from fuzz.config import Config
 
 
-def shrink(config: Config, fails: Callable[[Config], bool] | None = None) -> Config:
-    """Drop events, then options, then parts of the model, for as long as it fails."""
-    fails = fails or fails_to_agree
-    smaller = True
+def shrink(config: Config) -> Config:
+    """Drop events, then options, then parts of the model, for as long as it fails in the same way."""
+    wanted, smaller = failure(config), True
     while smaller:
         smaller = False
         for candidate in candidates(config):
-            if fails(candidate):
+            if failure(candidate) == wanted:
                 config, smaller = candidate, True
                 break
     return config
 
 
-def fails_to_agree(config: Config) -> bool:
-    """Whether the sides differ."""
+def failure(config: Config) -> list[str] | None:
+    """How the sides differ: the first words of the message, without numbers and names of parameters; None if they agree."""
     try:
         compare(config)
     except Mismatch as error:
+        where, _, what = str(error).partition(": ")
         # Without a part, an optimizer may have no parameters left.
-        return not str(error).startswith("prepare")
-    return False
+        return [where] if where == "prepare" else [word for word in what.split() if word.isalpha()][:3]
+    return None
 
 
 def candidates(config: Config) -> Iterator[Config]:

@@ -9,7 +9,6 @@ import pytest
 from fuzz.compare import Mismatch, compare
 from fuzz.config import Config, Planned, draw
 from fuzz.events import EVENTS, MOMENTS
-from fuzz.explained import known
 from fuzz.shrink import script, shrink
 
 CHUNKS = 4
@@ -33,8 +32,72 @@ def drawn(name: str, start: int) -> Iterator[Config]:
 
 
 def can_happen(config: Config, name: str) -> bool:
-    planned = [event for event in config.events if event.name == name]
-    return EVENTS[name].fits(config) and not all(known(config, event, event.at) for event in planned)
+    masters_follow = name != "weights through .data" or not config.has_masters
+    return EVENTS[name].fits(config) and masters_follow
+
+
+FOUND: dict[str, Config] = {
+    "masters that were written, and then copied": Config(
+        seed=8,
+        events=(
+            Planned(3, "before forward", "masters written"),
+            Planned(3, "before forward", "go on with a deep copy"),
+        ),
+    ),
+    "frozen through the groups, and then copied": Config(
+        seed=9,
+        optimizers=("SGD foreach", "Adam"),
+        in_turns=True,
+        events=(
+            Planned(1, "after step", "freeze through the groups"),
+            Planned(1, "after step", "go on with a deep copy"),
+        ),
+    ),
+    "weights that were loaded, and then written": Config(
+        seed=210001486,
+        parts=(),
+        level="O5",
+        events=(
+            Planned(0, "after step", "load_state_dict of the model"),
+            Planned(1, "before forward", "weights re-initialised", seed=21),
+        ),
+    ),
+    "numbers that torch has loaded in the dtype of weights": Config(
+        seed=7,
+        optimizers=("ASGD",),
+        level="O3",
+        events=(
+            Planned(2, "before forward", "load_state_dict of the optimizers"),
+            Planned(3, "before forward", "restart"),
+        ),
+    ),
+    "an overflow after a batch that was dropped unread": Config(
+        seed=330000163,
+        parts=("shared",),
+        optimizers=("FusedSGD",),
+        events=(Planned(0, "before step", "zero_grad of the model and continue"),),
+    ),
+    "a group that joins between the backward pass and the step": Config(
+        seed=330000127,
+        clip=("norm", 0.3),
+        scale=(("init", 256.0),),
+        held_out=True,
+        events=(Planned(2, "before step", "add a group"),),
+    ),
+    "a group of a fused optimizer, with gradients": Config(
+        seed=330000127,
+        optimizers=("FusedAdamW",),
+        scale=(("init", 256.0),),
+        held_out=True,
+        events=(Planned(2, "before forward", "add a group"),),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once(name: str) -> None:
+    compare(FOUND[name])
 
 
 def test_a_wrong_engine_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

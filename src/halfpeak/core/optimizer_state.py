@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import (
@@ -191,10 +192,11 @@ def _check_row(
         what, mine = f"{short_repr(name).strip(_QUOTE)} of parameter {index}", own.get(name)
         if name in _SCALARS or is_number(mine):
             require_number(value, what, least=0.0 if name in _SCALARS else -math.inf)
+            # Torch counts steps in float32 and loads other numbers in the dtype of the parameter.
             if (
-                name in required
-                and isinstance(value, Tensor)
-                and value.dtype not in (torch.float32, torch.float64)
+                isinstance(value, Tensor)
+                and (not value.is_floating_point() or (name == "step" and is_low(value)))
+                and name in required
             ):
                 raise StateError(f"{what} is {value.dtype} in the state and should be torch.float32")
         elif name in required:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
-from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
 from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import (
@@ -33,6 +33,7 @@ from halfpeak.engine.gradients.window import (
 from halfpeak.engine.step_progress import StepProgress
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
+from halfpeak.ops.foreach import gradients_of
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import Masters, params_of
 
@@ -194,11 +195,7 @@ class PreparedOptimizer:
         self.finish_or_discard()
         self.masters.agree_on_requires_grad()
         self.unscale_pending()
-        table = self._table
-        if table is None or not table.is_current(self.optimizer):
-            # What a window that waits scaled has left in them waits with it.
-            self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
-            table = self._table = ParamTable(self.optimizer, self.masters)
+        table = self._follow_groups()
         self.masters.refresh()
         pairs = table.pairs_of(self.window.pairs)
         self.disarm()
@@ -207,6 +204,24 @@ class PreparedOptimizer:
         elif isinstance(self.window, Empty):
             self.check_unseen_grads(pairs)
         return pairs
+
+    def _follow_groups(self) -> ParamTable:
+        """New parameters in the groups get masters. Gradients that lie on these are part of the window."""
+        table = self._table
+        if table is not None and table.is_current(self.optimizer):
+            return table
+        self.unscale_pending()
+        # What a window that waits scaled has left in them waits with it.
+        self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
+        table = self._table = ParamTable(self.optimizer, self.masters)
+        window = self.window
+        if isinstance(window, Unscaled):
+            # Their gradients are looked at like any that somebody else has written.
+            self.window = replace(window, pairs=table.pairs_of(window.pairs))
+        elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
+            self.check_unseen_grads()
+            self.set_window(after_backward(self.window, table.pairs, self.window.found_inf))
+        return table
 
     def disarm(self) -> None:
         """Take the sentinel away, because gradients are about to be added or stepped; drop the window if it is zeroed.
@@ -223,7 +238,9 @@ class PreparedOptimizer:
                 self.window = ready
 
     def begin_step(self) -> None:
-        """Before a step: follow what happened to gradients and weights since the backward pass."""
+        """Before a step: follow what happened to groups, gradients and weights since the backward pass."""
+        if self.is_open:
+            self._follow_groups()
         self.disarm()
         self.masters.refresh()
 

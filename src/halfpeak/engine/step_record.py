@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class StepRecord:
         self.micro_step = 0
         self.num_dropped = 0
         self._stats = stats
-        self._found_infs: list[tuple[LossScaler, Tensor]] = []
+        self._found_infs: list[tuple[LossScaler, list[Tensor]]] = []
         self._found_elsewhere: list[tuple[LossScaler, Tensor]] = []
         self._losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
@@ -55,15 +56,18 @@ class StepRecord:
     @property
     def found_inf_per_scaler(self) -> list[tuple[LossScaler, Tensor]]:
         """The loss scalers used since the last step, each with its ``found_inf``."""
-        return [(scaler, self.with_loss(scaler, found_inf)) for scaler, found_inf in self._found_infs]
+        return [
+            (scaler, self.with_loss(scaler, reduce(torch.maximum, of_passes)))
+            for scaler, of_passes in self._found_infs
+        ]
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Remember that a backward pass used ``scaler``."""
-        for index, (known, so_far) in enumerate(self._found_infs):
+        """Remember that a backward pass used ``scaler``; the value may be written when its gradients are read."""
+        for known, of_passes in self._found_infs:
             if known is scaler:
-                self._found_infs[index] = (known, torch.maximum(so_far, found_inf))
+                of_passes.append(found_inf)
                 return
-        self._found_infs.append((scaler, found_inf))
+        self._found_infs.append((scaler, [found_inf]))
 
     def add_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
         """Remember whether a loss was itself not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""

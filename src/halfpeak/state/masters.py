@@ -258,14 +258,17 @@ class Masters:
 
     def follow_masters(self) -> None:
         """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
-        written = set(self._stepped).union(
-            *(s.indices for s in self._samples.values() if s.is_high_written())
-        )
+        self._publish(sorted(self._written_masters()))
+
+    def _written_masters(self) -> set[int]:
+        # A sample speaks for other pairs, too: where their low side was written, that is what follows.
+        hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
+        written = self._stepped | {i for i in hinted if self._versions.is_unchanged(i, self._low[i])}
         if not self._high_versions.unchanged(self._high):
             written.update(
                 i for i, high in enumerate(self._high) if not self._high_versions.is_unchanged(i, high)
             )
-        self._publish(sorted(written))
+        return written
 
     def agree_on_requires_grad(self) -> None:
         """Whichever side was frozen or unfrozen, the other follows."""
@@ -410,10 +413,11 @@ class Masters:
         copied = Masters(wanted=self._wanted, grad_buffers=self.grad_buffers and GradBufferPool())
         for low, high in self:
             low_copy = copy.deepcopy(low, memo)
-            memo[id(high)] = copied._master_for(low_copy, {id(low_copy): high})
+            memo[id(high)] = high_copy = copied._master_for(low_copy, {id(low_copy): high})
+            high_copy.requires_grad_(high.requires_grad)
             if self.is_shared(low):
                 copied._shared.add(id(low_copy))
-        copied._stepped = set(self._stepped)
+        copied._stepped, copied._trainable = self._written_masters(), list(self._trainable)
         return copied
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
