@@ -1,10 +1,16 @@
-"""The protocol of torch's fused optimizers: two attributes by which their kernels skip a step on the device."""
+"""What passes between an optimizer's ``step`` and its callers: closures, and the attributes by which fused kernels skip."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+Closure = Callable[[], Any]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
@@ -33,3 +39,12 @@ def take_back_found_inf(optimizer: Optimizer) -> None:
     """Undo :func:`hand_over_found_inf`."""
     for name in ("found_inf", "grad_scale"):
         optimizer.__dict__.pop(name, None)
+
+
+def take_closure(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
+    """The closure in the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to put in another."""
+    if len(args) > 1:
+        return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
+    return kwargs.get("closure"), lambda closure: (args, {**kwargs, "closure": closure})

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from halfpeak.core.errors import ClosureError
-from halfpeak.engine.optimizer import Closure, PreparedOptimizer
+from halfpeak.engine.amp_protocol import Closure
+from halfpeak.engine.optimizer import PreparedOptimizer
 
 
 class ScaledClosure:

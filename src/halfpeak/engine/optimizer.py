@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -14,9 +14,15 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
-from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf
+from halfpeak.engine.amp_protocol import (
+    Closure,
+    StepArguments,
+    hand_over_found_inf,
+    take_back_found_inf,
+    take_closure,
+)
 from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
-from halfpeak.engine.gradients.fused_grads import FusedGrads, check_pending
+from halfpeak.engine.gradients.fused_grads import check_pending
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
@@ -30,37 +36,12 @@ from halfpeak.engine.gradients.window import (
     unwatched,
     watched,
 )
-from halfpeak.engine.step_progress import StepProgress
+from halfpeak.engine.step_progress import StepCall, StepProgress
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import Masters, params_of
-
-Closure = Callable[[], Any]
-StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepCall:
-    """A call of ``optimizer.step()`` that has begun.
-
-    Attributes:
-        found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None until a step of the user's
-            is decided.  # f32[] or bool
-        by_engine: called by ``engine.step()``, not by the user.
-        keep_grads: whether parameters' own gradients stay.
-        fused: gradients that a fused optimizer reads where they lie, or None.
-        progress: how far the optimizer has come; None before its own code, and with a closure.
-        is_cleared: whether no gradient is left after it.
-    """
-
-    found_inf: Tensor | bool | None
-    by_engine: bool = False
-    keep_grads: bool = False
-    fused: FusedGrads | None = None
-    progress: StepProgress | None = None
-    is_cleared: bool = False
 
 
 class StepCallbacks(Protocol):
@@ -473,15 +454,6 @@ class PreparedOptimizer:
         still = torch.zeros_like(window.found_inf)
         foreach.check_(grads, still)
         self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
-
-
-def take_closure(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
-    """The closure in the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to put in another."""
-    if len(args) > 1:
-        return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
-    return kwargs.get("closure"), lambda closure: (args, {**kwargs, "closure": closure})
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:

@@ -22,7 +22,7 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
-from halfpeak.engine.amp_protocol import takes_found_inf
+from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
 from halfpeak.engine.config import EngineConfig
@@ -44,7 +44,8 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import Closure, PreparedOptimizer, StepCall, trained_here
+from halfpeak.engine.optimizer import PreparedOptimizer, trained_here
+from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision

@@ -1,14 +1,16 @@
-"""Whether a step that an exception ended had changed the optimizer's parameters by then."""
+"""StepCall: a call of ``optimizer.step()``, and how far it had come when an exception ended it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.engine.gradients.fused_grads import FusedGrads
 from halfpeak.fused.base import FusedOptimizer
 
 
@@ -60,3 +62,25 @@ def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
 
 
 _VERSION: Final = attrgetter("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of ``optimizer.step()`` that has begun.
+
+    Attributes:
+        found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None until a step of the user's
+            is decided.  # f32[] or bool
+        by_engine: called by ``engine.step()``, not by the user.
+        keep_grads: whether parameters' own gradients stay.
+        fused: gradients that a fused optimizer reads where they lie, or None.
+        progress: how far the optimizer has come; None before its own code, and with a closure.
+        is_cleared: whether no gradient is left after it.
+    """
+
+    found_inf: Tensor | bool | None
+    by_engine: bool = False
+    keep_grads: bool = False
+    fused: FusedGrads | None = None
+    progress: StepProgress | None = None
+    is_cleared: bool = False

@@ -18,8 +18,12 @@ from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollaps
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.amp_protocol import hand_over_found_inf, take_back_found_inf, takes_found_inf
-from halfpeak.engine.optimizer import take_closure
+from halfpeak.engine.amp_protocol import (
+    hand_over_found_inf,
+    take_back_found_inf,
+    take_closure,
+    takes_found_inf,
+)
 from halfpeak.integrations.scaler_io import map_outputs, read_number
 from halfpeak.integrations.unscaled_grads import UnscaledGrads, gradients
 from halfpeak.ops.async_scalar import AsyncScalar
