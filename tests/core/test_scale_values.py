@@ -119,20 +119,16 @@ def prepare(value: Any) -> None:
     enter(value, halfpeak.prepare, level="O2")
 
 
-@pytest.mark.parametrize("entry", [construct, construct_static, load, set_scale, initialize, prepare])
-@pytest.mark.parametrize("value", BAD, ids=repr)
-def test_a_bad_scale_is_refused_everywhere(value: Any, entry: Callable[[Any], None]) -> None:
-    with pytest.raises(HalfpeakError) as caught:
-        entry(value)
-    assert isinstance(caught.value, ValueError)
-    assert isinstance(caught.value, RuntimeError)
-
-
-@pytest.mark.parametrize("entry", [construct, construct_static, load, set_scale])
-@pytest.mark.parametrize("value", BAD_AS_NUMBERS, ids=repr)
-def test_what_only_looks_like_a_number_is_refused(value: Any, entry: Callable[[Any], None]) -> None:
-    with pytest.raises(HalfpeakError):
-        entry(value)
+@pytest.mark.parametrize("value", BAD + BAD_AS_NUMBERS, ids=repr)
+def test_a_bad_scale_is_refused_everywhere(value: Any) -> None:
+    looks_like_a_number = any(value is bad for bad in BAD_AS_NUMBERS)
+    for entry in (construct, construct_static, load, set_scale, initialize, prepare)[
+        : 4 if looks_like_a_number else 6
+    ]:
+        with pytest.raises(HalfpeakError) as caught:
+            entry(value)
+        assert looks_like_a_number or isinstance(caught.value, ValueError)
+        assert looks_like_a_number or isinstance(caught.value, RuntimeError)
 
 
 @pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
