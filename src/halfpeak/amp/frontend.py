@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
 from halfpeak.amp.messages import maybe_print, warn_or_err
@@ -25,7 +26,24 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
 from halfpeak.engine.validation import is_low_model, uncompiled, wrapper_of
 
+M = TypeVar("M", bound=nn.Module)
+S = TypeVar("S", bound=Optimizer)
 
+
+@overload
+def initialize(models: M, optimizers: None = None, *given: Any, **options: Any) -> M: ...
+@overload
+def initialize(models: Sequence[M], optimizers: None = None, *given: Any, **options: Any) -> list[M]: ...
+@overload
+def initialize(models: M, optimizers: S, *given: Any, **options: Any) -> tuple[M, S]: ...
+@overload
+def initialize(models: M, optimizers: Sequence[S], *given: Any, **options: Any) -> tuple[M, list[S]]: ...
+@overload
+def initialize(models: Sequence[M], optimizers: S, *given: Any, **options: Any) -> tuple[list[M], S]: ...
+@overload
+def initialize(
+    models: Sequence[M], optimizers: Sequence[S], *given: Any, **options: Any
+) -> tuple[list[M], list[S]]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
     """Every ``every`` backward passes make one optimizer step; the mean of their gradients is stepped.

@@ -99,12 +99,12 @@ class Properties:
 class Level:
     """One opt level: what it is for, and the properties it sets."""
 
-    name: str
+    name: LevelName
     brief: str
     properties: Properties
 
 
-def _level(name: str, brief: str, **properties: Any) -> Level:
+def _level(name: LevelName, brief: str, **properties: Any) -> Level:
     return Level(name=name, brief=brief, properties=Properties(enabled=True, opt_level=name, **properties))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import is_on_host, read_host
 
@@ -22,6 +23,7 @@ NONFINITE_LOSS: Final = 2.0
 """``found_inf`` where the loss itself was not finite: with :attr:`ScaleConfig.recovers`, the scale stays."""
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleConfig:
     """How the loss scale moves. A value; the state is :class:`ScaleState`.

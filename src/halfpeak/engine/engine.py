@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -547,6 +547,10 @@ class Engine:
             one.detach()
         self.context.handles.clear()
 
+    def __dir__(self) -> Iterable[str]:
+        """The public names."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in _RENAMED]
+
     def __repr__(self) -> str:
         """Level, device, scales and counters. Waits for the device."""
         scales = ", ".join(f"{scaler.read_scale():g}" for scaler in self.scalers)
@@ -802,6 +806,10 @@ class Engine:
                     f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
                 )
         return list({id(optimizer): known[id(optimizer)] for optimizer in wanted}.values())
+
+
+_RENAMED: Final = frozenset({"plan", "index", "taken", "skipped", "has_open_window"})
+"""Attributes with the names of earlier releases."""
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -18,6 +18,7 @@ from halfpeak.casting.casts import DeviceCasts, OpCasts
 from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import LevelName, resolve
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig
@@ -47,6 +48,7 @@ OpLists = Literal["apex", "torch"]
 """Whose lists say what operations compute in."""
 
 
+@known_keywords
 def prepare(
     models: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Sequence[Optimizer],
@@ -118,6 +120,7 @@ def prepare(
 
     Raises:
         ConfigError: an unknown level, or an override it does not allow.
+        ConfigTypeError: an unknown keyword; the message names the one that is near.
         ParameterError: a model or optimizer that cannot be prepared.
 
     Example:
@@ -132,7 +135,7 @@ def prepare(
     """
     for name, given in (("shadow_weights", shadow_weights), ("release_gradients", release_gradients)):
         if given is not None:
-            warnings.warn(f"{name} has no effect any more; leave it out", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"{name} has no effect any more; leave it out", DeprecationWarning, stacklevel=3)
     listed, optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
     properties = resolve(
         level_for(level, [model for model in listed if isinstance(model, nn.Module)]),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.errors import ConfigError, OrderError, StateError
-from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.levels import LevelName, Properties, get_level, resolve
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
@@ -43,7 +43,7 @@ class EngineAdapter:
 
     def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
         self.has_masters = bool(_resolved(level, options, refused).master_weights)
-        self.level = get_level(level).name
+        self.level: LevelName = get_level(level).name
         self.engine: Engine | None = None
         self.last: StepResult | None = None
         self._options = dict(options)

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from halfpeak.optim.wrapper import OptimWrapper
 
 
-def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
+def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
     """Build what a configuration describes over the parameters of ``model``.
 
     Args:

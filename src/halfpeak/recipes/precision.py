@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import parse_dtype
-from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.levels import Properties, get_level, resolve
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
@@ -27,7 +27,7 @@ def build_engine(
     return prepare(
         model,
         optimizer,
-        config.level,
+        get_level(config.level).name,
         **_overrides(config),
         cast_model_outputs=_dtype(config.cast_model_outputs),
         # The bounds and pace of the loss scale; whether it moves at all is the level's business.

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
 from halfpeak.ops import foreach
 
@@ -23,6 +24,7 @@ class Clip(Protocol):
         ...
 
 
+@known_fields
 @dataclass(frozen=True, slots=True)
 class ClipNorm:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -50,6 +52,7 @@ class ClipNorm:
         return foreach.clip_norm_(grads, self.max_norm, self.norm_type)
 
 
+@known_fields
 @dataclass(frozen=True, slots=True)
 class ClipValue:
     """Clamp every gradient element to ``[-value, value]``.
