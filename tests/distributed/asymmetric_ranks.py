@@ -47,7 +47,9 @@ class Run:
         if layout == "fsdp":
             fully_shard(model, "O2")
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        options = {"scale": halfpeak.ScaleConfig(init=1024.0), "clip": 1.0, **options}
+        options = {"scale": halfpeak.ScaleConfig(init=1024.0), **options}
+        if layout != "none":
+            options.setdefault("clip", 1.0)
         # Without a wrapper, gradients are each rank's own and only found_inf is shared.
         group = "world" if layout == "none" else None
         self.engine = halfpeak.prepare(model, self.optimizer, "O2", group=group, **options)
@@ -160,6 +162,28 @@ def failing(layout: str) -> dict[str, Any]:
     return {"error": "", "at": STEPS}
 
 
+def own_norms() -> str:
+    """Gradients of a rank's own that are clipped by their norm."""
+    run = Run("none", clip=1.0)
+    try:
+        run.step(0)
+    except halfpeak.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def static_graph() -> str:
+    """A graph that never changes, with passes that are not reduced."""
+    model = Net()
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", accumulate=2)
+    try:
+        with engine.forward(DistributedDataParallel(model, static_graph=True)):
+            pass
+    except halfpeak.ConfigError as error:
+        return str(error)
+    return ""
+
+
 def refused(run: Run) -> dict[str, Any]:
     """What ``check_ranks`` says on every rank."""
     before = collectives()
@@ -211,6 +235,8 @@ def leave(rank: int) -> str:
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {name: run() for name, run in scenarios().items()}
+    dist.barrier()
+    seen["own norms"], seen["static graph"] = own_norms(), static_graph()
     dist.barrier()
     seen["leave"] = leave(rank)
     return seen

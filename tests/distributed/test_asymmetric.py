@@ -31,6 +31,14 @@ def test_ranks_step_and_skip_together(ranks: Seen, name: str) -> None:
         assert all(map(torch.equal, one["values"], seen[0]["values"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("own norms", "have clipped by different norms"), ("static graph", "static_graph=True with accumulate")],
+)
+def test_what_would_part_ranks_is_refused_on_all(ranks: Seen, name: str, text: str) -> None:
+    assert all(text in one for one in ranks[name])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_failed_alone_is_noticed(ranks: Seen, layout: str) -> None:
     """After that step by ``check_ranks``, and in the next where each step reduces ``found_inf``."""

@@ -7,7 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from halfpeak.core.errors import ConfigError
 from halfpeak.state.masters import Masters
+
+
+def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
+    """Check that a module around a model reduces gradients as an engine asks it to.
+
+    Raises:
+        ConfigError: its graph is to be the same in every pass, and inside a window passes are not reduced.
+    """
+    if accumulates and getattr(wrapped, "static_graph", False) is True:
+        raise ConfigError(
+            "static_graph=True with accumulate: DistributedDataParallel then counts on gradients that every backward pass "
+            "reduces, and those inside a window are not; leave static_graph out"
+        )
 
 
 def broadcast_masters(masters: Masters, wrapped: Any) -> None:

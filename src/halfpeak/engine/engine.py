@@ -26,7 +26,7 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
 from halfpeak.distributed.optimizer_state import refuse_getter_by_names
 from halfpeak.distributed.ranks import check_ranks
-from halfpeak.distributed.replicas import broadcast_masters
+from halfpeak.distributed.replicas import broadcast_masters, check_wrapped
 from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
@@ -154,6 +154,7 @@ class Engine:
         """
         config = self.context.config
         if wrapped is not None and wrapped is not self._wrapped and not is_dynamo_compiling():
+            check_wrapped(wrapped, accumulates=config.accumulation.every > 1)
             broadcast_masters(self.context.masters, wrapped)
             self._wrapped = wrapped
         with ExitStack() as stack:

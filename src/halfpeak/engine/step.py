@@ -197,7 +197,7 @@ class TrainStep:
                 result = decision.found_inf
             else:
                 found_infs, norm, has_gradients, nonfinite = self._unscale_and_clip(prepared, fused)
-                found_infs = self.reducer.all_reduce_in_step(found_infs, self._record.num_dropped)
+                found_infs = self.reducer.all_reduce_in_step(found_infs, self._record.num_dropped, norm)
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,30 +44,45 @@ class FoundInfReducer:
         if not self.is_local:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
 
-    def all_reduce_in_step(self, found_infs: Tensor, num_dropped: int) -> Tensor:
-        """``found_infs`` over the group, and with them how many windows exceptions have ended: as many on every rank.
+    def all_reduce_in_step(self, found_infs: Tensor, num_dropped: int, norm: Tensor | None) -> Tensor:
+        """``found_infs`` over the group, and with them what must be the same on every rank.
 
         Args:
             found_infs: of this rank.
-            num_dropped: windows that were dropped on this rank.
+            num_dropped: windows that an exception or ``abort()`` has ended on this rank.
+            norm: by which its gradients were clipped, or None.
 
         Raises:
-            RankMismatchError: a rank has caught an exception and gone on alone. On an accelerator a step or two late, because
-                nothing waits for the value.
+            RankMismatchError: a rank has caught an exception and gone on alone, or gradients of a rank's own were clipped by
+                a norm. On an accelerator a step or two late, because nothing waits for the value.
         """  # f32[1 + losses]
         if self.is_local:
             return found_infs
-        reduced = torch.cat([found_infs, found_infs.new_tensor([num_dropped, -num_dropped])])
+        size = (
+            torch.zeros_like(found_infs[:1])
+            if norm is None
+            else norm.nan_to_num(0, 0, 0).reshape(1).to(found_infs)
+        )
+        reduced = torch.cat([found_infs, size, -size, found_infs.new_tensor([num_dropped, -num_dropped])])
         self.all_reduce_(reduced)
         if self._differs is None:
             self._differs = AsyncScalar(found_infs.device)
-        self._differs.push(reduced[-2:].sum())
+        norms_differ = (reduced[-4:-2].sum() > 0) & (reduced[0] == 0)
+        self._differs.push((reduced[-2:].sum() > 0) + 2.0 * norms_differ)
+        if self._differs.value == _NORMS:
+            raise RankMismatchError(
+                "the ranks of group= have clipped by different norms, so weights that they share would part: parameters of a "
+                "rank's own (experts) must be DTensors, of which all ranks make one norm; or clip by value, or not at all"
+            )
         if self._differs.value > 0:
             raise RankMismatchError(
                 f"ranks that step together have dropped different numbers of windows, this one {num_dropped}: one has caught "
                 "an exception and gone on; engine.check_ranks() tells which. Go on from a checkpoint on all ranks"
             )
-        return reduced[:-2]
+        return reduced[:-4]
+
+
+_NORMS: Final = 2.0
 
 
 def is_multi_rank() -> bool:
