@@ -1,0 +1,170 @@
+"""The page of names: every name of the originals, its signature, and what answers to it here.
+
+``PYTHONPATH=src:tests python -m compat.names`` writes the page again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from inspect import Parameter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import halfpeak.optim
+import halfpeak.runner
+from compat.facts import HERE, MMENGINE, Facts, of_files, read
+
+PAGE = HERE.parents[1] / "docs" / "compat" / "names.md"
+
+REASONS = {
+    # mmengine
+    "register_torch_optimizers": "absent: torch's optimizers are registered when `halfpeak.optim` is imported",
+    "register_torch_npu_optimizers": "absent: register those that you use with `OPTIMIZERS.register_module`",
+    "NPU_OPTIMIZERS": "absent: mmengine's registry is asked, where it is in use",
+    **{
+        name: "absent: mmengine's registry is asked, where it is in use"
+        for kind in ("dadaptation", "lion", "sophia", "bitsandbytes", "transformers")
+        for name in (f"register_{kind}_optimizers", f"{kind.upper()}_OPTIMIZERS")
+    },
+    "TORCH_OPTIMIZERS": "absent: it is `halfpeak.optim.members.TORCH_OPTIMIZERS`",
+    "ZeroRedundancyOptimizer": "absent: mmengine's is built by its name, where mmengine is in use",
+    "ZeroRedundancyOptimizer.state_dict": "absent, with its class",
+    "OptimWrapperDict.initialize_count_status": "better: every wrapper is told, where nothing was done; its own names",
+    # mmcv
+    "init_dist": "better: `backend=None` is that of the device, gloo on a CPU",
+    "GradientCumulativeFp16OptimizerHook": "same: `cumulative_iters` by place or name, all others by name",
+    "patch_forward_method": "absent: `patch_norm_fp32` casts by module hooks, so a copy of the module casts for itself",
+    "GradientCumulativeOptimizerHook.divisible_iters": "absent: windows are counted from the iteration of the runner",
+    "GradientCumulativeOptimizerHook.remainder_iters": "absent: windows are counted from the iteration of the runner",
+    "GradientCumulativeOptimizerHook.initialized": "absent: there is nothing to initialise",
+    "Fp16OptimizerHook._scale_update_param": "absent: a static scale is one of the engine's, which `loss_scaler` shows",
+}
+"""What is not the same, and why. A name that is the same must not stand here."""
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+
+
+_PARTS: dict[str, tuple[ModuleType, dict[str, Callable[[type], Any]]]] = {
+    "mmengine.optim": (
+        halfpeak.optim,
+        {
+            "OptimWrapper": lambda cls: cls(_optimizer(), clip_grad={"max_norm": 1.0}),
+            "AmpOptimWrapper": lambda cls: cls(optimizer=_optimizer()),
+            "ApexOptimWrapper": lambda cls: cls(optimizer=_optimizer()),
+            "OptimWrapperDict": lambda cls: cls(),
+            "DefaultOptimWrapperConstructor": lambda cls: cls({"optimizer": {"type": "SGD"}}),
+            "BaseOptimWrapper": lambda cls: halfpeak.optim.OptimWrapper(_optimizer()),
+        },
+    ),
+    "mmcv.runner": (
+        halfpeak.runner,
+        {
+            "LossScaler": lambda cls: cls(),
+            "OptimizerHook": lambda cls: cls(),
+            "GradientCumulativeOptimizerHook": lambda cls: cls(),
+            "Fp16OptimizerHook": lambda cls: cls(),
+            "GradientCumulativeFp16OptimizerHook": lambda cls: cls(),
+            "DefaultOptimizerConstructor": lambda cls: cls({"type": "SGD"}),
+        },
+    ),
+}
+
+
+def originals() -> dict[str, Facts]:
+    """The names of each original: mmengine's from its source, mmcv's from the table."""
+    spec = find_spec("mmengine")
+    assert spec is not None
+    assert spec.origin is not None
+    return {
+        "mmengine.optim": of_files(Path(spec.origin).parent / "optim" / "optimizer", MMENGINE),
+        "mmcv.runner": read(HERE / "mmcv.csv"),
+    }
+
+
+def verdicts(library: str, table: Facts) -> Iterator[tuple[str, str, str]]:
+    """Each name, its signature, and what was found here."""
+    module, makers = _PARTS[library]
+    for name, signature in table.items():
+        yield name, signature, found(module, makers, name, signature)
+
+
+def found(module: ModuleType, makers: dict[str, Callable[[type], Any]], name: str, signature: str) -> str:
+    owner, _, attribute = name.partition(".")
+    ours = getattr(module, owner, None)
+    if ours is None:
+        return "absent"
+    if attribute:
+        # A property is looked for on the class, where it needs no state.
+        holder = ours if hasattr(ours, attribute) else makers[owner](ours)
+        if not hasattr(holder, attribute):
+            return "absent"
+        ours = getattr(ours, attribute, None)
+    if not signature or not callable(ours):
+        return "same"
+    return compared(signature, ours, is_method=bool(attribute))
+
+
+def compared(signature: str, ours: Any, *, is_method: bool) -> str:
+    """Whether every call that fits the original's signature means the same here."""
+    theirs = _parsed(signature)
+    own = list(inspect.signature(ours).parameters.values())[is_method:]
+    by_name = {one.name: one for one in own}
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in own)
+    for place, one in enumerate(theirs):
+        if one.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL):
+            if one.kind not in {p.kind for p in own}:
+                return f"no {one}"
+            continue
+        mine = by_name.pop(one.name, None)
+        if mine is None:
+            if not takes_any:
+                return f"no `{one.name}`"
+        elif mine.default != one.default or (
+            one.kind is Parameter.POSITIONAL_OR_KEYWORD and own.index(mine) != place
+        ):
+            return f"`{mine}`"
+    more = [
+        one.name
+        for one in by_name.values()
+        if one.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+    ]
+    if any(by_name[name].default is Parameter.empty for name in more):
+        return f"needs `{more[0]}`"
+    return f"same, and {', '.join(f'`{name}`' for name in more)}" if more else "same"
+
+
+def _parsed(signature: str) -> list[Parameter]:
+    scope: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(f"def f{signature}: ...", scope)
+    return list(inspect.signature(scope["f"]).parameters.values())
+
+
+def page() -> str:
+    """The page."""
+    lines = [
+        "# Every name of mmengine.optim and mmcv.runner",
+        "",
+        "Made by `python -m compat.names` from the sources of mmengine 0.10.7 and mmcv 1.7.2; a test checks it. Same: each",
+        "call that fits the original's signature fits here, with the same defaults. What the calls do stands on the pages of",
+        "[mmengine](mmengine.md) and [mmcv](mmcv.md). mmengine's schedulers (`mmengine.optim.scheduler`) are its own; they,",
+        "and torch's, take halfpeak's wrappers.",
+    ]
+    for library, table in originals().items():
+        lines += ["", f"## {library}", "", "| name | signature | here |", "| --- | --- | --- |"]
+        lines += [
+            f"| `{name}` | {f'`{signature}`' if signature else ''} | {REASONS.get(name, verdict)} |"
+            for name, signature, verdict in verdicts(library, table)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
