@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.dtypes import is_low
@@ -60,6 +64,18 @@ class ValuesOut(_Hook):
     # What Module.register_state_dict_post_hook sets; also needed on copies and after unpickling.
     _from_public_api = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        """Let go of the masters; say so where what is copied is to be averaged, in the low dtype that the copy has."""
+        if _is_for_a_low_average():
+            warnings.warn(
+                "AveragedModel(model) copies low parameters and averages in their dtype, where small steps are lost to "
+                "rounding; average the float32 values that model.state_dict() gives instead: "
+                "average[name].lerp_(value, 0.001)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return super().__deepcopy__(memo)
+
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace the low values in ``state``."""
         for name, tensor in _own_tensors(module):
@@ -90,6 +106,14 @@ class ValuesIn(_Hook):
                 value = self._masters.expect(tensor, value)
                 # What ValuesOut has widened; a copy is rounded by itself.
                 state[prefix + name] = value.to(tensor.dtype) if assigns and is_low(tensor) else value
+
+
+def _is_for_a_low_average() -> bool:
+    """Whether torch's AveragedModel asks for the copy of a low model: nothing else of it can be seen, then or later."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not AveragedModel.__init__.__code__:
+        frame = frame.f_back
+    return frame is not None and any(map(is_low, frame.f_locals["model"].parameters()))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
