@@ -35,6 +35,7 @@ from halfpeak.engine.validation import (
     check_remainders,
     parse_keep_fp32,
     uncompiled,
+    vanished_eps,
 )
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import has_process_group, is_shard
@@ -118,6 +119,9 @@ def prepare(
             steps, and waits for nothing; ``"diagnose"`` replays the step and writes ``diagnosis-<step>.html``, and waits for
             each step to know; a function is called with the engine and a :class:`~halfpeak.insight.skips.SkipEvent`.
 
+    Warns:
+        UserWarning: the ``eps`` of an optimizer or a norm is zero in the dtype that it is used in, with the value to write.
+
     Raises:
         ConfigError: an unknown level, or an override it does not allow.
         ConfigTypeError: an unknown keyword; the message names the one that is near.
@@ -173,6 +177,8 @@ def prepare(
         reducer=FoundInfReducer(group),
         after_step=after_step,
     )
+    for message in vanished_eps(engine.models, engine.optimizers, config.policy):
+        warnings.warn(message, stacklevel=2)
     if after_step is not None:
         engine.context.handles += after_step.attach(engine)
     return engine

@@ -17,6 +17,7 @@ from halfpeak.core.policy import KeepFp32, Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
+from halfpeak.fused.base import FusedOptimizer
 from halfpeak.state.masters import params_of
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict
@@ -199,3 +200,50 @@ def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
                             f"keep_fp32 keeps {owners[id(parameter)]!r}, which shares a weight with {name!r}; write "
                             f"keep_fp32=[{owners[id(parameter)]!r}, {name!r}]"
                         )
+
+
+def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
+    """What to write for each ``eps`` that is zero in the dtype it is used in, where 0 / 0 is then NaN; after preparing.
+
+    halfpeak's fused optimizers, torch's with ``fused=True`` and torch's norms add it in float32.
+    """
+    told: dict[str, None] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            in_fp32 = isinstance(optimizer, FusedOptimizer) or group.get("fused")
+            dtypes = {p.dtype for p in group["params"] if is_low(p) and _vanishes(group.get("eps"), p.dtype)}
+            if dtypes and not in_fp32:
+                name = type(optimizer).__name__
+                told[
+                    f"eps={group['eps']!r} of {name} is 0 in {dtypes.pop()}, in which it steps, and trains to NaN; write "
+                    f"{name}(..., eps={_LOW_EPS!r})"
+                ] = None
+    for model in models:
+        kept = {id(part) for top in kept_by_user(model, policy.keep_fp32) for part in top.modules()}
+        for name, module in model.named_modules():
+            own = next((p.dtype for p in module.parameters(recurse=False)), policy.param)
+            eps = next((n for n in _EPS if _vanishes(getattr(module, n, None), own)), None)
+            if eps is not None and id(module) not in kept and not isinstance(module, _NORMS):
+                told[
+                    f"{eps}={getattr(module, eps)!r} of {name or 'the model'} ({type(module).__name__}) is 0 in {own}, in "
+                    f"which it computes; write {eps}={_LOW_EPS!r}, or keep_fp32=[{name!r}]"
+                ] = None
+    return list(told)
+
+
+_LOW_EPS: Final = 1e-4
+"""What float16 still tells from zero by far."""
+
+_EPS: Final = ("eps", "epsilon", "variance_epsilon")
+
+_NORMS: Final = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.batchnorm._LazyNormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+def _vanishes(eps: object, dtype: torch.dtype | None) -> bool:
+    return isinstance(eps, float) and dtype in LOW and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0
