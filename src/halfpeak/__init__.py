@@ -34,7 +34,9 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.memory_report import Memory
 from halfpeak.engine.prepare import prepare
+from halfpeak.insight.checkup import Checkup
 from halfpeak.insight.diagnosis import diagnose
+from halfpeak.insight.doctor import doctor
 from halfpeak.insight.report import Diagnosis
 from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.state.clip import ClipNorm, ClipValue
@@ -56,6 +58,7 @@ __all__ = [
     "Accumulation",
     "BannedOpError",
     "CheckpointError",
+    "Checkup",
     "ClipNorm",
     "ClipValue",
     "ClosureError",
@@ -80,5 +83,6 @@ __all__ = [
     "StepResult",
     "amp",
     "diagnose",
+    "doctor",
     "prepare",
 ]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfpeak import __version__
-from halfpeak.cli import convert, inspect, migrate, run, train
+from halfpeak.cli import convert, doctor, env, inspect, migrate, run, train
 from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, RankLostError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -27,10 +27,12 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command("train a real model in mixed precision, on whatever device is there", train.main),
+        "doctor": Command("train a little at each level, and say which one to use and why", doctor.main),
         "run": Command("run a script that imports apex, unedited, on a GPU or on the CPU", run.main),
         "inspect": Command("say what is in a checkpoint, and execute nothing in it", inspect.main),
         "convert": Command("write a checkpoint of one library in the form of another", convert.main),
         "migrate": Command("rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak", migrate.main),
+        "env": Command("say what a report of a fault needs: versions, devices, backends, compiler", env.main),
     }
 )
 """Every command by its name."""

@@ -1,0 +1,124 @@
+"""``halfpeak doctor``: short runs of a training at each level, and which one to use."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfpeak.cli.arguments import Arguments
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.levels import LEVELS
+from halfpeak.insight.checkup import Checkup
+from halfpeak.insight.doctor import Progress, doctor
+from halfpeak.recipes.base import Batch
+from halfpeak.recipes.catalog import build_config, build_recipe, complete
+from halfpeak.recipes.device import find_device
+from halfpeak.recipes.optimizers import build_optimizer
+from halfpeak.recipes.settings import RECIPES
+
+_DESCRIPTION = """Train a little at each level from the same start, and say which one to use here and why.
+
+TASK is a recipe of halfpeak train, or FILE.py:FUNCTION: a function without arguments that returns what
+halfpeak.doctor takes first: make_model, make_optimizer, batches, loss."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    parser = Arguments("doctor", _DESCRIPTION)
+    parser.add_argument("task", metavar="TASK", help=f"{', '.join(RECIPES)}, or FILE.py:FUNCTION")
+    parser.add_argument("--steps", type=int, default=50, metavar="INT", help="of each run (default: 50)")
+    parser.add_argument("--levels", default=",".join(LEVELS), metavar="O0,O2", help="to try (default: all)")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="of a recipe (default: auto)")
+    parser.add_argument("--save", action="append", default=[], metavar="PATH", help=".html, .png or .json")
+    given = parser.parse_args(arguments)
+    task = _recipe(given.task, given.device, given.steps) if given.task in RECIPES else _own(given.task)
+    with _progress() as progress:
+        found = doctor(*task, steps=given.steps, levels=given.levels.split(","), progress=progress)
+    _print(found)
+    for path in given.save:
+        found.save(path)
+    return 0
+
+
+def _recipe(name: str, device: str, steps: int) -> tuple[Any, ...]:
+    """A recipe as what :func:`halfpeak.doctor` takes."""
+    place = find_device(device)
+    config = build_config({"recipe": name, "steps": max(steps, 1), "level": "O0"})
+    recipe = build_recipe(config, place)
+    config, sampler = complete(config, recipe)
+
+    def make_optimizer(model: nn.Module) -> Any:
+        return build_optimizer(config, model, steps_low=False)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return recipe.score(model(batch.inputs), batch.targets).loss
+
+    batches = (recipe.batch(sampler.indices(step)) for step in range(steps))
+    return lambda: recipe.model().to(place), make_optimizer, batches, loss
+
+
+def _own(task: str) -> tuple[Any, ...]:
+    """What the function of a file returns.
+
+    Raises:
+        ConfigError: there is no such file or function, or it returns something else.
+    """
+    file, _, function = task.rpartition(":")
+    if not file or not Path(file).is_file():
+        raise ConfigError(
+            f"{task!r} is none of {', '.join(RECIPES)}; write train.py:task for a file of your own"
+        )
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    try:
+        make = runpy.run_path(file, run_name="halfpeak.doctor").get(function)
+        if not callable(make):
+            raise ConfigError(f"{file} has no function {function!r}; write {file}:NAME with one that it has")
+        made = make()
+    finally:
+        sys.path.pop(0)
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise ConfigError(f"{task} must return (make_model, make_optimizer, batches, loss), not {made!r:.80}")
+    return made
+
+
+@contextmanager
+def _progress() -> Generator[Progress | None]:
+    """A bar in a terminal that rich knows; elsewhere nothing."""
+    try:
+        from rich.progress import Progress as Bar
+    except ModuleNotFoundError:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        shown: dict[str, Any] = {}
+
+        def update(level: str, step: int, steps: int) -> None:
+            if step == 1 or level not in shown:
+                shown[level] = bar.add_task(level, total=steps)
+            bar.update(shown[level], completed=step)
+
+        yield update
+
+
+def _print(found: Checkup) -> None:
+    """As a table where rich has a terminal, else as lines."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            pass
+        else:
+            Console().print(found)
+            return
+    sys.stdout.write(f"{found}\n")

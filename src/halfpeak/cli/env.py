@@ -1,0 +1,134 @@
+"""``halfpeak env``: what a report of a fault needs to say about the machine, on one screen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+import torch
+
+from halfpeak import __version__
+from halfpeak.cli.arguments import Arguments
+from halfpeak.cli.text import printable, size
+from halfpeak.core.suitable import suitable_level
+from halfpeak.ops.triton import is_installed
+
+_OTHERS = (
+    "numpy",
+    "triton",
+    "apex",
+    "mmcv",
+    "mmengine",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "timm",
+    "rich",
+    "matplotlib",
+)
+"""Packages whose version may matter."""
+
+_VARIABLES = (
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "CUBLAS_",
+    "NCCL_",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+    "WORLD_SIZE",
+    "CXX",
+)
+"""How names of environment variables begin that change what torch does."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    Arguments("env", "Say what a report of a fault needs: versions, devices, backends, compiler.").parse_args(
+        arguments
+    )
+    sys.stdout.write("".join(f"{label:<12}{printable(text)}\n" for label, text in rows()))
+    return 0
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Labels and texts."""
+    yield "halfpeak", __version__
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    built = built if torch.version.cuda or torch.version.hip else "no CUDA"
+    yield "torch", f"{torch.__version__} ({built}{f', cuDNN {cudnn}' if cudnn else ''})"
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", f"{platform.platform()}, {platform.machine()}"
+    yield "cpu", f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {_capability()}"
+    yield from _accelerators()
+    level, reason = suitable_level(_device())
+    yield "level", f"{level} suits this device: {reason}"
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    yield (
+        "backends",
+        f"eager; compiled: {f'with {compiler}' if compiler else 'no C++ compiler'}; "
+        f"triton: {'installed' if is_installed() else 'not installed'}",
+    )
+    yield "ranks", _ranks()
+    yield "packages", ", ".join(_packages()) or "none of those that matter"
+    known = sorted(name for name in os.environ if name.startswith(_VARIABLES))
+    yield "variables", ", ".join(f"{name}={os.environ[name]}" for name in known) or "none"
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _accelerators() -> Iterator[tuple[str, str]]:
+    device = _device()
+    if device.type == "cpu":
+        yield "accelerator", "none"
+        return
+    for index in range(torch.accelerator.device_count()):
+        told = ""
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(index)
+            told = f" {found.name}, {size(found.total_memory)}, capability {found.major}.{found.minor}"
+        yield f"{device.type}:{index}", told.strip() or "present"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(names, platform.processor() or "unknown")
+    except OSError:
+        return platform.processor() or "unknown"
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _ranks() -> str:
+    if not torch.distributed.is_available():
+        return "this torch has no torch.distributed"
+    found = [
+        name
+        for name, here in (
+            ("gloo", torch.distributed.is_gloo_available()),
+            ("nccl", torch.distributed.is_nccl_available()),
+            ("mpi", torch.distributed.is_mpi_available()),
+        )
+        if here
+    ]
+    return ", ".join(found) or "no backend"
+
+
+def _packages() -> Iterator[str]:
+    for name in _OTHERS:
+        try:
+            yield f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue

@@ -1,0 +1,230 @@
+"""Checkup: what halfpeak.doctor found, as a value, a table, a picture and a page."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from halfpeak.core.errors import ConfigError
+from halfpeak.insight.extras import needs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADER: Final = (
+    "level",
+    "loss",
+    "distance",
+    "skipped",
+    "ms/step",
+    "bytes/param",
+    "vanish",
+    "unmoved",
+    "verdict",
+)
+
+COLORS: Final = {
+    "O0": "#1d2329", "O1": "#e07b21", "O2": "#c8372d", "O3": "#8a8f98", "O4": "#3a8f5c", "O5": "#2f6fb0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A short run at a level.
+
+    Attributes:
+        level: its name.
+        losses: after each step, of the first loss.
+        final: their mean over the last quarter.
+        distance: how much higher that is than float32's, in units of what another seed makes; of several losses the largest
+            difference.
+        skipped: steps that were skipped.
+        seconds: of the fastest step that was not skipped.
+        bytes_per_parameter: that engine and optimizer hold after a step.
+        vanished: share of gradient elements that are zero, beyond float32's.
+        unmoved: share of weights that a step left as they were although they had a gradient, beyond float32's.
+        keep_fp32: layers that were kept in float32.
+        against: why it is not to be used; empty if it trains as float32 does.
+    """
+
+    level: str
+    losses: tuple[float, ...] = ()
+    final: float = math.nan
+    distance: float = math.nan
+    skipped: int = 0
+    seconds: float = math.nan
+    bytes_per_parameter: float = math.nan
+    vanished: float = 0.0
+    unmoved: float = 0.0
+    keep_fp32: tuple[str, ...] = ()
+    against: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkup:
+    """What :func:`halfpeak.doctor` found. ``print`` shows a table; rich's ``print`` one with lines.
+
+    Attributes:
+        level: to use.
+        keep_fp32: the layers that it needs in float32.
+        reason: why.
+        probes: one per level that was tried.
+        reference: float32.
+        spread: how far the loss of another seed is from float32's, or 1 % of it if that is more.
+    """
+
+    level: str
+    keep_fp32: tuple[str, ...]
+    reason: str
+    probes: tuple[Probe, ...]
+    reference: Probe
+    spread: float
+
+    @property
+    def line(self) -> str:
+        """What to write."""
+        kept = f", keep_fp32={list(self.keep_fp32)!r}" if self.keep_fp32 else ""
+        return f"engine = halfpeak.prepare(model, optimizer, {self.level!r}{kept})"
+
+    def __str__(self) -> str:
+        rows = [HEADER, *map(self._row, self.probes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
+        lines = [
+            "  ".join([
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)),
+                row[-1],
+            ])
+            for row in rows
+        ]  # fmt: skip
+        return "\n".join([f"{self.level}: {self.reason}.", "", *lines, "", self.line])
+
+    def __rich__(self) -> Table:
+        """The table that rich prints."""
+        with needs("cli"):
+            from rich.table import Table
+        table = Table(title=f"{self.level}: {self.reason}", caption=self.line, title_justify="left")
+        for name in HEADER:
+            table.add_column(name, justify="left" if name in ("level", "verdict") else "right")
+        for probe in self.probes:
+            style = "bold green" if probe.level == self.level else "dim" if probe.against else None
+            table.add_row(*self._row(probe), style=style)
+        return table
+
+    def _row(self, probe: Probe) -> tuple[str, ...]:
+        kept = f", with {', '.join(probe.keep_fp32)} in float32" if probe.keep_fp32 else ""
+        verdict = probe.against or (f"use it{kept}" if probe.level == self.level else f"trains as well{kept}")
+        return (
+            probe.level,
+            f"{probe.final:.4g}",
+            f"{probe.distance:.2f}",
+            str(probe.skipped),
+            f"{1e3 * probe.seconds:.2f}",
+            f"{probe.bytes_per_parameter:.1f}",
+            f"{probe.vanished:.0%}",
+            f"{probe.unmoved:.0%}",
+            verdict,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a page (``.html``), a picture (``.png``, with the extra "plots") or all numbers (``.json``).
+
+        Raises:
+            ConfigError: another suffix.
+            MissingExtraError: matplotlib is not installed.
+        """
+        path = Path(path)
+        if path.suffix == ".html":
+            path.write_text(self.to_html(), encoding="utf-8")
+        elif path.suffix == ".json":
+            path.write_text(self.to_json(), encoding="utf-8")
+        elif path.suffix == ".png":
+            self._figure().savefig(path, dpi=150)
+        else:
+            raise ConfigError(f"{str(path)!r} must end in .html, .png or .json")
+
+    def to_json(self) -> str:
+        """All fields. Numbers that are not finite are null, as JSON has none."""
+        return json.dumps(_plain({"line": self.line, **asdict(self)}), indent=1, allow_nan=False) + "\n"
+
+    def to_html(self) -> str:
+        """A page that needs nothing else and no network."""
+        rows = "".join(
+            f'<tr class="{"use" if probe.level == self.level else "no" if probe.against else ""}">'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(probe))
+            + "</tr>"
+            for probe in self.probes
+        )
+        return _PAGE.format(
+            title=html.escape(f"{self.level}: {self.reason}."),
+            line=html.escape(self.line),
+            header="".join(f"<th>{name}</th>" for name in HEADER),
+            rows=rows,
+            picture=_curves(self.probes),
+            data=self.to_json().replace("</", "<\\/"),
+        )
+
+    def _figure(self) -> Any:
+        with needs("plots"):
+            from matplotlib.figure import Figure
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+        for probe in self.probes:
+            curves.plot(probe.losses, color=COLORS[probe.level], label=probe.level)
+        curves.set(xlabel="step", ylabel="loss")
+        curves.legend(frameon=False)
+        names = [probe.level for probe in self.probes]
+        bars.barh(names, [1e3 * probe.seconds for probe in self.probes], color=[COLORS[n] for n in names])
+        bars.set(xlabel="ms per step")
+        bars.invert_yaxis()
+        figure.suptitle(self.line, family="monospace", fontsize=10)
+        return figure
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+WIDTH, HEIGHT = 960, 260
+
+
+def _curves(probes: tuple[Probe, ...]) -> str:
+    finite = [loss for probe in probes for loss in probe.losses if math.isfinite(loss)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    longest = max((len(probe.losses) for probe in probes), default=1)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 24}" role="img" aria-label="Loss after each step">']
+    for number, probe in enumerate(probes):
+        points = " ".join(
+            f"{WIDTH * step / max(longest - 1, 1):.1f},{HEIGHT * (high - loss) / ((high - low) or 1):.1f}"
+            for step, loss in enumerate(probe.losses)
+            if math.isfinite(loss)
+        )
+        color = COLORS[probe.level]
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        parts.append(f'<text x="{60 * number}" y="{HEIGHT + 20}" fill="{color}">{probe.level}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>halfpeak doctor</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; color: #1d2329; }}
+h1 {{ font-size: 1.2rem; }} code {{ background: #f0f5fb; padding: .3rem .6rem; border-left: 4px solid #2f6fb0; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }} td, th {{ padding: .25rem .6rem; text-align: right; }}
+td:first-child, td:last-child, th:first-child, th:last-child {{ text-align: left; }}
+tr {{ border-bottom: 1px solid #e6e8eb; }} .use {{ font-weight: bold; }} .no {{ color: #8a8f98; }}
+</style></head><body>
+<h1>{title}</h1>
+<p><code>{line}</code></p>
+<table><tr>{header}</tr>{rows}</table>
+{picture}
+<script type="application/json" id="checkup">{data}</script>
+</body></html>
+"""
