@@ -1,8 +1,8 @@
 """Is the level that halfpeak.doctor names one that a full run confirms?
 
 For each task: the doctor's short runs; then full runs, float32 from five seeds and each level from the first. A level is
-confirmed where its metric on held-out data is no worse than that of the worst float32 run, or than 1 % more. The doctor is right
-where its level is confirmed and no confirmed level takes less than 90 % of its time per step.
+confirmed where its metric on held-out data is no worse than that of the worst float32 run, or than 1 % more. The doctor is
+right where its level is confirmed and no confirmed level takes less than 90 % of its time per step.
 
     python benchmarks/doctor.py [--only NAME] [--steps 50]
 """

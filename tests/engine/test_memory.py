@@ -73,7 +73,7 @@ def fused(**options: Any) -> Callable[..., Optimizer]:
 
 
 def foreach(parameters: Any) -> Optimizer:
-    return AdamW(parameters, foreach=True)
+    return AdamW(parameters, eps=1e-4, foreach=True)
 
 
 CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {

@@ -86,8 +86,8 @@ def doctor(
     from another seed differs from it, or than 1 %; of several losses, neither above nor below. It must skip at most 15 % of
     the steps of its second half, and no more than a quarter of gradient elements or updates may vanish.
 
-    Time is what this machine took for its fastest step. Nothing of the caller's changes: random generators are put back, models are copies of what
-    ``make_model`` returns. An iterator is read for ``steps`` batches, though.
+    Time is what this machine took for its fastest step. Nothing of the caller's changes: random generators are put back, and
+    models are copies of what ``make_model`` returns. An iterator is read for ``steps`` batches, though.
 
     Args:
         make_model: returns the model, on its device, in float32.
