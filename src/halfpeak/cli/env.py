@@ -75,7 +75,6 @@ def rows() -> Iterator[tuple[str, str]]:
         f"eager; compiled: {f'with {compiler}' if compiler else 'no C++ compiler'}; "
         f"triton: {'installed' if is_installed() else 'not installed'}",
     )
-    yield "ranks", _ranks()
     yield "packages", ", ".join(_packages()) or "none of those that matter"
     known = sorted(name for name in os.environ if name.startswith(_VARIABLES))
     yield "variables", ", ".join(f"{name}={os.environ[name]}" for name in known) or "none"
@@ -109,21 +108,6 @@ def _processor() -> str:
 
 def _capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
-
-
-def _ranks() -> str:
-    if not torch.distributed.is_available():
-        return "this torch has no torch.distributed"
-    found = [
-        name
-        for name, here in (
-            ("gloo", torch.distributed.is_gloo_available()),
-            ("nccl", torch.distributed.is_nccl_available()),
-            ("mpi", torch.distributed.is_mpi_available()),
-        )
-        if here
-    ]
-    return ", ".join(found) or "no backend"
 
 
 def _packages() -> Iterator[str]:

@@ -48,7 +48,7 @@ MOST_LOST: Final = 0.25
 MOST_KEPT: Final = 3
 """Layers that are tried in float32 at a level that overflows."""
 
-CLOSE: Final = 1.5
+CLOSE: Final = 3.0
 """Good levels that take no more than so many times the shortest time are timed again: other work disturbs a run."""
 
 ROUNDS: Final = 2
@@ -86,8 +86,9 @@ def doctor(
     from another seed differs from it, or than 1 %; of several losses, neither above nor below. It must skip at most 15 % of
     the steps of its second half, and no more than a quarter of gradient elements or updates may vanish.
 
-    Time is what this machine took for its fastest step. Nothing of the caller's changes: random generators are put back, and
-    models are copies of what ``make_model`` returns. An iterator is read for ``steps`` batches, though.
+    Time is what this machine took for its fastest step; processor time on a CPU with one thread, which other programs do not
+    disturb. Nothing of the caller's changes: random generators are put back, and models are copies of what ``make_model``
+    returns. An iterator is read for ``steps`` batches, though.
 
     Args:
         make_model: returns the model, on its device, in float32.
@@ -223,8 +224,9 @@ class _Task:
         skips: list[bool] = []
         vanished = unmoved = 0.0
         bad: tuple[Loss, Any] | None = None
+        clock = _clock(engine.device)
         for step, batch in enumerate(batches):
-            began = time.perf_counter()
+            began = clock()
             values: list[Tensor] = []
             skipped = False
             is_last = step == len(batches) - 1
@@ -243,7 +245,7 @@ class _Task:
                 values.append(value.detach())
             _wait_for(engine.device)
             if not skipped:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(clock() - began)
             skips.append(skipped)
             for history, value in zip(histories, values, strict=True):
                 history.append(float(value))
@@ -389,6 +391,10 @@ def _own_random_numbers() -> Generator[None]:
         yield
     finally:
         random_state.restore(before)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _wait_for(device: torch.device) -> None:
