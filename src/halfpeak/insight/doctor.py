@@ -48,10 +48,10 @@ MOST_LOST: Final = 0.25
 MOST_KEPT: Final = 3
 """Layers that are tried in float32 at a level that overflows."""
 
-CLOSE: Final = 3.0
+CLOSE: Final = 2.0
 """Good levels that take no more than so many times the shortest time are timed again: other work disturbs a run."""
 
-ROUNDS: Final = 2
+ROUNDS: Final = 4
 """How often."""
 
 MUCH_FASTER: Final = 0.9
