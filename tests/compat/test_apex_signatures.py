@@ -1,0 +1,98 @@
+"""The optimizers of apex 25.04: each argument has apex's name, place and default, and reaches the groups."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compat.names import compared
+from halfpeak.amp import fp16_utils
+from halfpeak.amp.larc import LARC
+from halfpeak.amp.optimizers import apex, contrib
+
+ADAM = "lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8"
+LAMB = "bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True"
+SGD = "lr=0.1, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False, materialize_master_grads=True"
+
+OPTIMIZERS: list[tuple[Any, str]] = [
+    (
+        apex.FusedAdagrad,
+        "params, lr=1e-2, eps=1e-10, weight_decay=0., set_grad_none=True, adagrad_w_mode=False",
+    ),
+    (
+        apex.FusedAdam,
+        f"params, {ADAM}, adam_w_mode=True, weight_decay=0., amsgrad=False, set_grad_none=True, capturable=False, "
+        "master_weights=False",
+    ),
+    (apex.FusedLAMB, f"params, lr=1e-3, {LAMB}, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False"),
+    (
+        apex.FusedMixedPrecisionLamb,
+        f"params, lr=1e-3, step=0, {LAMB}, max_grad_norm=1.0, use_nvlamb=False, reduced_precision_dtype=None",
+    ),
+    (
+        apex.FusedNovoGrad,
+        f"params, {ADAM}, weight_decay=0., amsgrad=False, reg_inside_moment=False, grad_averaging=True, norm_type=2, "
+        "init_zero=False, set_grad_none=True",
+    ),
+    (apex.FusedSGD, f"params, {SGD}, set_grad_none=False"),
+    (
+        contrib.FusedAdam,
+        f"params, {ADAM}, eps_inside_sqrt=False, weight_decay=0., max_grad_norm=0., amsgrad=False, use_mt=False, "
+        "amp_scale_adjustment=1.0",
+    ),
+    (contrib.FusedLAMB, f"params, lr=1e-3, {LAMB}, set_grad_none=True, max_grad_norm=1.0"),
+    (contrib.FusedSGD, f"params, {SGD}"),
+]
+IDS = [f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for cls, _ in OPTIMIZERS]
+
+
+def defaults(signature: str) -> dict[str, Any]:
+    scope: dict[str, Any] = {}
+    exec(f"def f({signature}): ...", scope)
+    parameters = list(inspect.signature(scope["f"]).parameters.values())
+    return {one.name: one.default for one in parameters[1:]}
+
+
+@pytest.mark.parametrize(("cls", "signature"), OPTIMIZERS, ids=IDS)
+def test_arguments_by_place_and_by_default(cls: Any, signature: str) -> None:
+    """All given by their places make the groups that none given makes, and those that apex documents."""
+    values = defaults(signature)
+    params = [nn.Parameter(torch.ones(2))]
+    by_place = cls(params, *values.values())
+    by_default = cls(params, lr=values["lr"])
+    group = by_place.param_groups[0]
+    for name in group.keys() & values.keys():
+        assert group[name] == by_default.param_groups[0][name] == pytest.approx(values[name]), name
+    named = [
+        name for name in ("lr", "weight_decay", "betas", "eps", "momentum", "max_grad_norm") if name in values
+    ]
+    assert set(named) <= group.keys()
+
+
+@pytest.mark.parametrize("cls", [apex.FusedSGD, contrib.FusedSGD])
+def test_a_rate_is_required_somewhere(cls: Any) -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    assert cls([{"params": params, "lr": 0.5}], momentum=0.9).param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="lr"):
+        cls(params, momentum=0.9)
+
+
+FP16 = "init_optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, dynamic_loss_args=None, verbose=True"
+
+
+@pytest.mark.parametrize(
+    ("ours", "signature"),
+    [
+        (LARC, "optimizer, trust_coefficient=0.02, clip=True, eps=1e-8"),
+        (contrib.FP16_Optimizer, FP16),
+        (fp16_utils.FP16_Optimizer, FP16),
+        (fp16_utils.LossScaler, "scale=1"),
+        (fp16_utils.DynamicLossScaler, "init_scale=2**32, scale_factor=2., scale_window=1000"),
+    ],
+)
+def test_signatures_of_what_stands_around_them(ours: Any, signature: str) -> None:
+    assert compared(f"({signature})", ours, is_method=False).startswith("same")
