@@ -15,7 +15,10 @@ from halfpeak.amp.larc import LARC
 from halfpeak.amp.optimizers import apex, contrib
 
 ADAM = "lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8"
-LAMB = "bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True"
+LAMB = (
+    "bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False, adam_w_mode=True"
+    ", grad_averaging=True"
+)
 SGD = "lr=0.1, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False, materialize_master_grads=True"
 
 OPTIMIZERS: list[tuple[Any, str]] = [

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -243,3 +244,35 @@ def test_an_optimizer_that_is_none_of_torchs_takes_the_steps_of_mmcv() -> None:
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("first", "total", "factors"),
+    [(0, 6, [3] * 6), (0, 8, [3] * 6 + [2] * 2), (0, 10, [3] * 9 + [1]), (5, 10, [3] * 4 + [1])],
+)
+def test_an_override_of_the_divisor_is_called(first: int, total: int, factors: list[int]) -> None:
+    class Own(GradientCumulativeOptimizerHook):
+        def _get_loss_factor(self, runner: Any) -> int:
+            seen.append(super()._get_loss_factor(runner))
+            return seen[-1]
+
+    seen: list[int] = []
+    run(make_loop(make_net(), total=total), Own(cumulative_iters=3), range(first, total))
+    assert seen == factors
+
+
+def test_a_runner_that_is_a_mock() -> None:
+    """As tests of people's own hooks have it."""
+    lines: list[str] = []
+    runner, net = Mock(), make_net()
+    runner.model, runner.outputs = net, {"num_samples": 0}
+    runner.logger.log = lambda msg=None, **kwargs: lines.append(msg)
+    hook = OptimizerHook({"max_norm": 2.0}, detect_anomalous_params=True)
+    x, _ = make_batch(0)
+    runner.outputs["loss"] = net[0](x).sum()
+    hook.after_train_iter(runner)
+    runner.optimizer.step.assert_called_once_with()
+    (logged, count), _ = runner.log_buffer.update.call_args
+    assert isinstance(logged["grad_norm"], float)
+    assert count == 0
+    assert len(lines) == len(list(net.parameters())) - 2

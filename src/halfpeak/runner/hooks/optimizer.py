@@ -281,7 +281,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         """
         engine, loss = self._ready(runner), require_loss(runner)
         windows = self._windows_of(runner)
-        self._backward(runner, engine, loss / windows.divisor(runner.iter), delay=self._delays)
+        self._backward(runner, engine, loss / self._get_loss_factor(runner), delay=self._delays)
         self._delays = False
         self._next_iter = runner.iter + 1
         if windows.is_boundary(runner.iter):
@@ -307,6 +307,10 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     def has_batch_norm(self, module: nn.Module) -> bool:
         """Whether ``module`` is or contains a batch norm."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def _get_loss_factor(self, runner: RunnerView) -> int:
+        """What the loss of the iteration is divided by; the original's name for it."""
+        return self._windows_of(runner).divisor(runner.iter)
 
     def _can_delay(self, runner: RunnerView) -> bool:
         """Whether DDP may sum a window first. Low-precision gradients are added to float32 masters in every pass instead."""
