@@ -361,6 +361,23 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     assert inspect(tmp_path).integrity == "damaged: scaler.pt"
 
 
+def test_a_folder_of_transformers_with_its_model_in_two_files(tmp_path: Path) -> None:
+    torch.save({"w": W}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"v": W}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    torch.save(sgd(W), tmp_path / "optimizer.pt")
+    (tmp_path / "config.json").write_text("{}")
+    report = inspect(tmp_path)
+    assert (report.form, report.optimizers[0].kind) == ("accelerate", "SGD")
+    assert [(model.where, model.tensors) for model in report.models] == [("pytorch_model", 2)]
+
+
+def test_the_folder_of_a_run_stands_for_its_checkpoint(tmp_path: Path) -> None:
+    torch.save({"model": {"w": W}, "optimizer": sgd(W)}, tmp_path / "checkpoint.pt")
+    torch.save({}, tmp_path / "other.pt")
+    assert inspect(tmp_path).path == str(tmp_path / "checkpoint.pt")
+    assert inspect(tmp_path).form == "recipe"
+
+
 @pytest.mark.parametrize(
     "make",
     [

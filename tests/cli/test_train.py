@@ -8,12 +8,14 @@ import os
 import signal
 import tomllib
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import halfpeak
 from halfpeak.checkpoint import file as checkpoint
 from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.main import main
@@ -83,6 +85,8 @@ def test_a_whole_run_writes_its_results(capsys: pytest.CaptureFixture[str]) -> N
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 45))
     summary = json.loads(Path("out/summary.json").read_text())
     assert summary["validation_accuracy"] == rows[-1]["validation_accuracy"] > 0.9
+    assert summary["versions"]["halfpeak"] == halfpeak.__version__
+    assert datetime.fromisoformat(summary["date"]).tzinfo is not None
 
 
 def test_the_written_config_repeats_the_run() -> None:
@@ -316,12 +320,13 @@ def test_a_step_that_goes_wrong_is_diagnosed_in_the_folder_of_the_run() -> None:
     assert json.loads(report.read_text())["where"] == "backward"
 
 
-def test_the_first_signal_asks_and_the_second_stops() -> None:
+def test_the_first_signal_asks_and_the_second_stops(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupt() as interrupt:
         assert not interrupt.requested()
         signal.raise_signal(signal.SIGTERM)
         assert interrupt.requested()
+        assert "stopping after this step" in capfd.readouterr().err  # long before a slow step is over
         assert interrupt.exit_status == 143
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

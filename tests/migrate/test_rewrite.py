@@ -459,3 +459,10 @@ def test_what_clips_gradients_of_the_model_clips_those_of_the_masters() -> None:
     old = LOOP.replace("    optimizer.step()", f"{clip}    optimizer.step()")
     assert old.count(clip) == 1
     assert clip.replace("model.parameters", "engine.main_params") in becomes(old, "halfpeak")
+
+
+def test_a_star_is_kept_where_the_names_are_the_same() -> None:
+    old = "from apex.fp16_utils import *\nmodel = network_to_half(model)\n"
+    assert becomes(old, "amp") == old.replace("apex", "halfpeak.amp")
+    left = rewrite(old.encode(), "torch")
+    assert (left.source, left.findings[0].reason) == (old.encode(), "it hides what it imports")

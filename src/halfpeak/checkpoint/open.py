@@ -143,7 +143,13 @@ def _read_as_data(opened: Opened, container: str, reader: Callable[[BinaryIO], a
     return replace(opened, container=container, tree=tree, symbols=wanted, unread="")
 
 
+RUN_FILE: Final = "checkpoint.pt"
+"""What stands for a folder of ``halfpeak train``."""
+
+
 def _open_folder(path: Path) -> Opened:
+    if (path / RUN_FILE).is_file():
+        return _open_file(path / RUN_FILE)
     files = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in _SUFFIXES)
     if not files:
         return Opened(path=path, container=FOLDER, size=0, unread="no file in it is a checkpoint")

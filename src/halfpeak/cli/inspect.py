@@ -14,13 +14,15 @@ from halfpeak.cli.text import count, printable, size
 _DESCRIPTION = """Say what is in a checkpoint: who wrote it, at which level, loss scales, masters, optimizers, sizes,
 and what is suspicious. Nothing in the file is executed.
 
-Reads what torch.save, halfpeak and safetensors write, and folders of accelerate."""
+Reads what torch.save, halfpeak and safetensors write, folders of accelerate and transformers, and those of halfpeak train."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 for a file that is damaged or cannot be read."""
     parser = Arguments("inspect", _DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate's save_state")
+    parser.add_argument(
+        "file", metavar="FILE", help="a file, a run's folder, or a folder of accelerate or transformers"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
     report = inspect(given.file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -47,3 +48,5 @@ class Interrupt:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        # At once, since a step may take long; and not through a stream that the signal may have interrupted.
+        os.write(2, b"\nstopping after this step, to save the run; again: at once, without saving\n")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from halfpeak import __version__
 from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.cli.text import short
@@ -28,6 +31,8 @@ def summarise(training: Training, rows: list[Row], reason: str | None) -> dict[s
         "recipe": config.recipe,
         "level": config.level,
         "level_reason": reason,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"halfpeak": __version__, "python": platform.python_version()},
         "environment": training.environment(),
         "parameters": training.parameters,
         "steps": training.step,

@@ -22,6 +22,9 @@ Edit = Callable[[], None]
 _LOOKUPS: Final = frozenset(
     {"find_spec", "find_loader", "import_module", "__import__", "version", "get_distribution", "distribution"}
 )
+_SAME_NAMES: Final = frozenset({"apex.fp16_utils"})
+"""Modules whose counterpart has every name that ``import *`` takes from them."""
+
 _ASKS_FOR_APEX: Final = Refusal(
     "it asks for an installed apex, which rewritten code does not need",
     "ask for halfpeak, or leave out the question",
@@ -251,7 +254,11 @@ class _Renaming:
                 and node.module is not None
             ):
                 module = get_full_name_for_node(node.module) or ""
-                if not node.relative and is_old(module):
+                new = module_for(module, self._target) if module in _SAME_NAMES else None
+                if new is not None:
+                    written = cst.parse_expression(new)
+                    self._edits.replace(node, lambda updated, new=written: updated.with_changes(module=new))
+                elif not node.relative and is_old(module):
                     self._find(
                         node, f"from {module} import *", Refusal("it hides what it imports", "name each")
                     )

@@ -1,4 +1,4 @@
-"""The folder of accelerate's save_state: a file per model and optimizer, and ``scaler.pt``."""
+"""The folder of accelerate's save_state or of a transformers checkpoint: a file per model and optimizer, and ``scaler.pt``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from halfpeak.checkpoint.canonical import Contents
 from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
 
 _MODEL: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)")
-_OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.bin")
+_SHARD: Final = re.compile(r"((pytorch_)?model)-\d+-of-\d+\.(bin|safetensors)")
+_OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 
 
 def read(tree: Any) -> Contents | None:
@@ -22,6 +23,9 @@ def read_folder(files: dict[str, Any] | None) -> Contents:
     contents = Contents()
 
     def add(name: str, value: Any) -> bool:
+        if shard := _SHARD.fullmatch(name):
+            # One model in several files.
+            return contents.add_model(shard[1], {**contents.models.get(shard[1], {}), **value})
         return (
             (_MODEL.fullmatch(name) is not None and contents.add_model(name, value))
             or (_OPTIMIZER.fullmatch(name) is not None and contents.add_optimizer(name, value))
@@ -29,7 +33,7 @@ def read_folder(files: dict[str, Any] | None) -> Contents:
         )
 
     add_entries(contents, (files or {}).items(), add)
-    random = any(name.startswith("random_states") for name in contents.rest)
+    random = any(name.startswith(("random_states", "rng_state")) for name in contents.rest)
     if contents.optimizers or contents.scalers or random:
         contents.form = "accelerate"
     elif contents.models:
@@ -52,7 +56,7 @@ def write(contents: Contents) -> Files:
 
 FORMAT = Format(
     "accelerate",
-    "a folder of accelerate's save_state",
+    "a folder of accelerate's save_state, or a checkpoint folder of transformers",
     read,
     Target(
         "a folder for accelerate's load_state",
