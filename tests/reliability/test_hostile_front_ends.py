@@ -6,6 +6,8 @@ import copy
 import os
 import random
 from collections.abc import Callable
+from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +118,54 @@ def test_damaged_states(name: str) -> None:
             load(copy.deepcopy(good))
             image = state_hash(save())
     assert refused > CASES // 3
+
+
+class Trained(torch.nn.Module):
+    """A model of mmcv's runners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def train_step(self, data: torch.Tensor, optimizer: Any) -> dict[str, Any]:
+        return {"loss": self.net(data).square().mean(), "num_samples": len(data)}
+
+
+def runner(kind: str) -> Any:
+    model = Trained()
+    length = {"max_epochs": 2} if kind == "EpochBasedRunner" else {"max_iters": 8}
+    made = getattr(halfpeak.runner, kind)(model, optimizer=sgd(model), logger=getLogger("halfpeak"), **length)
+    made.register_training_hooks({"policy": "step", "step": [1]}, {"type": "Fp16OptimizerHook"})
+    return made
+
+
+@pytest.mark.parametrize("kind", ["EpochBasedRunner", "IterBasedRunner"])
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_files_of_runs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [batch(step) for step in range(4)]
+    source = runner(kind)
+    source.run([data], [("train", 1)])
+    good, refused = copy.deepcopy(source.checkpoint()), 0
+    good["meta"].update(epoch=1, iter=4)
+    for case in range(CASES):
+        what, state = damaged(good, random.Random(f"{kind} {case}"))
+        monkeypatch.setattr("halfpeak.runner.loop.base.read_checkpoint", lambda *_, state=state: state)
+        target = runner(kind)
+        image = state_hash(target.model.state_dict())
+        try:
+            if not isinstance(state, dict):
+                continue  # such a file is refused where it is read
+            target.resume(tmp_path / "run.pth")
+        except halfpeak.StateError:
+            refused += 1
+            assert state_hash(target.model.state_dict()) == image, what
+            continue
+        except Exception as error:
+            raise AssertionError(what) from error
+        try:
+            target.run([data], [("train", 1)])
+        except halfpeak.StateError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert refused > CASES // 4

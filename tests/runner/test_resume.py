@@ -171,7 +171,7 @@ def test_a_file_of_the_other_runner_is_refused(tmp_path: Path) -> None:
     run(build("IterBasedRunner", tmp_path))
     again = build("EpochBasedRunner", tmp_path)
     before = again.checkpoint()
-    with pytest.raises(StateError, match="counts by iter, EpochBasedRunner does not"):
+    with pytest.raises(StateError, match="counts by 'iter', EpochBasedRunner does not"):
         again.resume(tmp_path / "iter_6.pth")
     assert not differences(before, again.checkpoint())
 

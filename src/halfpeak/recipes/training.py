@@ -167,10 +167,7 @@ class Training:
         self._engine.load_state_dict(parts(state["driver"], self._engine.state_dict()))
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
         self._found_inf = None
-        try:
-            random_state.restore(self._devices_by_name(state["random"]))
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise StateError(f"the state of the random generators does not fit: {error}") from None
+        random_state.restore(self._devices_by_name(state["random"]))
 
     def environment(self) -> dict[str, str]:
         """What the last bits of a result depend on besides the program."""
@@ -228,9 +225,10 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
     """
     if state.get("format") != FORMAT or not isinstance(state.get("plan"), dict):
         raise CheckpointError(f"{source} is not a checkpoint of 'halfpeak train'")
-    if state.get("version") != VERSION:
+    version = state.get("version")
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{source} has version {short_repr(state.get('version'))}; this halfpeak reads version {VERSION}"
+            f"{source} has version {short_repr(version)}; this halfpeak reads version {VERSION}"
         )
     return state
 

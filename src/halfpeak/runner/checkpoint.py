@@ -23,6 +23,7 @@ from halfpeak.checkpoint.temporary import temporary_path
 from halfpeak.checkpoint.trailer import looks_complete
 from halfpeak.core.errors import CheckpointError, ConfigError, ConfigTypeError, StateError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import has_memory, require_mapping
 from halfpeak.optim.unwrap import unwrap
 
 StrPath = str | os.PathLike[str]
@@ -66,7 +67,9 @@ def load_weights(
     Raises:
         StateError: ``strict``, and the keys or shapes differ. Nothing was loaded.
     """
-    given: Mapping[str, Any] = checkpoint.get("state_dict", checkpoint)
+    given = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
+    if not all(isinstance(key, str) for key in given):
+        raise StateError("the weights of a checkpoint must have names")
     for pattern, replacement in revise_keys:
         given = {re.sub(pattern, replacement, key): value for key, value in given.items()}
     model = unwrap(model)
@@ -110,12 +113,19 @@ def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
         for key in own
         if key in given and _shape(own[key]) != _shape(given[key])
     ]
-    found = [f"unexpected key in source state_dict: {', '.join(unexpected)}"] if unexpected else []
-    found += [f"missing keys in source state_dict: {', '.join(missing)}"] if missing else []
+    found = [f"unexpected key in source state_dict: {listed(unexpected)}"] if unexpected else []
+    found += [f"missing keys in source state_dict: {listed(missing)}"] if missing else []
     return found + resized
 
 
+def listed(keys: Sequence[str]) -> str:
+    """Names of a file for a log that may be a terminal."""
+    return ", ".join(key if str(key).isprintable() else short_repr(key) for key in keys)
+
+
 def _shape(value: object) -> object:
+    if isinstance(value, Tensor) and not has_memory(value):
+        return f"a {str(value.layout).removeprefix('torch.')} tensor on {value.device} without dense memory"
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 

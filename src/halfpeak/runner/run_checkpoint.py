@@ -16,12 +16,14 @@ from typing import Any, Final, NamedTuple
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_count, require_list, require_mapping
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.resume_state import RESUME_KEY, has_open_window
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.runner import optimizers
 from halfpeak.runner.checkpoint import StrPath, link_latest
 from halfpeak.runner.distributed import gather
+from halfpeak.runner.loop.batches import check_place
 from halfpeak.runner.optimizers import Optimizers
 
 VERSION: Final = 1
@@ -63,16 +65,20 @@ def parse(
             f"{source} is no checkpoint of a run: it has no meta with 'epoch' and 'iter'; write load_checkpoint to take "
             "its weights only"
         )
+    for name in ("epoch", "iter"):
+        require_count(meta[name], name)
     if loop is None:
         return Saved(dict(meta), state, None)
-    if loop["version"] != VERSION:
+    version, counts_by = (
+        require_mapping(loop, "the place in the run").get(name) for name in ("version", "kind")
+    )
+    if type(version) is not int or version != VERSION:
+        raise StateError(f"{source} has version {short_repr(version)}; this halfpeak reads version {VERSION}")
+    if not isinstance(counts_by, str) or counts_by != kind:
         raise StateError(
-            f"{source} has version {short_repr(loop['version'])}; this halfpeak reads version {VERSION}"
+            f"{source} is from a runner that counts by {short_repr(counts_by)}, {runner} does not; use the same runner"
         )
-    if loop["kind"] != kind:
-        raise StateError(
-            f"{source} is from a runner that counts by {loop['kind']}, {runner} does not; use the same runner"
-        )
+    _check_parts(state, kind)
     state, is_short = with_windows_of(state, rank, world, source)
     if is_short:
         logger.warning(
@@ -81,6 +87,36 @@ def parse(
             world,
         )
     return Saved(dict(meta), state, {"hooks": state["hooks"], **_part_of(state, rank, world, logger)})
+
+
+def _check_parts(state: Mapping[str, Any], kind: str) -> None:
+    """Check what :func:`parse` and the runner take out of a file, in all of its ranks."""
+    for hook in require_mapping(state.get("hooks"), "the states of hooks").values():
+        require_mapping(hook, "the state of a hook")
+    for part in (state, *require_list(state.get("ranks", ()), "ranks")):
+        known = require_mapping(part, "what the file holds of a rank")
+        require_mapping(known.get("random"), "the state of random generators")
+        if "windows" in known:
+            for one in require_mapping(known["windows"], "open windows", ("hooks", "optimizer")).values():
+                require_mapping(one, "open windows")
+        loop = require_mapping(known.get("loop"), "the place in the run")
+        for name, least in (("world_size", 1), ("flow", 0), ("done", 0)):
+            require_count(loop.get(name), name, least)
+        for entry in require_list(loop.get("workflow"), "workflow"):
+            mode, times = require_list(entry, "entry of the workflow", 2)
+            if not isinstance(mode, str) or type(times) is not int:
+                raise StateError(f"the workflow of the file has an entry {short_repr(entry)}")
+        if kind == "epoch":
+            places = [loop.get("open", ())]  # () is no place: a file of ours says None
+        else:
+            loaders = require_list(loop.get("loaders"), "loaders")
+            known = [require_mapping(one, "the place in a loader", ("epoch", "batches")) for one in loaders]
+            places = [
+                one["batches"] for one in known if require_count(one["epoch"], "the epoch of a loader") >= 0
+            ]
+        for place in places:
+            if place is not None:
+                check_place(place)
 
 
 def write(
@@ -112,7 +148,7 @@ def check_optimizers(optimizer: Optimizers, state: Any) -> None:
     named = optimizers.by_name(optimizer)
     states = {"": state} if set(named) == {""} else state
     if not isinstance(states, Mapping) or set(states) != set(named):
-        raise StateError(f"the file has optimizers {list(states)}, the runner {list(named)}")
+        raise StateError(f"the file has optimizers {short_repr(list(states))}, the runner {list(named)}")
     for name, one in named.items():
         if isinstance(one, OptimWrapper):
             one.check_state_dict(states[name])
@@ -197,4 +233,6 @@ def _by_name(optimizer: Any) -> dict[str, Any]:
     """The states of a checkpoint's optimizers; a single one has the empty name."""
     if optimizer is None:
         return {}
-    return {"": optimizer} if "param_groups" in optimizer else dict(optimizer)
+    known = require_mapping(optimizer, "the state of the optimizer")
+    named = {"": known} if "param_groups" in known else known
+    return {name: dict(require_mapping(one, "the state of an optimizer")) for name, one in named.items()}

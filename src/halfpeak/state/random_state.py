@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from halfpeak.core.errors import StateError
+
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The states of Python, torch, NumPy (if it was imported) and the given accelerators.
@@ -42,8 +44,25 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any]) -> None:
-    """Restore the states that :func:`capture` returned. Devices that this machine does not have are left out."""
+def restore(state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]] = ()) -> None:
+    """Restore the states that :func:`capture` returned. Devices that this machine does not have are left out.
+
+    Args:
+        state: what was captured.
+        generators: more of them, each with its state.
+
+    Raises:
+        StateError: a part is missing, or no state of that generator.
+    """
+    try:
+        _restore(state)
+        for generator, saved in generators:
+            generator.set_state(saved)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"the state of the random generators does not fit: {str(error)[:200]!r}") from None
+
+
+def _restore(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["cpu"].cpu())

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from halfpeak.core import state_checks
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
@@ -300,8 +301,9 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
+        next_iter = state_checks.require_count(state.get("iter", 0), "iter")
         super().load_state_dict(state)
-        self._next_iter = state.get("iter", 0)
+        self._next_iter = next_iter
         self._windows = None
 
     def has_batch_norm(self, module: nn.Module) -> bool:

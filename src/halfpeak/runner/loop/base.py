@@ -28,6 +28,7 @@ from halfpeak.runner.checkpoint import (
     Location,
     ReviseKeys,
     StrPath,
+    listed,
     load_checkpoint,
     load_weights,
     read_checkpoint,
@@ -543,7 +544,8 @@ class BaseRunner:
         unknown = self._hooks.load_state_dict(self._resumed["hooks"])
         if unknown:
             self.logger.warning(
-                "the checkpoint holds state of %s, which are not registered", ", ".join(unknown)
+                "the checkpoint holds state of %s, which are not registered",
+                listed(unknown),
             )
         self._progress.load_state_dict(self._resumed["loop"]["progress"])
         self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
@@ -556,7 +558,9 @@ class BaseRunner:
             return 0, 0, False
         if loop["workflow"] == self._workflow():
             return loop["flow"], loop["done"], True
-        self.logger.warning("the workflow was %s when the run was saved; it begins anew", loop["workflow"])
+        self.logger.warning(
+            "the workflow was %s when the run was saved; it begins anew", short_repr(loop["workflow"])
+        )
         return 0, 0, False
 
     def _workflow(self) -> list[list[Any]]:

@@ -12,6 +12,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_count, require_list, require_mapping
 from halfpeak.state import random_state
 
 
@@ -31,9 +32,7 @@ class Batches(Iterator[Any]):
         self.loader = loader
         generators = generators_of(loader)
         if state is not None:
-            random_state.restore(state["start"])
-            for generator, saved in zip(generators, state["generators"], strict=False):
-                generator.set_state(saved)
+            random_state.restore(state["start"], zip(generators, state["generators"], strict=False))
         self._start = random_state.capture()
         self._generators = [generator.get_state() for generator in generators]
         self.num_batches = 0
@@ -55,6 +54,18 @@ class Batches(Iterator[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The place in the pass, as plain data."""
         return {"taken": self.num_batches, "start": self._start, "generators": self._generators}
+
+
+def check_place(state: object) -> None:
+    """Check the place in a pass, as :meth:`Batches.state_dict` returned it.
+
+    Raises:
+        StateError: it is something else.
+    """
+    known = require_mapping(state, "the place in the data", ("taken", "start", "generators"))
+    require_count(known["taken"], "the number of batches")
+    require_mapping(known["start"], "the state of random generators")
+    require_list(known["generators"], "generators")
 
 
 def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.state_checks import require_list
 from halfpeak.runner.builder import RUNNERS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_path
 from halfpeak.runner.hook import Hook
@@ -133,7 +134,8 @@ class IterBasedRunner(BaseRunner):
         if self._resumed is not None:
             if same:
                 loop = self._resumed["loop"]
-                for loader, state in zip(self._loaders, loop["loaders"], strict=True):
+                saved = require_list(loop["loaders"], "loaders", len(self._loaders))
+                for loader, state in zip(self._loaders, saved, strict=True):
                     batches = rescale(state["batches"], loop["world_size"], self._world_size)
                     loader.load_state_dict({**state, "batches": batches})
             # The stage before was called again, and finding the place drew from the random generators.
