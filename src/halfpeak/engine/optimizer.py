@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
@@ -174,7 +175,6 @@ class PreparedOptimizer:
     def pairs_for_backward(self) -> ParamPairs:
         """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
         self.finish_or_discard()
-        self.masters.agree_on_requires_grad()
         self.unscale_pending()
         table = self._follow_groups()
         self.masters.refresh()
@@ -191,6 +191,7 @@ class PreparedOptimizer:
         table = self._table
         if table is not None and table.is_current(self.optimizer):
             return table
+        self.masters.agree_on_requires_grad()
         self.unscale_pending()
         # What a window that waits scaled has left in them waits with it.
         self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
@@ -358,12 +359,15 @@ class PreparedOptimizer:
             What the optimizer returns.
         """
         self.running, self.ended = call, None
+        optimizer = self.optimizer
         try:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            return optimizer.step() if closure is None else optimizer.step(closure)
         finally:
             self.finish_or_discard()
-            # Later hooks may have written masters, and a compiled forward pass does not look.
-            self.masters.follow_masters()
+            hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+            if hooks[-1:] != [self._after_step]:
+                # Later hooks may have written masters, and a compiled forward pass does not look.
+                self.masters.follow_masters()
 
     def finish_or_discard(self) -> None:
         """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""

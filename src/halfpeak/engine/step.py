@@ -29,7 +29,6 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.gradients.backward import BackwardScope, OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.fused_grads import (
     FusedGrads,
-    is_by_norm,
     norm_and_coefficient,
     pending_grads,
     reads_grads_itself,
@@ -51,7 +50,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
-from halfpeak.state.clip import limit_of_norm
+from halfpeak.state.clip import is_by_norm, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
@@ -89,6 +88,8 @@ class TrainStep:
         self._scalers = scalers
         self.reducer = reducer
         self._unmanaged = unmanaged
+        self._max_norm = limit_of_norm(config.clip)
+        self._clips_by_norm = is_by_norm(config.clip)
         self._collapse = collapse
         self._device = device
         # How many overflows in a row could not lower a loss scale; read without waiting, so a step or two late.
@@ -193,7 +194,7 @@ class TrainStep:
             has_gradients, nonfinite = True, None
             if decision is not None:
                 found_inf: Tensor | bool = decision.found_inf
-                norm = None if limit_of_norm(self._config.clip) is None else decision.grad_norm
+                norm = None if self._max_norm is None else decision.grad_norm
                 result = decision.found_inf
             else:
                 found_infs, norm, has_gradients, nonfinite = self._unscale_and_clip(prepared, fused)
@@ -217,7 +218,7 @@ class TrainStep:
         optimizer = prepared[0].optimizer
         if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
             return None
-        return optimizer if is_by_norm(self._config.clip) and reads_grads_itself(optimizer) else None
+        return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
 
     def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
         """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
@@ -245,7 +246,7 @@ class TrainStep:
                 self._record.num_steps,
                 self._record.num_skipped,
                 self._record.with_loss(scaler, one.found_inf),
-                limit_of_norm(self._config.clip),
+                self._max_norm,
             )
         )
         if decision is not None:
@@ -278,7 +279,7 @@ class TrainStep:
             squares, found_inf = fused.measure()
             one.note_found_inf(found_inf)
             found_infs = self.unscaled_found_infs(prepared)
-            norm, clip_coef = norm_and_coefficient(self._config.clip, squares)
+            norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
             fused.hand_over(clip_coef)
         if norm is not None:
             _find_infinite(norm, found_infs)

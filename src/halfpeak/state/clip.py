@@ -88,6 +88,11 @@ def limit_of_norm(clip: Clip) -> float | None:
     return clip.max_norm if isinstance(clip, ClipNorm) and clip.norm_type == 2 else None
 
 
+def is_by_norm(clip: Clip) -> bool:
+    """Whether a clip needs nothing of the gradients but the sum of their squares."""
+    return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
+
+
 def parse_clip(clip: Clip | float | None) -> Clip:
     """A number means :class:`ClipNorm` with that ``max_norm``; None means no clipping.
 

@@ -16,7 +16,6 @@ from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import are_dense, are_none, gradients_of
 from halfpeak.ops.shards import local_gradients
-from halfpeak.state.clip import Clip, NoClip, limit_of_norm
 
 
 class FusedGrads:
@@ -136,18 +135,12 @@ def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
     return all(map(_is_own, optimizer._optimizer_step_pre_hooks.values())) and not _global_optimizer_pre_hooks
 
 
-def is_by_norm(clip: Clip) -> bool:
-    """Whether a clip needs nothing of the gradients but the sum of their squares."""
-    return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
-
-
-def norm_and_coefficient(clip: Clip, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The norm of the gradients and what clipping multiplies them by; None where nothing is clipped.  # f32[], f32[]"""
-    limit = limit_of_norm(clip)
-    if limit is None:
+    if max_norm is None:
         return None, None
     norm = squares.sqrt()
-    return norm, torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _is_own(hook: Callable[..., object]) -> bool:

@@ -89,7 +89,7 @@ class ParamTable:
         mains = map(masters.of, self.model_params)
         self.main_params = [m if main is None else main for m, main in zip(self._members, mains, strict=True)]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._trainable = list(map(_TRAINABLE, self.model_params))
+        self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self._members))
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
         self.pairs = ParamPairs(pair for pair in self.all_pairs if pair.model.requires_grad)
@@ -115,5 +115,6 @@ class ParamTable:
         return (
             list(map(len, groups)) == self._sizes
             and all(map(is_, chain.from_iterable(groups), self._members))
-            and list(map(_TRAINABLE, self.model_params)) == self._trainable
+            and list(map(_TRAINABLE, self.model_params)) == self._trainable[0]
+            and list(map(_TRAINABLE, self._members)) == self._trainable[1]
         )

@@ -14,9 +14,9 @@ from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.context import EngineContext, StepEngine
-from halfpeak.engine.gradients.fused_grads import is_by_norm
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.state.clip import is_by_norm
 from halfpeak.state.found_inf import is_multi_rank
 
 LossFunction = Callable[..., Tensor]
