@@ -109,6 +109,22 @@ def reordered(folder: Path) -> dict[str, Any]:
     return {"straight": run.seen(), "resumed": other.seen()}
 
 
+def local_window() -> list[str]:
+    """What each rank says to a window of passes that were not reduced yet: its own, then that of rank 0."""
+    run, said = Run("copies", "O2", every=2), []
+    run.train(range(1))
+    mine = run.engine.state_dict()
+    first = [mine]
+    dist.broadcast_object_list(first)
+    for state in (mine, first[0]):
+        try:
+            run.engine.load_state_dict(state)
+            said.append("")
+        except halfpeak.StateError as error:
+            said.append(str(error))
+    return said
+
+
 def refusals(folder: Path) -> dict[str, str]:
     """What would lose gradients or moments in silence."""
 
@@ -151,6 +167,7 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     }
     seen["unstepped"] = unstepped(folder / "unstepped")
     seen["reordered"] = reordered(folder / "reordered")
+    seen["local window"] = local_window()
     sharded = Run("shards", "O2")
     sharded.train(range(1))
     seen["by names"] = [

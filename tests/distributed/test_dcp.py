@@ -40,6 +40,16 @@ def test_moments_go_where_their_names_are(ranks: Seen, name: str) -> None:
     assert all(same(seen["straight"], seen["resumed"]) for seen in ranks[name])
 
 
+def test_a_window_of_another_rank_is_refused(ranks: Seen) -> None:
+    first, other = ranks["local window"]
+    assert first == ["", ""]
+    assert other[0] == ""
+    assert (
+        "gradients that are not reduced yet, of rank and number of ranks [0, 2], and here these are [1, 2]"
+        in other[1]
+    )
+
+
 def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
     assert all(set(map(tuple, seen)) == {("exp_avg", "exp_avg_sq", "step")} for seen in ranks["by names"])
 

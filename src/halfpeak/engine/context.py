@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.window import Unscaled
+from halfpeak.engine.gradients.window import Scaled, Unscaled
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.step import TrainStep
 from halfpeak.engine.step_record import StepRecord
@@ -39,6 +39,7 @@ class EngineContext:
         casting: the scope in which operations are cast (O1, O4); elsewhere a null context.
         device: where the scalars of a step live.
         handles: of the hooks on the models.
+        synchronised: whether gradients of the last forward pass are reduced over the ranks by its backward pass.
     """
 
     config: EngineConfig
@@ -52,11 +53,17 @@ class EngineContext:
     casting: AbstractContextManager[Any]
     device: torch.device
     handles: list[RemovableHandle]
+    synchronised: bool = True
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, in the order they were prepared."""
         return [one.optimizer for one in self.prepared]
+
+    @property
+    def holds_local_grads(self) -> bool:
+        """Whether gradients of the open window are those of this rank alone."""
+        return not self.synchronised and any(isinstance(one.window, Scaled) for one in self.prepared)
 
     def names_of(self, prepared: PreparedOptimizer) -> list[str]:
         """What the parameters of an optimizer are called in the models, in the order of its groups."""
@@ -77,7 +84,7 @@ class EngineContext:
         self.masters.follow_masters()
         self.stats.begin_forward()
 
-    def delays_unscaling(self, *, synchronised: bool) -> bool:
+    def delays_unscaling(self) -> bool:
         """Whether gradients of the coming backward pass stay scaled for a later one of the window.
 
         They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
@@ -88,7 +95,7 @@ class EngineContext:
         inside = not config.accumulation.is_boundary(self.record.micro_step)
         fp32_weights = config.policy.param in (None, torch.float32) and not self.masters.accumulates_fp32
         is_read = any(isinstance(one.window, Unscaled) for one in self.prepared)
-        return not synchronised or (inside and fp32_weights and config.num_losses == 1 and not is_read)
+        return not self.synchronised or (inside and fp32_weights and config.num_losses == 1 and not is_read)
 
 
 class StepEngine(Protocol):

@@ -129,7 +129,6 @@ class Engine:
         self._recasting = casting if isinstance(casting, OpCasts) else None
         # An engine that steps by itself may be the only one to hold its optimizers.
         self._optimizers = tuple(optimizers) if config.engine_steps else ()
-        self._synchronised = True
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._steps_begun = 0
@@ -164,7 +163,7 @@ class Engine:
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
             synchronised = counts and (wrapped is None or config.accumulation.is_boundary(self.micro_step))
             if counts:
-                self._synchronised = synchronised
+                self.context.synchronised = synchronised
                 self._has_forward, self._forward_uncast = True, False
             if wrapped is not None:
                 stack.enter_context(synchronising(wrapped, synchronised))
@@ -237,7 +236,7 @@ class Engine:
                 loss,
                 self.scaler(loss_id),
                 prepared,
-                delay=self.context.delays_unscaling(synchronised=self._synchronised),
+                delay=self.context.delays_unscaling(),
                 on_found_inf=None,
                 preserved=others,
             ) as scaled,
@@ -362,7 +361,7 @@ class Engine:
         for one in prepared:
             one.unscale_pending()
         waiting = [one.window for one in prepared if isinstance(one.window, Scaled)]
-        if waiting and self._synchronised and self.config.accumulation.every > 1:
+        if waiting and self.context.synchronised and self.config.accumulation.every > 1:
             with self.context.train_step.backward(
                 torch.zeros((), device=self.device),
                 waiting[0].scaler,

@@ -26,6 +26,7 @@ from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPair
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.state.found_inf import rank_and_count
 
 VERSION: Final = 1
 _KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
@@ -141,7 +142,14 @@ def check_window(context: EngineContext, window: object) -> None:
     Raises:
         StateError: it does not fit.
     """
-    known = require_mapping(window, "the state's window", ("lanes", "losses"))
+    known = dict(require_mapping(window, "the state's window"))
+    rank, here = known.pop("rank", None), rank_and_count()
+    known = require_mapping(known, "the state's window", ("lanes", "losses"))
+    if rank is not None and rank != here:
+        raise StateError(
+            "the state's window has gradients that are not reduced yet, of rank and number of ranks "
+            f"{short_repr(rank)}, and here these are {here}; save at the end of a window, or a file on every rank"
+        )
     windows = require_list(known["lanes"], "optimizers in its window", len(context.prepared))
     for prepared, saved in zip(context.prepared, windows, strict=True):
         _check_one_window(prepared, saved, len(context.scalers))

@@ -23,6 +23,7 @@ from halfpeak.engine.gradients.window import (
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
 from halfpeak.ops.shards import has_process_group, has_shards
+from halfpeak.state.found_inf import is_multi_rank, rank_and_count
 from halfpeak.state.loss_scaler import LossScaler
 
 
@@ -120,6 +121,7 @@ def save_window(context: EngineContext) -> dict[str, Any]:
             context.scalers.index(scaler): found_inf.clone()
             for scaler, found_inf in context.record.found_inf_per_scaler
         },
+        **({"rank": rank_and_count()} if context.holds_local_grads and is_multi_rank() else {}),
     }
 
 

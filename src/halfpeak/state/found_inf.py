@@ -90,6 +90,11 @@ def is_multi_rank() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def rank_and_count() -> list[int]:
+    """The number of this process, and how many there are."""
+    return [dist.get_rank(), dist.get_world_size()] if is_multi_rank() else [0, 1]
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or alone."""
     return not is_multi_rank() or dist.get_rank() == 0

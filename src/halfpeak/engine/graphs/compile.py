@@ -192,7 +192,7 @@ class CompiledStep:
         loss_id, *numbers = backward
         optimizers = [context.prepared[number].optimizer for number in numbers]
         weights = [weight for number in numbers for weight in self.weights[number]]
-        delay = context.delays_unscaling(synchronised=True)
+        delay = context.delays_unscaling()
         used, given = set[int](), set[int]()
         with engine.scaled(torch.zeros_like(self.token), optimizers=optimizers, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
