@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import halfpeak
-from halfpeak import amp
+from halfpeak import OrderError, amp
 from halfpeak.engine.optimizer import trained_here
 from halfpeak.fused import FusedAdamW
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
@@ -209,3 +211,54 @@ def test_a_model_is_pickled_beside_another_run_then_loaded(level: str, tmp_path:
         torch.save(model, tmp_path / "model.pth")
         loaded = torch.load(tmp_path / "model.pth", weights_only=False)
         assert loaded(x).dtype is copy.deepcopy(model)(x).dtype is model(x).dtype
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [_sgd, _fused])
+def test_gradients_in_buckets_of_ddp_wait_while_another_engine_has_its_pass(
+    one_rank: None, level: Any, make: Any
+) -> None:
+    def train(*, wrap: bool) -> list[Tensor]:
+        networks = _networks()
+        engines = [halfpeak.prepare(one, make(one), level, loss_scale=SCALE) for one in networks]
+        generator, critic = (
+            DistributedDataParallel(one, gradient_as_bucket_view=True) if wrap else one for one in networks
+        )
+        for _ in range(3):
+            with engines[0].forward():
+                loss = _fake_loss(generator, critic)
+            engines[0].backward(loss)
+            with engines[1].forward():
+                loss = _real_loss(critic)
+            engines[1].backward(loss)
+            assert all(engine.step().stepped() for engine in engines)
+        return [p.detach() for one in networks for p in one.parameters()]
+
+    for ours, plain in zip(train(wrap=True), train(wrap=False), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_loss_for_two_engines_that_is_not_reduced_yet_is_refused(one_rank: None, level: Any) -> None:
+    """The later passes would reduce what they add alone, and ranks would part."""
+    networks = _networks()
+    engine, _ = (halfpeak.prepare(one, _sgd(one), level, loss_scale=SCALE, accumulate=2) for one in networks)
+    generator, critic = map(DistributedDataParallel, networks)
+    with engine.forward(generator):
+        loss = _fake_loss(generator, critic)
+    with pytest.raises(OrderError, match="not synchronised over the ranks"):
+        engine.backward(loss)
+    assert all(p.grad is None for one in networks for p in one.parameters())
+    critic.requires_grad_(False)
+    with engine.forward(generator):
+        loss = _fake_loss(generator, critic)
+    engine.backward(loss)

@@ -239,6 +239,7 @@ class Engine:
                 delay=self.context.delays_unscaling(),
                 on_found_inf=None,
                 preserved=others,
+                synchronised=self._synchronised,
             ) as scaled,
         ):
             scaled.backward(**kwargs)

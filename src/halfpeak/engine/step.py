@@ -111,6 +111,7 @@ class TrainStep:
         delay: bool,
         on_found_inf: OnFoundInf | None,
         preserved: Sequence[PreparedOptimizer] = (),
+        synchronised: bool = True,
     ) -> Generator[Tensor]:
         """The scaled loss, for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`.
 
@@ -121,6 +122,10 @@ class TrainStep:
             delay: leave the gradients scaled for a later pass.
             on_found_inf: see :data:`OnFoundInf`; None keeps ``found_inf`` for the next step.
             preserved: optimizers whose gradients the caller sets aside and puts back.
+            synchronised: False where gradients are not reduced over the ranks yet.
+
+        Raises:
+            OrderError: gradients that are not reduced yet have reached another engine.
         """
         self.recover(prepared)
         known = trained_here(prepared)
@@ -135,6 +140,8 @@ class TrainStep:
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             yield scale_loss(loss, scale)
+            if not synchronised:
+                others.refuse_unsynchronised()
             if not delay:
                 self._unmanaged.accumulate(scale)
             reached = others.accumulate(scaler, scale)

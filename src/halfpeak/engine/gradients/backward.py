@@ -270,16 +270,35 @@ class OtherGrads:
             seen.update(keys)
             grads = gradients_of(parameters)
             if not are_none(grads):
-                grads = list(map(detached_from_bucket, grads))
+                taken = list(map(detached_from_bucket, grads))
+                if not all(map(is_, taken, grads)):
+                    # What waits scaled is known by its tensors, and these are others now.
+                    one.unscale_pending()
+                    one.disarm()
+                    taken = list(map(detached_from_bucket, gradients_of(parameters)))
+                grads = taken
                 _put(parameters, [None] * len(parameters))
             self._stashed.append((one, parameters, grads))
 
     @untraced
     def rollback(self) -> None:
         """Everything as it was before :meth:`stash`; what has been written since is dropped."""
-        for _, parameters, grads in self._stashed:
-            _put(parameters, grads)
+        for one, parameters, grads in self._stashed:
+            _put_back(one, parameters, grads)
         self._stashed.clear()
+
+    def refuse_unsynchronised(self) -> None:
+        """After a backward pass that was not synchronised over the ranks.
+
+        Raises:
+            OrderError: it has reached the optimizers of another engine, whose gradients later passes would not reduce.
+        """
+        if any(not are_none(gradients_of(parameters)) for _, parameters, _ in self._stashed):
+            raise OrderError(
+                "a loss has reached parameters that another engine trains in a backward pass that is not synchronised over "
+                "the ranks; write halfpeak.prepare([model, other], [optimizer, other_optimizer]) for networks that one "
+                "loss trains, or freeze the other network for this loss"
+            )
 
     @untraced
     def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
@@ -297,7 +316,7 @@ class OtherGrads:
             one, parameters, grads = self._stashed.pop(0)
             fresh = gradients_of(parameters)
             if not (are_none(fresh) and are_none(grads)):
-                _put(parameters, grads)
+                _put_back(one, parameters, grads)
             if not are_none(fresh):
                 found_inf = _add(one, parameters, fresh, scale)
                 one.add_found_inf_elsewhere(scaler, found_inf)
@@ -308,6 +327,13 @@ class OtherGrads:
 def _put(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
+
+
+def _put_back(one: PreparedOptimizer, parameters: list[Tensor], grads: list[Tensor | None]) -> None:
+    _put(parameters, grads)
+    window = one.window
+    if isinstance(window, Scaled) and not window.snapshot.holders:
+        one.set_window(rearmed(window))
 
 
 def _add(
