@@ -208,7 +208,8 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
     halfpeak's fused optimizers, torch's with ``fused=True`` and torch's norms add it in float32.
     """
     told: dict[str, None] = {}
-    for optimizer in optimizers:
+    # With masters, a low parameter in a group is a frozen one, which gets its master when it is unfrozen.
+    for optimizer in () if policy.masters else optimizers:
         for group in optimizer.param_groups:
             in_fp32 = isinstance(optimizer, FusedOptimizer) or group.get("fused")
             dtypes = {p.dtype for p in group["params"] if is_low(p) and _vanishes(group.get("eps"), p.dtype)}
