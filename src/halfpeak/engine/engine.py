@@ -410,7 +410,7 @@ class Engine:
     @property
     def has_scaled_grads(self) -> bool:
         """Whether gradients of the window wait scaled for a later backward pass."""
-        return any(isinstance(one.window, Scaled) for one in self.context.prepared)
+        return any(one.has_scaled_grads for one in self.context.prepared)
 
     @property
     def has_gradients(self) -> bool:
@@ -487,6 +487,14 @@ class Engine:
             StateError: it does not fit. Nothing was loaded.
         """
         load_window(self.context, state)
+
+    def window_buffers(self) -> list[Tensor]:
+        """The batch-norm statistics that a skip of the open window goes back to: what belongs to :meth:`window_state`."""
+        return self.context.stats.saved()
+
+    def load_window_buffers(self, saved: Sequence[Tensor]) -> None:
+        """Restore what :meth:`window_buffers` gave; what does not fit is replaced by the statistics as they are now."""
+        self.context.stats.restore_saved(saved)
 
     def check_ranks(self) -> None:
         """Compare counters, loss scales and weights with those of all ranks; every rank must call it. Waits for the device.

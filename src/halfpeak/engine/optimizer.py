@@ -138,6 +138,11 @@ class PreparedOptimizer:
         """Whether the window holds gradients."""
         return not isinstance(self.window, Empty)
 
+    @property
+    def has_scaled_grads(self) -> bool:
+        """Whether gradients of the window wait scaled for a later backward pass."""
+        return isinstance(self.window, Scaled)
+
     def table(self) -> ParamTable:
         """The parameters in the groups as they are now."""
         table = self._table

@@ -41,7 +41,7 @@ def save_resume_state(engine: Engine) -> dict[str, Any] | None:
         "version": _VERSION,
         "scalers": scalers,
         "window": engine.window_state(),
-        "buffers": engine.context.stats.saved(),
+        "buffers": engine.window_buffers(),
     }
 
 
@@ -199,7 +199,7 @@ class ResumableWrapper(BaseOptimWrapper):
         """Statistics can be restored only once the model is known, which may be later than the rest."""
         if engine.models:
             if RESUME_KEY in self._pending:
-                engine.context.stats.restore_saved(self._pending[RESUME_KEY]["buffers"])
+                engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
             self._pending = {}
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:

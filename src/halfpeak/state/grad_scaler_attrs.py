@@ -13,8 +13,11 @@ from torch import Tensor
 from halfpeak.state.loss_scaler import LossScaler
 
 
-class GradScalerAttrs(torch.amp.GradScaler):
-    """torch's class without its constructor: the methods inherited from it read and write the loss scaler."""
+class GradScalerAttrs(torch.cuda.amp.GradScaler):
+    """torch's class without its constructor: the methods inherited from it read and write the loss scaler.
+
+    The older name of the two, which is a subclass of the other: code asks ``isinstance`` of either.
+    """
 
     _scaler: LossScaler
 

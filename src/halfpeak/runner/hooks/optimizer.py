@@ -158,10 +158,10 @@ class OptimizerHook(Hook):
             self._pending = state
         elif resume_state.RESUME_KEY in state:
             resume_state.load_resume_state(self._engine, state[resume_state.RESUME_KEY])
-            self._engine.context.stats.restore_saved(state[resume_state.RESUME_KEY]["buffers"])
+            self._engine.load_window_buffers(state[resume_state.RESUME_KEY]["buffers"])
         else:
             self._engine.abort()
-            self._engine.context.stats.save()
+            self._engine.load_window_buffers([])
 
     def _is_foreign(self, optimizer: Any) -> bool:
         """Whether this has the methods of an optimizer, is no optimizer of torch, and this hook can step it."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
-from halfpeak.engine.gradients.window import Scaled
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 
 NAMES: Final = (
@@ -40,7 +39,7 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether the last block had ``delay_unscale=True``."""
-        return isinstance(self._prepared.window, Scaled)
+        return self._prepared.has_scaled_grads
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
