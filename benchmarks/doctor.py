@@ -166,11 +166,15 @@ def gan() -> Task:
     def metric(model: nn.Module) -> Tensor:
         return (model(drawn(10**6, 1024, 8).to(_dtype(model))).float().norm(dim=1) - 1).abs().mean()
 
+    def two(model: Any) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.99))
+            for part in (model.critic, model.maker)
+        ]
+
     return Task(
         Gan,
-        lambda m: [
-            torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.99)) for part in (m.critic, m.maker)
-        ],
+        two,
         lambda step: step,
         [critic_loss, maker_loss],
         metric,

@@ -242,7 +242,9 @@ def _recovering(
 def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:
     """:func:`advance` in plain numbers, for a state in host memory: thirty tiny operations are a step's largest cost."""
     scale, clean, grace, stuck = map(read_host, state)
-    recovery, overflow = config.recovery, read_host(found_inf)
+    recovers, overflow = config.recovers and config.dynamic, read_host(found_inf)
+    # Worked out where it may be needed alone: most steps are clean.
+    recovery = config.recovery if overflow or clean + 1 >= config.interval else None
     if recovery is not None and overflow == NONFINITE_LOSS:
         stuck += 1
     elif overflow:
@@ -264,7 +266,7 @@ def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) 
             scale, clean = min(raised, _single(config.ceiling)) if math.isfinite(raised) else scale, 0
             if recovery is not None and scale < recovery.below:
                 clean = recovery.after_growth
-        stuck = 0 if recovery is None else max(stuck - (clean % 2 == 0), 0)
+        stuck = max(stuck - (clean % 2 == 0), 0) if recovers else 0
     return ScaleState(
         torch.tensor(scale, dtype=torch.float32, device="cpu"),
         *(torch.tensor(int(count), dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),

@@ -1,0 +1,69 @@
+"""What does looking after the loss scale cost where no step is skipped?
+
+A training step as ``prepare`` takes it by default, and without what it does for steps that go wrong: no recovery of the
+scale and no look at the loss (``scale=ScaleConfig()``), nothing said of skips (``on_skip=None``).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from _harness import Variant, arguments, chosen, report, time_variants
+from torch import nn
+
+import halfpeak
+from halfpeak.fused import FusedAdamW
+
+CASES: dict[str, tuple[list[int], int]] = {
+    "2 layers of 64": ([64] * 3, 32),
+    "20 layers of 64": ([64] * 21, 32),
+    "4 layers of 512": ([512] * 5, 64),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "torch.optim.AdamW": torch.optim.AdamW,
+    "FusedAdamW": FusedAdamW,
+}
+
+
+def step(widths: list[int], batch: int, optimizer: Any, device: str, **settings: Any) -> Variant:
+    """A whole step: bfloat16, which a CPU computes, with the dynamic scale of O2."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    model = nn.Sequential(*layers).to(device)
+    engine = halfpeak.prepare(
+        model, optimizer(model.parameters(), lr=1e-5), "O2", cast_model_type=torch.bfloat16, **settings
+    )
+    x = torch.randn(batch, widths[0], device=device)
+
+    def run() -> None:
+        with engine.forward():
+            loss = model(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+
+    for _ in range(3):
+        run()
+    return run
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=31)
+    for name, (widths, batch) in CASES.items():
+        for kind, optimizer in OPTIMIZERS.items():
+            case = f"{name}, {kind}"
+            if case not in chosen([case], options):
+                continue
+            variants = {
+                "without": step(
+                    widths, batch, optimizer, options.device, scale=halfpeak.ScaleConfig(), on_skip=None
+                ),
+                "default": step(widths, batch, optimizer, options.device),
+            }
+            samples = time_variants(variants, device=options.device, rounds=options.rounds)
+            report("default", case, samples, baseline="without", options=options)
+
+
+if __name__ == "__main__":
+    main()
