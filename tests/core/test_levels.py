@@ -130,11 +130,12 @@ def test_none_means_the_own_value_of_the_level(level: str) -> None:
     assert resolve(level, **dict.fromkeys(set(names) - {"opt_level"})) == resolve(level)
 
 
-@pytest.mark.parametrize("level", ["02", "o2", "O6", "", "O2 ", None, 2, ["O2"], {}, torch.float16], ids=repr)
+@pytest.mark.parametrize("level", ["02", "o2", "O6", "", "O2 ", None, 2, ["O2"], {}, torch.int8], ids=repr)
 def test_unknown_level(level: Any) -> None:
     with pytest.raises(ConfigError, match="letter O, not the digit zero") as caught:
         get_level(level)
     assert all(name in str(caught.value) for name in LEVELS)
+    assert ("did you mean 'O2'" in str(caught.value)) == (level in ("02", "o2", 2))
 
 
 def test_a_refusal_that_returns_lets_the_value_through() -> None:

@@ -49,6 +49,17 @@ def test_the_engine_refuses_and_trains_on(level: str, steps_before: int) -> None
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_loop_that_was_not_changed_is_refused(level: str) -> None:
+    model, optimizer = net()
+    halfpeak.prepare(model, optimizer, level)
+    before = weights(model)
+    loss_of(model).backward()
+    with pytest.raises(OrderError, match=r"engine\.backward\(loss\)"):
+        optimizer.step()
+    assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_the_door_refuses_and_trains_on(level: str) -> None:
     model, optimizer = amp.initialize(*net(), opt_level=level, verbosity=0, loss_scale=8.0)
     before = weights(model)

@@ -267,7 +267,8 @@ def get_level(opt_level: object) -> Level:
     """
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
-        near = _ELSEWHERE.get(opt_level.lower()) if isinstance(opt_level, str) else None
+        given = str(opt_level)[:20].lower().removeprefix("torch.")
+        near = _ELSEWHERE.get(given)
         if near is not None:
             raise ConfigError(
                 f"Unexpected optimization level {short_repr(opt_level)}; write {near!r}, which is nearest to it"
@@ -275,6 +276,11 @@ def get_level(opt_level: object) -> Level:
         raise ConfigError(
             f"Unexpected optimization level {short_repr(opt_level)}; write one of {', '.join(repr(name) for name in LEVELS)}. "
             "The first character is the letter O, not the digit zero"
+            + (
+                f"; did you mean 'O{given[-1]}'?"
+                if f"O{given[-1:]}" in LEVELS and given[:-1] in ("", "o", "0")
+                else ""
+            )
         )
     return level
 

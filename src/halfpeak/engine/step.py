@@ -361,11 +361,11 @@ class TrainStep:
         config = self._config
         check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
         prepared.begin_step()
-        if config.engine_steps and not config.caller_may_step:
-            return False
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
+        if config.engine_steps and not config.caller_may_step:
+            return False
         if config.caller_may_step and not has_closure:
             prepared.check_unseen_grads()
         found_infs = self._record.found_infs([prepared.found_inf])
