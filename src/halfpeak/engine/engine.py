@@ -239,7 +239,7 @@ class Engine:
                 delay=self.context.delays_unscaling(),
                 on_found_inf=None,
                 preserved=others,
-                synchronised=self._synchronised,
+                synchronised=self.context.synchronised,
             ) as scaled,
         ):
             scaled.backward(**kwargs)
