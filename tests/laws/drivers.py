@@ -131,7 +131,8 @@ class Run:
 
     def load(self, state: Any) -> None:
         self.net.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # torch's keeps the tensors that it is given.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.load_rest(state)
 
     def save_rest(self) -> dict[str, Any]:
@@ -548,7 +549,8 @@ class TimmRun(NativeRun):
 
     def load(self, state: Any) -> None:
         self.net.load_state_dict(state["state_dict"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # torch's keeps the tensors that it is given.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.loss_scaler.load_state_dict(state["scaler"])
 
     def drop(self) -> None:

@@ -72,8 +72,8 @@ def weights(run: Run) -> list[Any]:
     return [(name, str(value.dtype), value.tolist()) for name, value in run.net.state_dict().items()]
 
 
-OVERFLOWS = (4, 6)
-"""Inside the second window of three, and in the first pass of the third."""
+OVERFLOW = 4
+"""Inside the second window of three: the first and the third are stepped."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_it_takes_the_steps_of_the_engine(case: Case) -> None:
     for number in range(TOTAL):
         run.save()
         for one in (run, engine):
-            with overflowing(one, really=number in OVERFLOWS):
+            with overflowing(one, really=number == OVERFLOW):
                 one.train(number)
         assert run.moved() == engine.moved()
         # amp moves its scale when a block ends, not when a step does.
@@ -112,7 +112,7 @@ def test_a_resume_is_bitwise_at_every_pass(case: Case) -> None:
             resumed.done = number
             resumed.load(state)
         for run in (straight, resumed):
-            with overflowing(run, really=number in OVERFLOWS):
+            with overflowing(run, really=number == OVERFLOW):
                 run.train(number)
         assert (resumed.moved(), resumed.scale()) == (straight.moved(), straight.scale())
         assert resumed.values() == straight.values()
@@ -131,10 +131,12 @@ def test_going_back_in_the_same_objects_is_bitwise(case: Case) -> None:
         image, ends = repr(state), []
         for _ in range(2):
             for number in range(at, TOTAL):
-                with overflowing(run, really=number in OVERFLOWS):
+                with overflowing(run, really=number == OVERFLOW + 3):
                     run.train(number)
             ends.append((run.values(), run.progress()))
             run.train(TOTAL)
+            if not DRIVERS[case.driver].saves_windows:
+                run.drop()
             run.done = at
             run.load(state)
             assert repr(state) == image
@@ -157,8 +159,8 @@ def test_a_copy_goes_on_like_the_original_and_apart_from_it(case: Case, at: int)
     twin, before = run.copy().copy(), (run.values(), run.progress())
     for one in (twin, run):
         assert (run.values(), run.progress()) == before
-        for number in range(at, TOTAL):
-            with overflowing(one, really=number == 4):
+        for number in range(at, TOTAL + 3):
+            with overflowing(one, really=number == TOTAL):
                 one.train(number)
     assert (twin.values(), twin.progress()) == (run.values(), run.progress()) != before
 
