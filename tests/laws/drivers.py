@@ -42,7 +42,7 @@ SCALE = 1024.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run of a driver."""
+    """A run of a driver; ``make_net`` takes the place of the nets of the laws."""
 
     driver: str
     level: str
@@ -50,6 +50,7 @@ class Case:
     every: int = 1
     clip: float | None = None
     has_norm: bool = True
+    make_net: Callable[[int], Any] | None = None
 
     def __str__(self) -> str:
         extras = [f"x{self.every}"] if self.every > 1 else []
@@ -80,7 +81,8 @@ class Run:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.every, self.clip = case, case.every, case.clip
-        self.net = make_net(seed) if self.restores_statistics and case.has_norm else make_normless(seed)
+        default = make_net if self.restores_statistics and case.has_norm else make_normless
+        self.net: Any = (case.make_net or default)(seed)
         self.optimizer: Any = FACTORIES[case.optimizer](self.net.parameters())
         self.done = 0
         self.build()

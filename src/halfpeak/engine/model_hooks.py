@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
@@ -85,8 +86,8 @@ class BeforeForward(_WeakHook):
 
     @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Catch up; a compiled forward pass leaves it to the next backward pass."""
-        if self._method is not None and not is_compiling():
+        """Catch up; a compiled or traced forward pass leaves it to the next backward pass."""
+        if self._method is not None and not is_compiling() and not torch.jit.is_tracing():
             self._call()
 
 
