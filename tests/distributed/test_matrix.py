@@ -1,0 +1,26 @@
+"""Every front end over every layout (gloo): one process to rounding, bitwise between ranks, and the same steps skipped.
+
+``HALFPEAK_THOROUGH=1`` runs every combination.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed.launching import Seen, launch
+from distributed.matrix_ranks import STEPS, Cell, cells, name_of
+
+CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("matrix_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("cell", dict.fromkeys(cells()), ids=name_of)
+def test_ranks_are_one_process(ranks: Seen, cell: Cell) -> None:
+    for seen in ranks[name_of(cell)]:
+        assert seen["distance"] < CLOSE[cell.level]
+        assert seen["same"]
+        assert seen["moved"] == seen["alone"] == [not (cell.poisoned and step == 1) for step in range(STEPS)]
