@@ -12,7 +12,8 @@ MAX_NESTING: Final = 100
 """Brackets inside brackets, and blocks inside blocks. Python itself allows 200 and 100."""
 
 MAX_CHAIN: Final = 500
-"""Tokens of one expression without a comma, such as ``a + b + c``, and the number of ``elif`` in a file."""
+"""Tokens of one expression without a comma, such as ``a + b + c``; ``elif`` in a file, ``lambda`` in a statement,
+decorators of a function."""
 
 
 def exceeded_limit(source: bytes) -> tuple[int, str] | None:
@@ -28,12 +29,14 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
         return 1, f"it is larger than {MAX_BYTES} bytes"
     if b"\0" in source:
         return 1, "it contains null bytes, as text in UTF-16 does; save it as UTF-8"
-    blocks, elifs, chains = 0, 0, [0]
+    blocks, elifs, lambdas, decorators, chains = 0, 0, 0, 0, [0]
     try:
         for token in tokenize.tokenize(io.BytesIO(source).readline):
             line = token.start[0]
             blocks += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
             elifs += token.string == "elif"
+            lambdas = 0 if token.type == tokenize.NEWLINE else lambdas + (token.string == "lambda")
+            decorators = 0 if token.string in ("def", "class") else decorators + (token.string == "@")
             if token.type == tokenize.NEWLINE or token.string in (",", ";"):
                 chains[-1] = 0
             elif token.string in ("(", "[", "{"):
@@ -43,8 +46,8 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
             chains[-1] += token.type not in (tokenize.COMMENT, tokenize.NL)
             if max(len(chains) - 1 + _depth_inside(token), blocks) > MAX_NESTING:
                 return line, f"it is nested more than {MAX_NESTING} levels deep"
-            if max(chains[-1], elifs) > MAX_CHAIN:
-                return line, f"it has an expression or an if of more than {MAX_CHAIN} parts"
+            if max(chains[-1], elifs, lambdas, decorators) > MAX_CHAIN:
+                return line, f"it has a statement of more than {MAX_CHAIN} parts"
     except (tokenize.TokenError, SyntaxError, UnicodeDecodeError):
         return None
     return None
