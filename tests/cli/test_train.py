@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import sys
 import tomllib
 from collections.abc import Callable
 from datetime import datetime
@@ -347,10 +348,13 @@ def test_ctrl_c_saves_and_the_run_continues_bitwise(
     run(*arguments, "whole", *SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(Training, "advance", interrupted)
+        patch.setattr(sys, "argv", ["/some/.venv/bin/halfpeak"])
+        patch.setenv("PATH", "")
         assert main(["train", *arguments, "parts", *SMALL]) == 130
     printed = capsys.readouterr().out
     assert "stopped after step 3 of 6, saved" in printed
-    assert "halfpeak train --resume parts" in printed
+    (command,) = (line.strip() for line in printed.splitlines() if "train --resume parts" in line)
+    assert command == "/some/.venv/bin/halfpeak train --resume parts"  # as it was started
     run("--resume", "parts")
     assert_same_run("whole", "parts")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,9 +125,16 @@ def train(
             raise collapse
     if not finished:
         say(f"stopped after step {training.step} of {training.config.steps}, saved. Continue with:")
-        start = "torchrun ... -m halfpeak" if ranks.has_group else "halfpeak"
+        start = "torchrun ... -m halfpeak" if ranks.has_group else _own_command()
         say(f"  {start} train --resume {shlex.quote(str(folder.path))}")
     return finished
+
+
+def _own_command() -> str:
+    """How this command line was started, to be pasted as it is: ``make train`` starts it from a folder outside of PATH."""
+    if shutil.which("halfpeak") is None and Path(sys.argv[0]).name == "halfpeak":
+        return shlex.quote(sys.argv[0])
+    return "halfpeak"
 
 
 def _folder_to_continue(request: Request, output: str | None) -> RunFolder | None:
