@@ -375,8 +375,8 @@ def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
     if pairs.has_low_gradient(None if sentinel is None else sentinel.grad):
         raise OrderError(
             "the backward pass did not go through halfpeak, so its gradients never reached the float32 masters and this step "
-            "would move nothing; write engine.backward(loss), or with amp `with amp.scale_loss(loss, optimizer) as scaled: "
-            "scaled.backward()`"
+            "would move nothing; write engine.backward(loss), wrapper.backward(loss), or with amp "
+            "`with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
         )
 
 
@@ -393,8 +393,8 @@ def refuse_only_unseen_backward(window: Window, pairs: ParamPairs) -> None:
     if isinstance(window, Empty) and pairs.with_gradient():
         raise OrderError(
             "no backward pass of this step went through halfpeak, so its loss was neither scaled nor divided for "
-            "accumulation; write engine.backward(loss), or after a backward pass of your own, of the loss times engine.scale, "
-            "engine.adopt_scaled_grads()"
+            "accumulation; write engine.backward(loss), with a wrapper wrapper.backward(loss) or super().backward(loss), or "
+            "after a backward pass of your own, of the loss times engine.scale, engine.adopt_scaled_grads()"
         )
 
 
