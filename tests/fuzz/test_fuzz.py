@@ -62,6 +62,15 @@ FOUND: dict[str, Config] = {
             Planned(1, "before forward", "weights re-initialised", seed=21),
         ),
     ),
+    "weights that were loaded and written, and then saved": Config(
+        seed=420000973,
+        parts=(),
+        iterations=6,
+        events=(
+            Planned(5, "after step", "load_state_dict of the model"),
+            Planned(5, "after step", "weights re-initialised", seed=73),
+        ),
+    ),
     "numbers that torch has loaded in the dtype of weights": Config(
         seed=7,
         optimizers=("ASGD",),

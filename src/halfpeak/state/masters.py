@@ -361,7 +361,10 @@ class Masters:
             return reference.merged(high.detach().to(low.device), low)
         samples = [sample for sample in self._samples.values() if index in sample.indices]
         moved = index in self._stepped or not self._high_versions.is_unchanged(index, high)
-        if moved or any(sample.is_high_written() for sample in samples):
+        hinted = self._versions.is_unchanged(index, self._low[index]) and any(
+            s.is_high_written() for s in samples
+        )
+        if moved or hinted:
             return high
         value = reference.merged(high.detach(), low)
         return high if bool((value == high).all()) else value
