@@ -237,6 +237,7 @@ def test_a_file_of_nothing_converts_to_nothing(victim: Path, form: str) -> None:
 LIMITED = Path(__file__).with_name("limited.py")
 
 
+@pytest.mark.timeout(1300)
 def test_small_files_cannot_take_for_ever_or_all_memory(tmp_path: Path) -> None:
     """Each in a process with the limits of ``limited.py``: hashes, copies, depth, counts and lengths that lie."""
     names: dict[str, str] = {}

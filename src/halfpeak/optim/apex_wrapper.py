@@ -15,6 +15,7 @@ from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table, overflow_line
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
@@ -193,8 +194,9 @@ class ApexOptimWrapper(OptimWrapper):
         return {"apex_amp": {}, **state}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        if state.get("apex_amp"):
-            from_apex(state["apex_amp"])
+        apex = state.get("apex_amp")
+        if apex is not None and require_mapping(apex, "the entry 'apex_amp' of the state"):
+            from_apex(apex)
         if self._engine is not None:
             super()._check_state(state)
         elif resume_state.RESUME_KEY in state:

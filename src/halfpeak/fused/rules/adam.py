@@ -190,7 +190,7 @@ class FusedAdam(FusedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which a group is stepped."""
-        rule = AdamRule(decoupled=self._decoupled, amsgrad=bool(group["amsgrad"]))
+        rule = AdamRule(decoupled=self._decoupled, amsgrad=bool(group.get("amsgrad")))
         return self._state_format.of(rule, squares=(False, True, True)[: len(rule.state_names)])
 
 
