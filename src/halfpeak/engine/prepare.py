@@ -178,7 +178,7 @@ def prepare(
         after_step=after_step,
     )
     for message in vanished_eps(engine.models, engine.optimizers, config.policy):
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
     if after_step is not None:
         engine.context.handles += after_step.attach(engine)
     return engine
