@@ -54,6 +54,10 @@ READS_PICKLES = {
 """Files that take the pickle module: the one breach that each may hold, and its reason."""
 
 RUNS_PROGRAMS = {
+    "cli/doctor.py": (
+        "import runpy",
+        "halfpeak doctor FILE.py:FUNCTION tries the training that its user names on the command line",
+    ),
     "cli/script.py": (
         "import runpy",
         "halfpeak run does what python does: it runs the program that its user names on the command line",

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
+from halfpeak.core.levels import get_level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
@@ -80,7 +81,7 @@ class Training:
         self.model = recipe.model().to(device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         if config.shard:
-            fully_shard(self.model, config.level)
+            fully_shard(self.model, get_level(config.level).name)
         policy = properties(config).policy()
         steps_low = policy.param in LOW and not policy.masters
         self.optimizer = build_optimizer(config, self.model, steps_low=steps_low)
