@@ -243,8 +243,7 @@ def test_the_other_commands_work_without_libcst(
     put("a.py")
     assert main(["migrate", "a.py"]) == 2
     assert (
-        capsys.readouterr().err
-        == "halfpeak migrate: libcst is not installed; write pip install 'halfpeak[migrate]'\n"
+        capsys.readouterr().err == "halfpeak migrate: libcst is not installed; write pip install '.[all]'\n"
     )
 
 

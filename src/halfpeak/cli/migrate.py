@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import count
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 
 if TYPE_CHECKING:
     from halfpeak.migrate import Migrated
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     # The package needs libcst, which is optional; all other commands must work without it.
-    with needs("migrate"):
+    with needs_extra():
         project: Any = import_module("halfpeak.migrate.project")
     changed, left, unread, failed = 0, 0, 0, False
     for one in project.migrate(project.find([Path(path) for path in options.paths]), options.to):

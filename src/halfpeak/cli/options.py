@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from halfpeak.checkpoint.temporary import write_text
 from halfpeak.core.errors import ConfigError
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 from halfpeak.recipes.settings import (
     COMMON,
     DEFAULT_RECIPE,
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> Request:
     for name in REMOVED:
         if any(argument.partition("=")[0] == f"--{name}" for argument in arguments):
             refuse_removed(name)
-    with needs("cli"):
+    with needs_extra():
         import tyro
     wants_all = "--help-all" in arguments
     # tyro does not parse what it does not show, so options are left out where nothing is parsed: in the short help.
@@ -140,7 +140,7 @@ def _options(*, common_only: bool) -> Any:
     Args:
         common_only: leave out what only ``--help-all`` shows.
     """
-    with needs("cli"):
+    with needs_extra():
         import tyro
     groups: dict[str, list[tuple[str, Any, Any]]] = {}
     hints = get_type_hints(TrainConfig)
@@ -231,7 +231,7 @@ def _description(*, common_only: bool) -> str:
 
 
 def _read_yaml(text: str) -> Any:
-    with needs("cli"):
+    with needs_extra():
         import yaml
     try:
         return yaml.safe_load(text)

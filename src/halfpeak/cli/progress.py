@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.cli.text import short
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 from halfpeak.insight.history import Row
 from halfpeak.recipes.loop import Reporter
 from halfpeak.recipes.training import Training
@@ -113,7 +113,8 @@ class PlainLines:
         self._print("validation", self._status.validation())
 
     def _print(self, head: str, parts: Sequence[tuple[str, str]]) -> None:
-        text = "  ".join(f"{name} {value}" for name, value in parts)
+        # In columns, so that a log can be read down.
+        text = "  ".join(f"{name} {value:>8}" for name, value in parts)
         self._console.print(f"{head}  {text}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -121,7 +122,7 @@ class LiveDisplay:
     """A progress bar and the newest numbers, redrawn in place."""
 
     def __init__(self, console: Console, status: Status) -> None:
-        with needs("cli"):
+        with needs_extra():
             from rich.live import Live
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         self._status = status

@@ -24,7 +24,7 @@ from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
 from halfpeak.core.suitable import slow_float16
 from halfpeak.distributed.launched import ALONE, Ranks, joined
-from halfpeak.insight.extras import MissingExtraError, needs
+from halfpeak.insight.extras import MissingExtraError, needs_extra
 from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard
 from halfpeak.recipes.catalog import build_config, build_recipe, choose_level, complete
 from halfpeak.recipes.device import find_device, repeatable, threads
@@ -43,7 +43,7 @@ Stop = Callable[[], bool]
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     request = parse(arguments)
-    with needs("cli"):
+    with needs_extra():
         from rich.console import Console
     interrupt = Interrupt()
     with joined() as ranks:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,7 @@ class Checkup:
 
     def __rich__(self) -> Table:
         """The table that rich prints."""
-        with needs("cli"):
+        with needs_extra():
             from rich.table import Table
         table = Table(title=f"{self.level}: {self.reason}", caption=self.line, title_justify="left")
         for name in HEADER:
@@ -169,7 +169,7 @@ class Checkup:
         )
 
     def _figure(self) -> Any:
-        with needs("plots"):
+        with needs_extra():
             from matplotlib.figure import Figure
         figure = Figure(figsize=(10, 4), layout="constrained")
         curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))

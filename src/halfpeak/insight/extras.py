@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Final
 
 from halfpeak.core.errors import HalfpeakError
+
+INSTALL: Final = "pip install '.[all]'"
+"""What installs every optional package, in the folder of halfpeak."""
 
 
 class MissingExtraError(HalfpeakError, ImportError):
@@ -13,19 +17,17 @@ class MissingExtraError(HalfpeakError, ImportError):
 
 
 @contextmanager
-def needs(extra: str) -> Generator[None]:
+def needs_extra() -> Generator[None]:
     """Turn the failed import of an optional package into a :class:`MissingExtraError`.
 
-    >>> with needs("plots"):
+    >>> with needs_extra():
     ...     import no_such_package
     Traceback (most recent call last):
     ...
-    halfpeak.insight.extras.MissingExtraError: no_such_package is not installed; write pip install 'halfpeak[plots]'
+    halfpeak.insight.extras.MissingExtraError: no_such_package is not installed; write pip install '.[all]'
     """
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
-        raise MissingExtraError(
-            f"{package} is not installed; write pip install 'halfpeak[{extra}]'"
-        ) from None
+        raise MissingExtraError(f"{package} is not installed; write {INSTALL}") from None

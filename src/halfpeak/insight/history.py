@@ -17,7 +17,7 @@ from torch import Tensor
 from halfpeak.checkpoint.temporary import open_to_append, write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]
@@ -157,7 +157,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, after: int | None = None) -> None:
-        with needs("tensorboard"), warnings.catch_warnings():
+        with needs_extra(), warnings.catch_warnings():
             # Its dependencies deprecate each other at import, which a training script cannot change.
             warnings.simplefilter("ignore")
             from torch.utils.tensorboard import SummaryWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.checkpoint.temporary import temporary
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 from halfpeak.insight.history import Row
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
 
 def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
     """The figure that :func:`save_history` writes; it belongs to no window and needs no display."""
-    with needs("plots"):
+    with needs_extra():
         from matplotlib.figure import Figure
     steps = [row for row in rows if "loss" in row]
     skipped = [row["step"] for row in steps if row.get("skipped")]

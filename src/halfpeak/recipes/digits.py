@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfpeak.insight.extras import needs
+from halfpeak.insight.extras import needs_extra
 from halfpeak.recipes.base import Batch, Score
 from halfpeak.recipes.settings import TrainConfig
 
@@ -88,7 +88,7 @@ class Digits:
 
 def _load() -> tuple[Tensor, Tensor, Tensor]:
     """Images f32[n, 1, 8, 8] in 0..1, labels i64[n], and which images are held out bool[n]."""
-    with needs("data"):
+    with needs_extra():
         from sklearn.datasets import load_digits
     bunch: Any = load_digits()
     images = torch.as_tensor(bunch["images"], dtype=torch.float32)[:, None] / 16

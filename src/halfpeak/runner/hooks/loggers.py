@@ -291,9 +291,7 @@ class TensorboardLoggerHook(LoggerHook):
                 warnings.simplefilter("ignore")
                 from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError:
-            raise ConfigError(
-                "tensorboard is not installed; write pip install 'halfpeak[tensorboard]'"
-            ) from None
+            raise ConfigError("tensorboard is not installed; write pip install '.[all]'") from None
         self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
 
     def log(self, runner: RunnerView) -> None:
