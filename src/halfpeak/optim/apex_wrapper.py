@@ -21,7 +21,7 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
-from halfpeak.optim.skip_watch import SkipWatch
+from halfpeak.optim.skip_count import SkipCount
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import is_first_rank
@@ -107,7 +107,7 @@ class ApexOptimWrapper(OptimWrapper):
         self._norms: NormRule = norms
         self._wrapped: nn.Module | None = None
         self._loss_id = 0
-        self._skips: SkipWatch | None = None
+        self._skips: SkipCount | None = None
         super().__init__(**require_optimizer(kwargs, type(self)))
         self._made_config = self._make_config()
 
@@ -123,7 +123,7 @@ class ApexOptimWrapper(OptimWrapper):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """As :meth:`OptimWrapper.step`; tells of a skipped step where ``verbosity`` is above 0."""
         super().step(closure, **kwargs)
-        if self._skips is not None and self._skips.has_new(self._ready()):
+        if self._skips is not None and self._skips.has_grown(self._ready()):
             scaler = self._ready().scaler(self._loss_id)
             print(overflow_line(self._loss_id, scaler.read_scale(), dynamic=scaler.config.dynamic))
 
@@ -181,7 +181,7 @@ class ApexOptimWrapper(OptimWrapper):
             reconnect(wrapped)
         if self.verbosity != 0 and is_first_rank():
             print(level_table(self._made_config.properties))
-            self._skips = SkipWatch(engine)
+            self._skips = SkipCount(engine)
         return engine
 
     def _is_converting(self) -> bool:

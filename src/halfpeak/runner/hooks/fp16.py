@@ -20,7 +20,7 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim.amp_wrapper import numbers_of
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
-from halfpeak.optim.skip_watch import SkipWatch
+from halfpeak.optim.skip_count import SkipCount
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
@@ -108,7 +108,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self._record: ScalerRecord | None = None
         self._reduces = False
         self._casts_all = False
-        self._skips: SkipWatch | None = None
+        self._skips: SkipCount | None = None
 
     def before_run(self, runner: RunnerView) -> None:
         """Prepare model and optimizer, and restore the loss scale of a resumed run.
@@ -170,7 +170,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self._casts_all = not is_decorated(inner)
         self.loss_scaler.follow(engine.scalers[0])
         self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
-        self._skips = SkipWatch(engine)
+        self._skips = SkipCount(engine)
         return engine
 
     def _restore_scale(self, engine: Engine, meta: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def _report(self, runner: RunnerView, engine: Engine) -> None:
         """Log a skipped step, as soon as the count of skipped steps has reached the host: this never waits."""
-        if self._skips is not None and self._skips.has_new(engine):
+        if self._skips is not None and self._skips.has_grown(engine):
             scale = engine.read_scale()  # waits, and only after an overflow
             did = "downscale loss scale to" if self._scale.dynamic else "skip a step at the static loss scale"
             runner.logger.warning(f"Check overflow, {did} {scale}")
