@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
 from halfpeak.recipes.digits import Digits
 from halfpeak.recipes.gpt import SHAPES, ByteGPT, Shape
 from halfpeak.recipes.pysource import PySource
 from halfpeak.recipes.training import Training
+from reliability.support import state_hash
 
 CPU = torch.device("cpu")
 
@@ -139,6 +140,21 @@ def test_accumulation_takes_the_mean_of_its_batches() -> None:
     (loss, weights), (split_loss, split_weights) = step(16, 1), step(8, 2)
     torch.testing.assert_close(split_loss, loss)
     torch.testing.assert_close(split_weights, weights)
+
+
+@pytest.mark.parametrize(
+    "part", [{"random": {"python": 3}}, {"random": {}}, {"driver": {}}, {"step": -1}, {"environment": None}]
+)
+def test_a_state_that_is_refused_leaves_training_as_it_was(part: dict[str, object]) -> None:
+    source = training(steps=4, level="O2")
+    source.advance()
+    state, target = source.state_dict(), training(steps=4, level="O2")
+    before = state_hash(target.state_dict())
+    with pytest.raises(StateError):
+        target.load_state_dict({**state, **part})
+    assert state_hash(target.state_dict()) == before
+    target.load_state_dict(state)
+    assert state_hash(target.state_dict()) == state_hash(state)
 
 
 def test_validation_leaves_training_as_it_was() -> None:

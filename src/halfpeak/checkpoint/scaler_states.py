@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, TypedDict
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_number
 
 Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
 
@@ -132,6 +133,12 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
     if not _require_mapping(state):
         raise StateError("{} is the state of a disabled GradScaler, which has no scale; leave it out")
     values = _require_keys(state, _GRAD_SCALER, "the GradScaler")
+    for name in (
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+    ):  # not used here, but kept and saved again
+        require_number(values[name], name, least=0.0)
     return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
 
 

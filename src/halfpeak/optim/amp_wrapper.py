@@ -16,6 +16,7 @@ from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim import resume_state
@@ -195,8 +196,9 @@ class AmpOptimWrapper(OptimWrapper):
         return state
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        if state.get("loss_scaler"):
-            from_grad_scaler(state["loss_scaler"])
+        saved = require_mapping(state.get("loss_scaler", {}), "the entry 'loss_scaler' of the state")
+        if saved:
+            from_grad_scaler(saved)
         super()._check_state(state)
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:

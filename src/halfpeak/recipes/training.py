@@ -165,10 +165,12 @@ class Training:
             raise ConfigError(
                 f"the data of recipe {short_repr(self.config.recipe)} changed since the run began; start a new run"
             )
+        calls = random_state.parse(self._devices_by_name(state["random"]))
         self._engine.load_state_dict(parts(state["driver"], self._engine.state_dict()))
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
         self._found_inf = None
-        random_state.restore(self._devices_by_name(state["random"]))
+        for put_back in calls:
+            put_back()
 
     def environment(self) -> dict[str, str]:
         """What the last bits of a result depend on besides the program."""

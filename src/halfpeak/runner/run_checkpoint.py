@@ -25,6 +25,7 @@ from halfpeak.runner.checkpoint import StrPath, link_latest
 from halfpeak.runner.distributed import gather
 from halfpeak.runner.loop.batches import check_place
 from halfpeak.runner.optimizers import Optimizers
+from halfpeak.state import random_state
 
 VERSION: Final = 1
 _OF_RANK: Final = ("loop", "random")
@@ -95,7 +96,7 @@ def _check_parts(state: Mapping[str, Any], kind: str) -> None:
         require_mapping(hook, "the state of a hook")
     for part in (state, *require_list(state.get("ranks", ()), "ranks")):
         known = require_mapping(part, "what the file holds of a rank")
-        require_mapping(known.get("random"), "the state of random generators")
+        random_state.parse(require_mapping(known.get("random"), "the state of random generators"))
         if "windows" in known:
             for one in require_mapping(known["windows"], "open windows", ("hooks", "optimizer")).values():
                 require_mapping(one, "open windows")

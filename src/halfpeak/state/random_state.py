@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from halfpeak.core.errors import StateError
+
+_NUMPY_WORDS: Final = 624
+"""Of a Mersenne Twister. NumPy takes any place among them, and reads the memory there."""
 
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
@@ -52,29 +57,56 @@ def restore(state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator
         generators: more of them, each with its state.
 
     Raises:
+        StateError: a part is missing, or no state of that generator. Nothing was restored.
+    """
+    for put_back in parse(state, generators):
+        put_back()
+
+
+def parse(
+    state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]] = ()
+) -> list[Callable[[], object]]:
+    """Check what :func:`restore` takes, on generators that nobody uses; the calls that restore it.
+
+    Raises:
         StateError: a part is missing, or no state of that generator.
     """
+    calls: list[Callable[[], object]] = []
     try:
-        _restore(state)
-        for generator, saved in generators:
-            generator.set_state(saved)
+        for try_out, put_back, saved in _parts(state, generators):
+            try_out(saved)
+            calls.append(partial(put_back, saved))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(f"the state of the random generators does not fit: {str(error)[:200]!r}") from None
+    return calls
 
 
-def _restore(state: Mapping[str, Any]) -> None:
+def _parts(
+    state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]]
+) -> Iterator[tuple[Callable[[Any], object], Callable[[Any], object], Any]]:
+    """For each generator: how to set an unused one of its kind, how to set it, and its state."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["cpu"].cpu())
+    if not (gauss is None or isinstance(gauss, float)):  # Python takes anything, and adds to it later
+        raise TypeError(f"the next number of random.gauss is of {type(gauss).__name__}")
+    yield random.Random().setstate, random.setstate, (version, tuple(words), gauss)
+    yield torch.Generator().set_state, torch.set_rng_state, state["cpu"].cpu()
     for name, saved in state["devices"].items():
         device = torch.device(name)
-        module: Any = torch.get_device_module(device) if _is_available(device) else None
-        if module is not None:
-            module.set_rng_state(saved.cpu(), *_device_argument(device))
+        if _is_available(device):
+            yield torch.Generator(device).set_state, partial(_set_device, device), saved.cpu()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.asarray(keys, dtype=numpy.uint32), *rest))
+        name, keys, position, *rest = state["numpy"]
+        if len(keys) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
+            raise ValueError(f"NumPy has {_NUMPY_WORDS} words and a place among them")
+        saved = (name, numpy.asarray(array("I", keys)), position, *rest)
+        yield numpy.random.RandomState().set_state, numpy.random.set_state, saved
+    for generator, saved in generators:
+        yield torch.Generator(generator.device).set_state, generator.set_state, saved
+
+
+def _set_device(device: torch.device, saved: torch.Tensor) -> None:
+    torch.get_device_module(device).set_rng_state(saved, *_device_argument(device))
 
 
 def _is_available(device: torch.device) -> bool:

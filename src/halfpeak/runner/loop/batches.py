@@ -64,7 +64,7 @@ def check_place(state: object) -> None:
     """
     known = require_mapping(state, "the place in the data", ("taken", "start", "generators"))
     require_count(known["taken"], "the number of batches")
-    require_mapping(known["start"], "the state of random generators")
+    random_state.parse(require_mapping(known["start"], "the state of random generators"))
     require_list(known["generators"], "generators")
 
 
