@@ -166,6 +166,19 @@ def test_what_is_left_is_listed_with_its_place(capsys: pytest.CaptureFixture[str
     assert printed[1] == "0 files would change, 1 place left to look at"
 
 
+@pytest.mark.parametrize("line", ["if a: b\n", "\n", "match a:\n  case 1: b\n", "try: a\nexcept b: c\n"])
+def test_a_finding_after_a_rewritten_loop_has_its_old_line_among_equal_lines(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = (CORPUS / "plain.py").read_text()
+    text = line * 300 + loop + line * 300 + "f = torch.cuda.amp.autocast\n" + line * 300
+    put("a.py", text)
+    assert main(["migrate", "a.py", "--write"]) == 0
+    assert "prepare" in Path("a.py").read_text()
+    place = text.splitlines().index("f = torch.cuda.amp.autocast") + 1
+    assert f"a.py:{place}: torch.cuda.amp.autocast: it is passed on" in capsys.readouterr().err
+
+
 def test_a_path_that_does_not_exist_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     put("a.py")
     assert main(["migrate", "a.py", "absent", "--write"]) == 2

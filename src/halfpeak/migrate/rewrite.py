@@ -76,13 +76,12 @@ def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -
     if module.bytes != source:
         return unreadable(source, 1, "its text would not come back byte for byte")
     findings: list[Finding] = []
-    loop, refused = _rewrite_loop(module, to, findings, keep_amp=keep_amp)
-    tree = Tree(loop)
+    tree, refused = _rewrite_loop(Tree(module), to, findings, keep_amp=keep_amp)
     edits, left = rename(tree, to)
     if refused and to == "torch":
         left = [one for one in left if not one.code.startswith(PREFIXES)]
     renamed, config_findings = rewrite_config(_visit(tree.module, edits), to)
-    findings += _on_old_lines([*left, *config_findings], module.code, loop.code)
+    findings += _on_old_lines([*left, *config_findings], module.code, tree.module.code)
     return Rewritten(renamed.bytes, tuple(sorted(set(findings))))
 
 
@@ -102,25 +101,22 @@ def _may_have_old_names(source: bytes) -> bool:
     return _OLD_WORDS.search(source.replace(b"\0", b"")) is not None
 
 
-def _rewrite_loop(
-    module: cst.Module, to: Target, findings: list[Finding], *, keep_amp: bool
-) -> tuple[cst.Module, bool]:
+def _rewrite_loop(tree: Tree, to: Target, findings: list[Finding], *, keep_amp: bool) -> tuple[Tree, bool]:
     """The file with its training loop rewritten, and whether it has a loop that is not supported."""
     if to == "amp" or keep_amp:
-        return module, False
-    tree = Tree(module)
+        return tree, False
     try:
         match = match_loop(tree)
         if match is None:
-            return module, False
+            return tree, False
         edits, notes = (write_engine if to == "halfpeak" else write_autocast)(tree, match)
     except NotSupported as refused:
         found = refused.finding(tree.line(refused.node))
         keep = "keep halfpeak.amp" if to == "halfpeak" else "write --to amp"
         findings.append(replace(found, write=found.write.replace("keep halfpeak.amp", keep)))
-        return module, True
+        return tree, True
     findings += notes
-    return _visit(tree.module, edits), False
+    return Tree(_visit(tree.module, edits)), False
 
 
 def _visit(module: cst.Module, edits: Edits) -> cst.Module:
@@ -133,9 +129,12 @@ def _visit(module: cst.Module, edits: Edits) -> cst.Module:
 
 def _on_old_lines(findings: list[Finding], old: str, new: str) -> list[Finding]:
     """Findings in a new text, with the lines of the old text."""
+    if old == new:
+        return findings
     before, after = ([line.strip() for line in text.splitlines()] for text in (old, new))
     lines: dict[int, int] = {}
-    for block in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
+    # autojunk: lines that are everywhere in a file are no anchors, whose pairs would grow with its square.
+    for block in SequenceMatcher(None, before, after, autojunk=True).get_matching_blocks():
         lines.update({block.b + offset + 1: block.a + offset + 1 for offset in range(block.size)})
 
     def moved(line: int) -> int:
