@@ -89,6 +89,7 @@ NAMED: dict[str, Callable[[dict[str, Any]], None]] = {
     "a beta of one": at(*GROUP, "betas", value=lambda betas: (1.0, 0.9)),
     "a count of steps below zero": at(*ROW, "step", value=lambda step: -step),
     "a count of steps that is no number": at(*ROW, "step", value=lambda step: step * float("nan")),
+    "a count of steps in eight bits": at(*ROW, "step", value=lambda step: step.to(torch.float8_e4m3fn)),
     "one count of steps of another type": at(*ROW, "step", value=float),
     "a moment that is missing": at(*ROW, value=lambda row: {k: v for k, v in row.items() if k != "exp_avg"}),
     "a moment that shares its memory": at(*ROW, "exp_avg", value=lambda old: old[:1, :1].expand(old.shape)),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import (
@@ -62,6 +61,7 @@ _ALWAYS_SAVED: Final = frozenset(
 _SWITCHES: Final = frozenset({"foreach", "fused"})
 """True, False, or None for what suits the device."""
 
+_STEP_DTYPES: Final = (torch.float32, torch.float64)
 _DEEPEST: Final = 16
 _QUOTE: Final = "'"
 
@@ -195,7 +195,7 @@ def _check_row(
             # Torch counts steps in float32 and loads other numbers in the dtype of the parameter.
             if (
                 isinstance(value, Tensor)
-                and (not value.is_floating_point() or (name == "step" and is_low(value)))
+                and (not value.is_floating_point() or (name == "step" and value.dtype not in _STEP_DTYPES))
                 and name in required
             ):
                 raise StateError(f"{what} is {value.dtype} in the state and should be torch.float32")

@@ -7,7 +7,7 @@ import tokenize
 from itertools import accumulate
 from typing import Final
 
-MAX_BYTES: Final = 2**21
+MAX_BYTES: Final = 2**19
 MAX_NESTING: Final = 100
 """Brackets inside brackets, and blocks inside blocks. Python itself allows 200 and 100."""
 
