@@ -69,7 +69,7 @@ def train(
         "parameters": [p.detach().clone() for p in net.parameters()],
         "masters": [p.detach().clone() for g in loop.optimizer.param_groups for p in g["params"]],
         "momenta": [s["momentum_buffer"] for s in loop.optimizer.state.values()],
-        "norms": [entry["grad_norm"].clone() for entry, _ in loop.log_buffer.entries],
+        "norms": [torch.tensor(entry["grad_norm"]) for entry, _ in loop.log_buffer.entries],
         "scales": scales,
         "moved": moved,
         "trail": trail,

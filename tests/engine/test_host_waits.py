@@ -17,9 +17,9 @@ from reliability.support import LEVELS, batch, net
 
 WAITING: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
-    "Adam": lambda p: torch.optim.Adam(p, foreach=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, eps=1e-4, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, eps=1e-4, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, eps=1e-4, foreach=True),
 }
 FUSED: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),

@@ -28,9 +28,9 @@ NEVER: dict[str, Callable[[Any], Optimizer]] = {
     "FusedNovoGrad": lambda p: fused.FusedNovoGrad(p),
 }
 ONCE: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, eps=1e-4, foreach=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, eps=1e-4, foreach=True),
 }
 REMAINDERS: dict[str, Callable[[Any], Optimizer]] = {
     "exact": lambda p: fused.FusedAdamW(p, master="remainder"),

@@ -211,10 +211,8 @@ def test_what_cannot_work_is_refused_before_anything_changes() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not optimizer.state
     half = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    alone = FusedAdamW([half], master="remainder")
-    half.grad = torch.ones_like(half)
     with pytest.raises(ParameterError, match="float16"):
-        alone.step()
+        FusedAdamW([half], master="remainder")
 
 
 def test_it_works_through_amp_which_has_no_masters_to_give() -> None:

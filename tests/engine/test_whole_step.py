@@ -369,7 +369,9 @@ def test_a_weight_of_two_optimizers_gets_its_gradient_once(level: str) -> None:
         engine = halfpeak.prepare(net, optimizers, level, scale=SCALE)
 
         def step(x: Tensor, net: nn.Module = net, engine: halfpeak.Engine = engine) -> None:
-            engine.backward(net(x).float().square().mean())
+            with engine.forward():
+                loss = net(x).float().square().mean()
+            engine.backward(loss)
             engine.step()
 
         train = engine.compile(step, backend="aot_eager") if compiles else step

@@ -95,7 +95,9 @@ def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any
     with torch.no_grad():
         model.eval()(batch(0))
     if door == "native" and "Fused" in optimizer_name:  # Its gradients wait for a step that never comes.
-        engine.backward(model(batch(0)).float().mean())
+        with engine.forward():
+            loss = model(batch(0)).float().mean()
+        engine.backward(loss)
     refs += [weakref.ref(master) for _, master in engine.masters]
     return refs
 

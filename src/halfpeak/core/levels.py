@@ -267,7 +267,7 @@ def get_level(opt_level: object) -> Level:
     """
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
-        given = str(opt_level)[:20].lower().removeprefix("torch.")
+        given = short_repr(opt_level).strip("'").lower().removeprefix("torch.")
         near = _ELSEWHERE.get(given)
         if near is not None:
             raise ConfigError(

@@ -243,6 +243,8 @@ _NORMS: Final = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
+    # It divides by the norm of a weight, which is zero for no weight that trains.
+    torch.nn.utils.parametrizations._SpectralNorm,
 )
 
 

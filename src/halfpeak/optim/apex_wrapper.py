@@ -56,7 +56,8 @@ class ApexOptimWrapper(OptimWrapper):
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
-        >>> wrapper = ApexOptimWrapper("O5", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> wrapper = ApexOptimWrapper("O5", optimizer=optimizer, verbosity=0)
         >>> with wrapper.optim_context(model):
         ...     loss = model(torch.ones(4, 2)).mean()
         >>> wrapper.update_params(loss)

@@ -58,9 +58,9 @@ class DefaultOptimWrapperConstructor:
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> cfg = {"optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.25}}
-    >>> construct = DefaultOptimWrapperConstructor(cfg, {"bias_lr_mult": 2.0, "norm_decay_mult": 0.0})
+    >>> construct = DefaultOptimWrapperConstructor(cfg)
     >>> [(group["lr"], group["weight_decay"]) for group in construct(model).optimizer.param_groups]
-    [(0.5, 0.25), (1.0, 0.25), (0.5, 0.0), (0.5, 0.0)]
+    [(0.5, 0.25)]
     """
 
     _optimizers: ClassVar[Registry] = OPTIMIZERS
