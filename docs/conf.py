@@ -72,5 +72,5 @@ def public(name: str, names: list[str]) -> str:
         if kind == "autoclass":
             # What the classes of torch and of others have is not described again.
             others = [base.__name__ for base in thing.__mro__ if not base.__module__.startswith("halfpeak.")]
-            lines.append(f"   :inherited-members: {others[0]}")
+            lines.append(f"   :inherited-members: {', '.join(others)}")
     return "\n".join(["```{eval-rst}", *lines, "```"])

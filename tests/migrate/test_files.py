@@ -132,6 +132,7 @@ HOSTILE = {
     "lambdas": ("x = " + "lambda a, b: " * 50_000 + "0").encode(),
     "decorators": b"@a\n" * 20_000 + b"def f(): pass",
     "elif": b"if a:\n  pass\n" + b"elif a:\n  pass\n" * 50_000,
+    "imports": b"from apex import amp\namp.initialize(1, 2)\n" * 2_000,
     "formatted string": b"x = f'{" + b"(" * 5_000 + b")" * 5_000 + b"}'",
     "size": b"x = 1\n" * 500_000,
 }

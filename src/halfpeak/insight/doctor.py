@@ -80,7 +80,7 @@ def doctor(
         each level, from the first  losses, skips, time per step, memory, gradients and updates that vanish
         overflow at a level         halfpeak.diagnose names the layer; again with it in float32
         close levels                again, in turn, for the time alone
-    choice                      of the levels that train as float32 does, one that no other beats by 10 % in time
+        choice                      of the levels that train as float32 does, one that no other beats by 10 % in time
 
     A level trains as float32 does where, over the last quarter of its steps, its mean loss is no more above float32's than that
     from another seed differs from it, or than 1 %; of several losses, neither above nor below. It must skip at most 15 % of

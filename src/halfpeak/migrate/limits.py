@@ -15,6 +15,9 @@ MAX_CHAIN: Final = 500
 """Tokens of one expression without a comma, such as ``a + b + c``; ``elif`` in a file, ``lambda`` in a statement,
 decorators of a function."""
 
+MAX_IMPORTS: Final = 500
+"""In a file: each use of a name is held against every import of it."""
+
 
 def exceeded_limit(source: bytes) -> tuple[int, str] | None:
     """The line and the reason why a file is not parsed; None if it is within the limits.
@@ -29,12 +32,13 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
         return 1, f"it is larger than {MAX_BYTES} bytes"
     if b"\0" in source:
         return 1, "it contains null bytes, as text in UTF-16 does; save it as UTF-8"
-    blocks, elifs, lambdas, decorators, chains = 0, 0, 0, 0, [0]
+    blocks, elifs, lambdas, decorators, imports, chains = 0, 0, 0, 0, 0, [0]
     try:
         for token in tokenize.tokenize(io.BytesIO(source).readline):
             line = token.start[0]
             blocks += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
             elifs += token.string == "elif"
+            imports += token.string == "import"
             lambdas = 0 if token.type == tokenize.NEWLINE else lambdas + (token.string == "lambda")
             decorators = 0 if token.string in ("def", "class") else decorators + (token.string == "@")
             if token.type == tokenize.NEWLINE or token.string in (",", ";"):
@@ -48,6 +52,8 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
                 return line, f"it is nested more than {MAX_NESTING} levels deep"
             if max(chains[-1], elifs, lambdas, decorators) > MAX_CHAIN:
                 return line, f"it has a statement of more than {MAX_CHAIN} parts"
+            if imports > MAX_IMPORTS:
+                return line, f"it has more than {MAX_IMPORTS} imports"
     except (tokenize.TokenError, SyntaxError, UnicodeDecodeError):
         return None
     return None
