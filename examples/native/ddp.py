@@ -54,6 +54,7 @@ def main() -> None:
     if rank == 0:
         options.folder.mkdir(exist_ok=True)
         checkpoint.save(file, engine.state_dict())
+    dist.barrier()  # nobody leaves while another still speaks
     dist.destroy_process_group()
 
 

@@ -65,6 +65,7 @@ def main() -> None:
         if rank == 0 and engine.micro_step % 10 == 0:
             print(f"step {engine.micro_step}: loss {loss.item():.3f}, scale {engine.read_scale():g}")
     dcp.save({"engine": engine}, checkpoint_id=options.folder / str(engine.micro_step))
+    dist.barrier()  # nobody leaves while another still speaks
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfpeak.core.suitable import slow_float16, suitable_level
-from halfpeak.insight.extras import MissingExtraError, needs
+from halfpeak.insight.extras import MissingExtraError, needs_extra
 
 
 def test_a_cpu_gets_bfloat16() -> None:
@@ -75,8 +75,5 @@ def test_float16_is_called_slow_on_a_cpu_only() -> None:
 
 
 def test_a_missing_extra_names_its_command() -> None:
-    with (
-        pytest.raises(MissingExtraError, match=r"no_such_thing .* pip install 'halfpeak\[data\]'"),
-        needs("data"),
-    ):
+    with pytest.raises(MissingExtraError, match=r"no_such_thing .* pip install '\.\[all\]'"), needs_extra():
         import no_such_thing.inside  # noqa: F401
