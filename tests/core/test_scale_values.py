@@ -65,7 +65,7 @@ BAD: list[Any] = [
 ]
 
 BAD_AS_NUMBERS: list[Any] = [True, False, None, "128", b"128", "128.0", Decimal(128), torch.tensor(128.0)]
-"""Not numbers either, but the door takes them: it asks ``float``, as apex did, and None is its default."""
+"""Not numbers either, but the front end takes them: it asks ``float``, as apex did, and None is its default."""
 
 
 def construct(value: Any) -> None:
@@ -97,12 +97,12 @@ def set_scale(value: Any) -> None:
         assert scaler.state is before
 
 
-def enter(value: Any, door: Callable[..., Any], **kwargs: Any) -> None:
+def enter(value: Any, front_end: Callable[..., Any], **kwargs: Any) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = (vars(model).keys(), vars(optimizer).keys(), copy.deepcopy(model.state_dict()))
     try:
-        door(model, optimizer, loss_scale=value, **kwargs)
+        front_end(model, optimizer, loss_scale=value, **kwargs)
     finally:
         after = (vars(model).keys(), vars(optimizer).keys(), model.state_dict())
         assert after[:2] == before[:2]

@@ -109,7 +109,7 @@ def test_a_static_scale_counts_and_stays() -> None:
         assert (state.scale.item(), state.clean.item(), state.stuck.item()) == (128.0, clean, stuck)
 
 
-def test_advance_changes_neither_state_nor_verdict() -> None:
+def test_advance_changes_neither_state_nor_found_inf() -> None:
     config = ScaleConfig(init=8.0, interval=1)
     state, found_inf = config.start(), torch.ones(())
     before = [part.clone() for part in (*state, found_inf)]

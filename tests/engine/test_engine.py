@@ -105,7 +105,7 @@ class TestSeveralOptimizers:
         assert state_hash(engine.models[1]) != before[1]
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_one_verdict_for_all_that_step_together(self, level: str) -> None:
+    def test_one_found_inf_for_all_that_step_together(self, level: str) -> None:
         engine, _ = self.pair(level)
         before = state_hash(engine.models, engine.optimizers)
         with engine.forward():

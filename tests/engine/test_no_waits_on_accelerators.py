@@ -131,7 +131,7 @@ def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ONCE)
-def test_a_verdict_is_waited_for_once(device: Device, name: str, level: str) -> None:
+def test_found_inf_is_waited_for_once(device: Device, name: str, level: str) -> None:
     first, second = waits_of(device, ONCE[name], level, start=0, clip=1.0)
     assert len(first) == len(second) == 1
     assert first[0].startswith("a value was read: step.py")

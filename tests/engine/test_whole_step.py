@@ -104,7 +104,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "options"), VARIANTS, ids=str)
-def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_verdict(
+def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_found_inf(
     optimizer: str, options: dict[str, Any]
 ) -> None:
     python, whole = (Run(OPTIMIZERS[optimizer], **options) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A fused optimizer inside an engine and behind every door: memory that others hold, schedules, files, threads."""
+"""A fused optimizer inside an engine and behind every front end: memory that others hold, schedules, files, threads."""
 
 from __future__ import annotations
 

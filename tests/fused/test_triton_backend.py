@@ -230,7 +230,7 @@ def test_control_clips_as_the_engine_does(value: float, limit: float | None, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_incoming_verdict_skips_clean_gradients(device: str) -> None:
+def test_found_inf_from_outside_skips_clean_gradients(device: str) -> None:
     optimizer, parameters = ready(device)
     gradients = [torch.ones_like(parameter) for parameter in parameters]
     config = ScaleConfig()

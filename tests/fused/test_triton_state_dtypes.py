@@ -44,7 +44,7 @@ SIZES = {"cpu": [130], "cuda": [130, 1030, 40_000]}
 
 
 class CompactSGD(FusedSGD):
-    """With forms that no door offers yet: the kernels know them for every rule that goes element by element."""
+    """With forms that no front end offers yet: the kernels know them for every rule that goes element by element."""
 
     form = StateFormat()
 

@@ -90,7 +90,7 @@ class Run:
 
 
 class AmpRun(Run):
-    """The same through the door of apex.amp."""
+    """The same through apex.amp."""
 
     def prepare(self, level: str) -> halfpeak.Engine:
         amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)

@@ -1,4 +1,4 @@
-"""Every keyword that a door accepts changes something that a user can see, or raises."""
+"""Every keyword that a front end accepts changes something that a user can see, or raises."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ IGNORED = {"model": "apex documents it as ignored, and scripts pass it"}
 
 
 def seen_by_amp(capsys: pytest.CaptureFixture[str], block: dict[str, Any], **options: Any) -> list[Any]:
-    """The same run through the door of apex.amp, with what it printed."""
+    """The same run through apex.amp, with what it printed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

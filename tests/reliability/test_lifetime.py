@@ -30,7 +30,7 @@ def iterate_amp(model: Any, optimizer: Any, step: int, factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "level", "kind"),
+    ("front_end", "level", "kind"),
     [
         ("native", "O1", "AdamW"),
         ("native", "O2", "FusedAdamW"),
@@ -38,11 +38,11 @@ def iterate_amp(model: Any, optimizer: Any, step: int, factor: float) -> None:
         ("amp", "O2", "AdamW"),
     ],
 )
-def test_three_thousand_steps_with_an_overflow_every_101(door: str, level: str, kind: str) -> None:
+def test_three_thousand_steps_with_an_overflow_every_101(front_end: str, level: str, kind: str) -> None:
     model = net(norm="batch")
     optimizer = OPTIMIZERS[kind](model.parameters())
     scale = halfpeak.ScaleConfig(interval=50)
-    if door == "native":
+    if front_end == "native":
         engine = halfpeak.prepare(model, optimizer, level, scale=scale)
     else:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -50,7 +50,7 @@ def test_three_thousand_steps_with_an_overflow_every_101(door: str, level: str, 
     def run(steps: range) -> tuple[int, int | None]:
         for step in steps:
             factor = float("inf") if step % 101 == 100 else 1.0
-            if door == "native":
+            if front_end == "native":
                 iterate_native(engine, step, factor)
             else:
                 iterate_amp(model, optimizer, step, factor)
@@ -73,12 +73,12 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any]]:
+def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.ref[Any]]:
     """Build, prepare, train (a skip among it), evaluate, forget; what should be dead afterwards."""
     model = net(norm="batch")
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
-    if door == "native":
+    if front_end == "native":
         engine = halfpeak.prepare(model, optimizer, level, clip=1.0)
         refs += [weakref.ref(engine), weakref.ref(engine.context.prepared[0]), weakref.ref(engine.masters)]
     else:
@@ -88,13 +88,13 @@ def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any
         engine = run.engine
         refs += [weakref.ref(run), weakref.ref(engine)]
     for step, factor in enumerate((1.0, float("inf"), 1.0)):
-        if door == "native":
+        if front_end == "native":
             iterate_native(engine, step, factor)
         else:
             iterate_amp(model, optimizer, step, factor)
     with torch.no_grad():
         model.eval()(batch(0))
-    if door == "native" and "Fused" in optimizer_name:  # Its gradients wait for a step that never comes.
+    if front_end == "native" and "Fused" in optimizer_name:  # Its gradients wait for a step that never comes.
         with engine.forward():
             loss = model(batch(0)).float().mean()
         engine.backward(loss)
@@ -102,14 +102,14 @@ def one_life(door: str, level: str, optimizer_name: str) -> list[weakref.ref[Any
     return refs
 
 
-@pytest.mark.parametrize("door", ["native", "amp"])
-def test_two_hundred_lives_without_a_garbage_collector(door: str, no_collector: None) -> None:
+@pytest.mark.parametrize("front_end", ["native", "amp"])
+def test_two_hundred_lives_without_a_garbage_collector(front_end: str, no_collector: None) -> None:
     """No reference cycle holds a model, an optimizer, an engine or a master."""
-    one_life(door, "O1", "SGD")
+    one_life(front_end, "O1", "SGD")
     before = global_snapshot()
     for number in range(200):
         names = list(OPTIMIZERS)
-        refs = one_life(door, LEVELS[number % len(LEVELS)], names[number % len(names)])
+        refs = one_life(front_end, LEVELS[number % len(LEVELS)], names[number % len(names)])
         assert [ref() for ref in refs] == [None] * len(refs)
         # amp holds on to what was made last, so that scripts can read it: nothing that grows, and no casts.
         assert function_modes() == before["function modes"]

@@ -34,7 +34,7 @@ def test_an_unknown_group() -> None:
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_alone_a_verdict_stands(found_inf: float) -> None:
+def test_alone_found_inf_stands(found_inf: float) -> None:
     reducer, flag = FoundInfReducer(), torch.tensor(found_inf)
     assert reducer.is_local
     reducer.all_reduce_(flag)

@@ -165,8 +165,7 @@ def prepare(
     if check_ranks is not None and not has_process_group():
         raise ConfigError(
             f"check_ranks={short_repr(check_ranks)} needs torch.distributed; call "
-            "torch.distributed.init_process_group first, or leave "
-            "it out"
+            "torch.distributed.init_process_group first, or leave it out"
         )
     # What reports lies above the engine, which is only told whom to call.
     after_step = import_module("halfpeak.insight.skips").watch_for(on_skip)

@@ -59,8 +59,8 @@ OnSkip = Callable[[Engine, SkipEvent], object]
 class _Counters(NamedTuple):
     """Numbers of a run: steps taken and skipped, and each loss's scale and clean updates."""
 
-    taken: int
-    skipped: int
+    num_steps: int
+    num_skipped: int
     scales: tuple[float, ...]
     clean: tuple[int, ...]
 
@@ -118,16 +118,16 @@ class SkipWatch:
         now = _counters(numbers)
         last, self._last = self._last, now
         since, self._calls_at_last = calls - self._calls_at_last, calls
-        step = now.taken + now.skipped
-        if last is None or self._window is None or step - last.taken - last.skipped > since:
+        step = now.num_steps + now.num_skipped
+        if last is None or self._window is None or step - last.num_steps - last.num_skipped > since:
             self._window = now  # a copied engine, or a state was loaded
             return
         window = self._window
-        if now.skipped > last.skipped:
+        if now.num_skipped > last.num_skipped:
             self._judge_skip(engine, result, last, now, step)
-        steps = step - window.taken - window.skipped
+        steps = step - window.num_steps - window.num_skipped
         if steps >= WINDOW:
-            skips = now.skipped - window.skipped
+            skips = now.num_skipped - window.num_skipped
             if skips > LARGEST_SHARE * steps:
                 self._tell(engine, step, "share", f"{skips} of the last {steps} steps were skipped")
             self._window = now
@@ -138,7 +138,7 @@ class SkipWatch:
         configs = [scaler.config for scaler in engine.scalers]
         names = result.nonfinite() if is_on_host(result.found_inf) or self._waits else ()
         shown = f" Not finite: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
-        was_clean = [clean + now.taken - last.taken for clean in last.clean]
+        was_clean = [clean + now.num_steps - last.num_steps for clean in last.clean]
         if now.scales == last.scales and (not configs[0].dynamic or list(now.clean) == was_clean):
             self._tell(engine, step, "skip", f"step {step} was skipped, and no loss scale would help.{shown}")
         for config, scale, before in zip(configs, now.scales, last.scales, strict=True):
@@ -146,7 +146,7 @@ class SkipWatch:
                 continue
             first = min(config.init, config.ceiling)
             # Before the first step the scale is still looked for.
-            if scale < before and scale < first / 16 and last.taken:
+            if scale < before and scale < first / 16 and last.num_steps:
                 text = f"step {step} was skipped, and the loss scale has fallen from {first:g} to {scale:g}.{shown}"
                 self._tell(engine, step, "skip", text)
             if scale < before and scale <= 16 * config.floor:
@@ -160,9 +160,9 @@ class SkipWatch:
 
 
 def _counters(numbers: Sequence[float]) -> _Counters:
-    taken, skipped, *others = numbers
+    num_steps, num_skipped, *others = numbers
     half = len(others) // 2
-    return _Counters(int(taken), int(skipped), tuple(others[:half]), tuple(map(int, others[half:])))
+    return _Counters(int(num_steps), int(num_skipped), tuple(others[:half]), tuple(map(int, others[half:])))
 
 
 def watch_for(on_skip: object) -> SkipWatch | None:
@@ -248,12 +248,12 @@ class DiagnosingWatch(SkipWatch):
             report = diagnose(
                 engine, partial(_replay, list(self._calls_of_models)), scale=scales[0] if scales else None
             )
+            report.save(path)
         except Exception as error:  # a report is never worth the run
             _logger.warning("%s It could not be diagnosed: %s", _sentence(event.message), error)
             return
         finally:
             self._is_replaying = False
-        report.save(path)
         headline = str(report).partition("\n")[0]
         _logger.warning("%s %s; see %s", _sentence(event.message), headline, path)
 
