@@ -133,6 +133,7 @@ def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
 
 
 _PAUSE: Final = 0.02
+"""Seconds between two looks at the store."""
 
 
 def whole(state: Any) -> Any:
@@ -155,9 +156,8 @@ def parts(state: Any, like: Any) -> Any:
         return [parts(value, other) for value, other in zip(state, like, strict=True)]
     if not isinstance(like, Tensor) or not is_shard(like) or not isinstance(state, Tensor):
         return state
-    from torch.distributed.tensor import (
-        distribute_tensor,
-    )  # slow, and imported already where there is a shard
+    # Slow to import, and imported already where there is a shard.
+    from torch.distributed.tensor import distribute_tensor
 
     shard: Any = like
     return distribute_tensor(state.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)

@@ -243,7 +243,7 @@ _NORMS: Final = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
-    # It divides by the norm of a weight, which is zero for no weight that trains.
+    # Its eps guards the norm of a weight, which is not zero in training.
     torch.nn.utils.parametrizations._SpectralNorm,
 )
 

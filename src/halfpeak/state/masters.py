@@ -261,7 +261,7 @@ class Masters:
         self._publish(sorted(self._written_masters()))
 
     def _written_masters(self) -> set[int]:
-        # A sample speaks for other pairs, too: where their low side was written, that is what follows.
+        # A written sample stands for all pairs published with it, but for those whose parameter was written since.
         hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
         written = self._stepped | {i for i in hinted if self._versions.is_unchanged(i, self._low[i])}
         if not self._high_versions.unchanged(self._high):

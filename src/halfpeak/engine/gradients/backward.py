@@ -272,7 +272,7 @@ class OtherGrads:
             if not are_none(grads):
                 taken = list(map(detached_from_bucket, grads))
                 if not all(map(is_, taken, grads)):
-                    # What waits scaled is known by its tensors, and these are others now.
+                    # A window that waits scaled knows its gradients by identity, and copies have replaced them.
                     one.unscale_pending()
                     one.disarm()
                     taken = list(map(detached_from_bucket, gradients_of(parameters)))
