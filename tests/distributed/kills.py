@@ -74,15 +74,22 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 
 
 def kill(folder: Path, kills: int, *, seed: int = 0, ranks: int = 2, shard: bool = False) -> tuple[int, str]:
-    """A run of which so many ranks are killed, each after a new step: how many were until its end, and what it printed."""
+    """A run of which so many ranks are killed: how many were until its end, and what it printed.
+
+    Most are killed after a new step, so that the run comes to its end; every third one in whatever the ranks then do, which
+    may be starting.
+    """
     draw = random.Random(seed)
     run = start(folder, restarts=kills, ranks=ranks, shard=shard)
     size = done = 0
     while done < kills:
-        size = wait_for_rows(run, folder, size)
-        if size < 0:
+        if done % 3 == 2:
+            wait(run, 10 * draw.random())
+        else:
+            size = wait_for_rows(run, folder, size)
+            wait(run, draw.random() / 2)  # at any moment of the steps that follow
+        if run.poll() is not None:
             break
-        wait(run, draw.random() / 2)  # at any moment of the steps that follow
         alive = ranks_of(run)
         if alive:
             os.kill(draw.choice(alive), signal.SIGKILL)

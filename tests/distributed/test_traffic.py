@@ -1,0 +1,49 @@
+"""The collectives of a step and their bytes, counted on two ranks (gloo): as the page says, and not more than torch's."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from distributed.launching import Seen, launch
+from distributed.traffic_ranks import LAYOUTS, LEVELS, TORCH, Case, name_of, tables
+from laws.source import ROOT
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("traffic_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_the_page_has_what_was_counted(ranks: Seen) -> None:
+    page = (ROOT / "docs" / "several-gpus.md").read_text()
+    for rank in range(2):
+        for table in tables({name: seen[rank] for name, seen in ranks.items()}):
+            assert table in page
+
+
+@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, LEVELS)))
+def test_a_step_sends_no_more_than_that_of_torch(ranks: Seen, layout: str, level: str) -> None:
+    for passes in (1, 4):
+        alone = TORCH[0 if level in ("O0", "O1") else 1]
+        (mine, _), (other, _) = (ranks[name_of(Case(layout, loop, passes))] for loop in (level, alone))
+        # Norms that stay float32 are gathered so: 0.8 % of the parameters here.
+        assert sum(mine["bytes"].values()) <= 1.01 * sum(other["bytes"].values())
+        assert mine["calls"].get("small", 0) <= other["calls"].get("small", 0) + (alone == TORCH[0])
+
+
+@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, LEVELS)))
+def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str) -> None:
+    def calls(case: Case) -> dict[str, int]:
+        first, other = ranks[name_of(case)]
+        assert first == other
+        return {"small": 0, **first["calls"]}
+
+    plain = calls(Case(layout, level))
+    one_more = {**plain, "small": plain["small"] + 1}
+    for case in (Case(layout, level, group="world"), Case(layout, level, check_ranks=1)):
+        assert calls(case) == one_more
+    # DistributedDataParallel leaves whole gradients on every rank, of which each knows the norm.
+    clips = layout == "FSDP2"
+    assert calls(Case(layout, level, clip=None)) == {**plain, "small": plain["small"] - clips}
