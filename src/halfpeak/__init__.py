@@ -31,13 +31,13 @@ from halfpeak.core.levels import LEVELS, Level, Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
+from halfpeak.engine.diagnosis.diagnose import diagnose
+from halfpeak.engine.diagnosis.report import Diagnosis
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.memory_report import Memory
 from halfpeak.engine.prepare import prepare
 from halfpeak.insight.checkup import Checkup
-from halfpeak.insight.diagnosis import diagnose
 from halfpeak.insight.doctor import doctor
-from halfpeak.insight.report import Diagnosis
 from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.state.clip import ClipNorm, ClipValue
 

@@ -12,8 +12,8 @@ from laws.source import Module, for_types_only, imports, modules
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that return results and never report them."""
 
-TELLING = ("core/suitable.py",)
-"""Files of theirs that log: which level ``"auto"`` has come to."""
+TELLING = ("core/suitable.py", "engine/diagnosis/skips.py")
+"""Files of theirs that log: which level ``"auto"`` has come to, and what ``on_skip`` says."""
 
 SPEAKING = ("amp", "cli", "insight")
 """Packages that may print; and optim/apex_wrapper.py, whose original prints what apex prints."""
@@ -134,6 +134,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("distributed/fsdp.py", "unsharded_accumulated_grad"): _WINDOW,
     ("distributed/fsdp.py", "grad"): _WINDOW,
     ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
+    ("engine/diagnosis/replay.py", "grad"): "sets gradients aside while a batch is run again, and puts them back",
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,

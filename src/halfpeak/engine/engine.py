@@ -63,7 +63,7 @@ Optimizers = Iterable[Optimizer] | Optimizer | None
 
 
 AfterStep = Callable[["Engine", StepResult], None]
-"""Told of every step after it; see ``on_skip`` of :func:`halfpeak.prepare`."""
+"""Told of every step after it; see :meth:`Engine.tell`."""
 
 
 class Engine:
@@ -94,7 +94,6 @@ class Engine:
         reducer: FoundInfReducer,
         device: torch.device,
         handles: Iterable[RemovableHandle],
-        after_step: AfterStep | None = None,
     ) -> None:
         scalers = [LossScaler(config.scale, device) for _ in range(config.num_losses)]
         stats = BatchNormStats(models if config.restore_buffers else ())
@@ -132,7 +131,7 @@ class Engine:
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._steps_begun = 0
-        self._after_step = after_step
+        self._after_step: AfterStep | None = None
         # At levels that cast per operation: whether the model computed since the last step, but never in forward().
         self._has_forward = self._forward_uncast = False
         self.compiled_step: CompiledStep | None = None
@@ -540,6 +539,16 @@ class Engine:
                 context.stats.add_model(model)
                 context.handles += hook_loads(model, context.stats)
 
+    def tell(self, after_step: AfterStep, handles: Iterable[RemovableHandle] = ()) -> None:
+        """Call ``after_step`` with the engine and the result after every step, in the place of what was called before.
+
+        Args:
+            after_step: such as what ``on_skip`` of :func:`halfpeak.prepare` means.
+            handles: of hooks on models, which go with the engine.
+        """
+        self._after_step = after_step
+        self.context.handles += handles
+
     def memory(self) -> Memory:
         """How many bytes are held now, by what they are for; see :class:`halfpeak.Memory`."""
         return measure(self.context)
@@ -584,8 +593,8 @@ class Engine:
             reducer=self.context.train_step.reducer,
             device=self.device,
             handles=parts.handles,
-            after_step=deepcopy(self._after_step, memo),
         )
+        copied._after_step = deepcopy(self._after_step, memo)
         parts.copy_progress(self.context, copied.context)
         return copied
 

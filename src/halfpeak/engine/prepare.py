@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +24,8 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import AfterStep, Engine
+from halfpeak.engine.diagnosis.skips import OnSkip, watch_for
+from halfpeak.engine.engine import Engine
 from halfpeak.engine.model_hooks import hook
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.engine.validation import (
@@ -74,7 +74,7 @@ def prepare(
     keep_fp32: Sequence[KeepFp32] = (),
     group: Group = None,
     check_ranks: int | None = None,
-    on_skip: Literal["warn", "diagnose"] | Callable[[Engine, Any], object] | None = "warn",
+    on_skip: Literal["warn", "diagnose"] | OnSkip | None = "warn",
 ) -> Engine:
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 
@@ -117,7 +117,7 @@ def prepare(
         on_skip: what is done about skipped steps that are not the usual search for a loss scale, a scale near its floor, and
             more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at most once in 1,000
             steps, and waits for nothing; ``"diagnose"`` replays the step and writes ``diagnosis-<step>.html``, and waits for
-            each step to know; a function is called with the engine and a :class:`~halfpeak.insight.skips.SkipEvent`.
+            each step to know; a function is called with the engine and a :class:`~halfpeak.engine.diagnosis.skips.SkipEvent`.
 
     Warns:
         UserWarning: the ``eps`` of an optimizer or a norm is zero in the dtype that it is used in, with the value to write.
@@ -167,20 +167,18 @@ def prepare(
             f"check_ranks={short_repr(check_ranks)} needs torch.distributed; call "
             "torch.distributed.init_process_group first, or leave it out"
         )
-    # What reports lies above the engine, which is only told whom to call.
-    after_step = import_module("halfpeak.insight.skips").watch_for(on_skip)
+    watch = watch_for(on_skip)
     engine = build(
         config,
         listed,
         optimizers,
         casts=_parse_op_lists(config.policy, op_lists),
         reducer=FoundInfReducer(group),
-        after_step=after_step,
     )
     for message in vanished_eps(engine.models, engine.optimizers, config.policy):
         warnings.warn(message, stacklevel=3)
-    if after_step is not None:
-        engine.context.handles += after_step.attach(engine)
+    if watch is not None:
+        watch.attach(engine)
     return engine
 
 
@@ -191,7 +189,6 @@ def build(
     *,
     casts: OpCasts | Literal["torch"] | None = None,
     reducer: FoundInfReducer | None = None,
-    after_step: AfterStep | None = None,
 ) -> Engine:
     """What every front end calls: prepare from a config. See :func:`prepare`.
 
@@ -201,7 +198,6 @@ def build(
         optimizers: given masters in place.
         casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
         reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
-        after_step: told of every step after it.
     """
     policy = config.policy
     models = [uncompiled(model) for model in models]
@@ -239,7 +235,6 @@ def build(
             reducer=reducer or FoundInfReducer(),
             device=_home(models, optimizers),
             handles=handles,
-            after_step=after_step,
         )
         undo.pop_all()
     return engine

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
 from halfpeak.core.levels import LEVELS, LevelName, get_level
+from halfpeak.engine.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.insight.checkup import Checkup, Probe
-from halfpeak.insight.diagnosis import diagnose
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.state import random_state
 from halfpeak.state.clip import Clip

@@ -19,7 +19,7 @@ from halfpeak.core.levels import get_level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
-from halfpeak.insight.skips import DiagnosingWatch
+from halfpeak.engine.diagnosis.skips import DiagnosingWatch
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment

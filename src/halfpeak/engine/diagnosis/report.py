@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import torch
 
 from halfpeak.checkpoint.temporary import write_text
-from halfpeak.insight.trace import Summary
+from halfpeak.engine.diagnosis.trace import Summary
 
 Where = Literal["input", "weight", "forward", "loss", "backward"]
 """In which part of a training step something first was not finite."""

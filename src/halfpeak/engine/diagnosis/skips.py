@@ -17,8 +17,8 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.engine.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine
-from halfpeak.insight.diagnosis import diagnose
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.state.found_inf import is_first_rank
 
@@ -104,15 +104,19 @@ class SkipWatch:
             if self._copy is None and self._calls % EVERY == 0:
                 self._copy = AsyncCopy(torch.stack([one.float() for one in scalars])), self._calls
 
-    def attach(self, engine: Engine) -> list[RemovableHandle]:
-        """Told of the engine before its first step; returns handles of hooks on its models."""
+    def attach(self, engine: Engine) -> None:
+        """Have the engine tell of its steps."""
         first = tuple(scaler.config.start("cpu").scale.item() for scaler in engine.scalers)
         self._last = self._window = _Counters(0, 0, first, (0,) * len(first))
-        return []
+        engine.tell(self, self._hooks(engine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
         """That of a copied engine, which has told of nothing yet."""
         return SkipWatch(self._on_skip, waits=self._waits)
+
+    def _hooks(self, engine: Engine) -> list[RemovableHandle]:
+        """Hooks on the engine's models."""
+        return []
 
     def _judge(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
         now = _counters(numbers)
@@ -210,14 +214,6 @@ class DiagnosingWatch(SkipWatch):
         self._calls_of_models: list[_Call] = []
         self._is_replaying = False
 
-    def attach(self, engine: Engine) -> list[RemovableHandle]:
-        """Take note of the forward passes of the engine's models; returns what ends that."""
-        handles = super().attach(engine)
-        for model in engine.models:
-            handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-            handles.append(model.register_forward_hook(partial(self._after, engine), with_kwargs=True))
-        return handles
-
     def __call__(self, engine: Engine, result: StepResult) -> None:
         """After a step."""
         super().__call__(engine, result)
@@ -227,6 +223,14 @@ class DiagnosingWatch(SkipWatch):
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
         """That of a copied engine, whose forward passes nobody notes: it logs."""
         return SkipWatch(log)
+
+    def _hooks(self, engine: Engine) -> list[RemovableHandle]:
+        """Take note of the models' forward passes."""
+        before = [
+            m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True) for m in engine.models
+        ]
+        after = partial(self._after, engine)
+        return before + [m.register_forward_hook(after, with_kwargs=True) for m in engine.models]
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._is_replaying:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfpeak
-from halfpeak.insight.skips import SkipEvent
+from halfpeak.engine.diagnosis.skips import SkipEvent
 
 
 def make(level: str = "O2", **options: Any) -> halfpeak.Engine:
