@@ -134,7 +134,10 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("distributed/fsdp.py", "unsharded_accumulated_grad"): _WINDOW,
     ("distributed/fsdp.py", "grad"): _WINDOW,
     ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
-    ("engine/diagnosis/replay.py", "grad"): "sets gradients aside while a batch is run again, and puts them back",
+    (
+        "engine/diagnosis/replay.py",
+        "grad",
+    ): "sets gradients aside while a batch is run again, and puts them back",
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,
