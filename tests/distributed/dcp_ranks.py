@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
@@ -55,6 +56,20 @@ class Run:
     def load(self, folder: Path) -> None:
         dcp.load({"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist)
 
+    def by_params(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.wrapped, self.engine.state_dict_optimizers())
+        return {"model": model, "optimizer": optimizer, "loop": self.engine.loop_state_dict()}
+
+    def set_by_params(self, state: dict[str, Any], **options: Any) -> None:
+        set_state_dict(
+            self.wrapped,
+            self.engine.state_dict_optimizers(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(**options),
+        )
+        self.engine.load_loop_state_dict(state["loop"])
+
     def seen(self) -> dict[str, Any]:
         engine = self.engine
         state = engine.state_dict()
@@ -66,6 +81,14 @@ class Run:
             "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
             "scale": engine.read_scale(),
         }
+
+
+BY_PARAMS = (
+    *product(("O0", "O1", "O2", "O5"), ("shards",)),
+    *product(("O1", "O2", "O4", "O5"), ("copies",)),
+    *product(("O2",), ("alone", "fused shards", "fused copies")),
+)
+"""Level and kind of the runs that torch's own functions save and load."""
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -87,6 +110,33 @@ def resumed(level: str, source: str, target: str, folder: Path) -> dict[str, Any
     loaded = other.seen()
     other.train(range(3, 6))
     return {"saved": saved, "loaded": loaded, "straight": run.seen(), "resumed": other.seen()}
+
+
+def resumed_by_params(level: str, kind: str, folder: Path) -> dict[str, Any]:
+    """:func:`resumed` through torch's get_state_dict and set_state_dict; and from whole tensors in memory."""
+    run = Run(kind, level)
+    run.train(range(3))
+    if not run.no_dist or dist.get_rank() == 0:
+        dcp.save(run.by_params(), checkpoint_id=folder, no_dist=run.no_dist)
+    dist.barrier()
+    whole = get_state_dict(
+        run.wrapped, run.engine.state_dict_optimizers(), options=StateDictOptions(full_state_dict=True)
+    )
+    state = {"model": whole[0], "optimizer": whole[1], "loop": run.engine.loop_state_dict()}
+    copied = copy.deepcopy(state)
+    run.train(range(3, 6))
+    seen = {"straight": run.seen()}
+    for name in ("file", "memory"):
+        other = Run(kind, level)
+        if name == "file":
+            state = other.by_params()
+            dcp.load(state, checkpoint_id=folder, no_dist=run.no_dist)
+            other.set_by_params(state)
+        else:
+            other.set_by_params(copied, full_state_dict=True)
+        other.train(range(3, 6))
+        seen[name] = other.seen()
+    return seen
 
 
 def unstepped(folder: Path) -> dict[str, Any]:
@@ -145,6 +195,13 @@ def refusals(folder: Path) -> dict[str, str]:
         run.train(range(1))
         get_state_dict(run.model, run.engine.optimizers)
 
+    def torch_by_names_afresh() -> None:
+        run = Run("copies", "O2")
+        state = Run("copies", "O2").by_params()
+        set_state_dict(
+            run.model, run.engine.optimizers, model_state_dict={}, optim_state_dict=state["optimizer"]
+        )
+
     def other_parameters() -> None:
         run, other = Run("copies", "O2"), Run("copies", "O2")
         state = run.engine.state_dict()
@@ -152,7 +209,7 @@ def refusals(folder: Path) -> dict[str, str]:
         other.engine.load_state_dict(state)
 
     found: dict[str, str] = {}
-    for call in (open_window, no_moments, torch_by_names, other_parameters):
+    for call in (open_window, no_moments, torch_by_names, torch_by_names_afresh, other_parameters):
         try:
             call()
             found[call.__name__] = "nothing"
@@ -165,6 +222,8 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {
         " ".join(case): resumed(*case, folder / f"run{number}") for number, case in enumerate(cases())
     }
+    for number, case in enumerate(BY_PARAMS):
+        seen[" ".join(("by params", *case))] = resumed_by_params(*case, folder / f"params{number}")
     seen["unstepped"] = unstepped(folder / "unstepped")
     seen["reordered"] = reordered(folder / "reordered")
     seen["local window"] = local_window()

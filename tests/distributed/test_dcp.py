@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.dcp_ranks import cases
+from distributed.dcp_ranks import BY_PARAMS, cases
 from distributed.launching import Seen, launch
 
 
@@ -35,6 +35,13 @@ def test_who_loads_goes_on_where_the_other_was(ranks: Seen, level: str, source: 
                 torch.testing.assert_close(a, b, atol=close, rtol=0)
 
 
+@pytest.mark.parametrize(("level", "kind"), BY_PARAMS)
+def test_state_by_the_functions_of_torch_goes_on_bitwise(ranks: Seen, level: str, kind: str) -> None:
+    for seen in ranks[f"by params {level} {kind}"]:
+        assert same(seen["straight"], seen["file"])
+        assert same(seen["straight"], seen["memory"])
+
+
 @pytest.mark.parametrize("name", ["unstepped", "reordered"])
 def test_moments_go_where_their_names_are(ranks: Seen, name: str) -> None:
     assert all(same(seen["straight"], seen["resumed"]) for seen in ranks[name])
@@ -60,7 +67,11 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
         ("open_window", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
         (
             "torch_by_names",
-            "OrderError: torch.distributed.checkpoint.state_dict finds an optimizer's state by",
+            "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
+        ),
+        (
+            "torch_by_names_afresh",
+            "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
         ),
         (
             "other_parameters",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError, StateError
+from halfpeak.core.optimizer_state import check_optimizer_state
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
 
@@ -117,24 +119,67 @@ def has_moments(optimizer: Optimizer) -> bool:
     return first is not None and bool(initial_moments(optimizer, *first))
 
 
-def refuse_getter_by_names(optimizer: Optimizer) -> None:
-    """A hook before ``state_dict`` of an optimizer of masters: torch's getter looks them up among the model's parameters.
+class OptimizerOverParams(Optimizer):
+    """An optimizer as :mod:`torch.distributed.checkpoint.state_dict` looks at one: its groups hold parameters of the model.
+
+    Args:
+        optimizer: whose state it loads.
+        state: of ``optimizer``, by :func:`with_initial_moments`: torch would take a step to make moments.
+        parameters: of the model, in the order of the groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, state: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+        # Without that of Optimizer, which is for optimizers that step.
+        self._optimizer, self._saved, over = optimizer, state, list(parameters)
+        self.defaults = {}
+        self.param_groups = [
+            {**group, "params": [over[i] for i in group["params"]]} for group in state["param_groups"]
+        ]
+        self.state = defaultdict(dict, {p: state["state"].get(i, {}) for i, p in enumerate(over)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that was given, in dicts of its own: torch puts names in place of the numbers."""
+        groups = [dict(group) for group in self._saved["param_groups"]]
+        return {**self._saved, "state": dict(self._saved["state"]), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state into the optimizer. Torch has put its parameters in the order of the groups.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        state = without_initial_moments(numbered(state_dict, names))
+        check_optimizer_state(self._optimizer, state)
+        self._optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing is stepped here.
+
+        Raises:
+            OrderError: always.
+        """
+        raise OrderError("this optimizer is for get_state_dict and set_state_dict alone; write engine.step()")
+
+
+def refuse_access_by_params(optimizer: Optimizer) -> None:
+    """A hook of an optimizer that torch's functions would look for masters in, or step to make moments.
 
     Raises:
-        OrderError: it is among the callers nearby.
+        OrderError: such a function is among the callers nearby.
     """
-    frame = inspect.currentframe() if _GETTER in sys.modules else None
-    for _ in range(_NEARBY):
+    frame = inspect.currentframe() if _BY_PARAMS in sys.modules else None
+    for _ in range(_NEARBY if frame is not None else 0):
         frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") == _GETTER:
+        if frame is not None and frame.f_globals.get("__name__") == _BY_PARAMS:
             raise OrderError(
-                f"{_GETTER} finds an optimizer's state by the parameters of the model, and this optimizer steps masters of "
-                "them; the engine is what to save and load, by the names of parameters: dcp.save({'engine': engine}), "
-                "dcp.load({'engine': engine})"
+                f"{_BY_PARAMS} looks an optimizer's state up by the parameters of the model, and steps it to make moments; "
+                "this one may step masters of them, and its steps are counted. Write get_state_dict(model, "
+                "engine.state_dict_optimizers()), set_state_dict likewise, or save the engine: dcp.save({'engine': engine})"
             )
 
 
-_GETTER: Final = "torch.distributed.checkpoint.state_dict"
+_BY_PARAMS: Final = "torch.distributed.checkpoint.state_dict"
 _NEARBY: Final = 8
 
 

@@ -24,7 +24,7 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import traced_inline, untraced
-from halfpeak.distributed.optimizer_state import refuse_getter_by_names
+from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_access_by_params
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import broadcast_masters, check_wrapped
 from halfpeak.engine.collapse import CollapseReport
@@ -43,6 +43,7 @@ from halfpeak.engine.state_dict import (
     load_loop_state,
     load_state,
     load_window,
+    optimizer_states,
     save_loop_state,
     save_state,
     save_window,
@@ -121,7 +122,7 @@ class Engine:
         context.handles += [hook_forward(model, self._catch_up) for model in models]
         if len(masters):
             context.handles += [
-                one.register_state_dict_pre_hook(refuse_getter_by_names) for one in optimizers
+                one.register_state_dict_pre_hook(refuse_access_by_params) for one in optimizers
             ]
         context.handles += [handle for model in models for handle in hook_loads(model, stats)]
         # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
@@ -466,6 +467,21 @@ class Engine:
             StateError: the state does not fit. Nothing was loaded.
         """
         load_loop_state(self.context, state)
+
+    def state_dict_optimizers(self) -> list[Optimizer]:
+        """The optimizers as :mod:`torch.distributed.checkpoint.state_dict` takes them, for one call of its functions.
+
+        These look an optimizer's state up by the parameters of the model, in whose place the groups of the optimizers
+        themselves may hold masters. The model's state holds the masters' values and this one the moments, so with
+        :meth:`loop_state_dict` (loss scale, counters, open window) beside them a resume is bitwise::
+
+            model_state, optimizer_state = get_state_dict(model, engine.state_dict_optimizers())
+            set_state_dict(model, engine.state_dict_optimizers(), model_state_dict=..., optim_state_dict=...)
+        """
+        return [
+            OptimizerOverParams(one.optimizer, state, one.table().model_params)
+            for one, state in zip(self.context.prepared, optimizer_states(self.context), strict=True)
+        ]
 
     def window_state(self) -> dict[str, Any]:
         """The open window alone: gradients, where they stand, and what was found in them. Waits for the device."""

@@ -36,17 +36,13 @@ def save_state(context: EngineContext) -> dict[str, Any]:
     Raises:
         OrderError: a window is open over shards, whose gradients FSDP2 holds where nobody can read them.
     """
-    if any(one.is_open and has_shards(one.table().main_params) for one in context.prepared):
-        raise OrderError(
-            "a window is open, and its gradients lie in buffers of FSDP2 that cannot be saved; save at the end of a window "
-            "(after a step with result.boundary), or call engine.abort() first"
-        )
-    optimizers = [optimizer.state_dict() for optimizer in context.optimizers]
     if has_process_group():
         optimizers = [
-            named(with_initial_moments(one.optimizer, state), context.names_of(one))
-            for one, state in zip(context.prepared, optimizers, strict=True)
+            named(state, context.names_of(one))
+            for one, state in zip(context.prepared, optimizer_states(context), strict=True)
         ]
+    else:
+        optimizers = [optimizer.state_dict() for optimizer in context.optimizers]
     return {
         "version": VERSION,
         "level": context.config.properties.opt_level,
@@ -57,6 +53,11 @@ def save_state(context: EngineContext) -> dict[str, Any]:
         "buffers": context.stats.saved(),
         "window": save_window(context),
     }
+
+
+def optimizer_states(context: EngineContext) -> list[dict[str, Any]]:
+    """The states of the optimizers, each with moments for parameters that were never stepped, too."""
+    return [with_initial_moments(optimizer, optimizer.state_dict()) for optimizer in context.optimizers]
 
 
 def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
@@ -114,7 +115,16 @@ def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
 
 
 def save_window(context: EngineContext) -> dict[str, Any]:
-    """The open accumulation window: gradients accumulated so far, where they stand, and what was found in them."""
+    """The open accumulation window: gradients accumulated so far, where they stand, and what was found in them.
+
+    Raises:
+        OrderError: it is open over shards, whose gradients FSDP2 holds where nobody can read them.
+    """
+    if any(one.is_open and has_shards(one.table().main_params) for one in context.prepared):
+        raise OrderError(
+            "a window is open, and its gradients lie in buffers of FSDP2 that cannot be saved; save at the end of a window "
+            "(after a step with result.boundary), or call engine.abort() first"
+        )
     return {
         "lanes": [_save_one(prepared, context.scalers) for prepared in context.prepared],
         "losses": {

@@ -22,6 +22,7 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.distributed.optimizer_state import refuse_access_by_params
 from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
@@ -359,6 +360,8 @@ class TrainStep:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
         config = self._config
+        if len(prepared.masters) or config.caller_may_step or not config.engine_steps:
+            refuse_access_by_params(prepared.optimizer)
         check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
         prepared.begin_step()
         if isinstance(prepared.window, Empty) and not has_closure:
