@@ -6,51 +6,116 @@
 >>> engine = halfpeak.prepare(model, optimizer)
 >>> engine
 Engine(O5, cpu, scale=1, num_steps=0, num_skipped=0)
+
+Each name is imported when it is first asked for, so that ``halfpeak --help`` and whoever wants a part do not pay for torch
+or for the whole.
 """
 
-import importlib as _importlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
-from halfpeak import amp
-from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import (
-    BannedOpError,
-    CheckpointError,
-    ClosureError,
-    ConfigError,
-    ConfigTypeError,
-    HalfpeakError,
-    LossIdError,
-    LossScaleCollapse,
-    OrderError,
-    ParameterError,
-    RankMismatchError,
-    RegistryError,
-    StateError,
-)
-from halfpeak.core.levels import LEVELS, Level, Properties
-from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig
-from halfpeak.core.step_result import StepResult
-from halfpeak.engine.diagnosis.diagnose import diagnose
-from halfpeak.engine.diagnosis.report import Diagnosis
-from halfpeak.engine.engine import Engine
-from halfpeak.engine.memory_report import Memory
-from halfpeak.engine.prepare import prepare
-from halfpeak.insight.checkup import Checkup
-from halfpeak.insight.doctor import doctor
-from halfpeak.integrations.grad_scaler import GradScaler
-from halfpeak.state.clip import ClipNorm, ClipValue
+if TYPE_CHECKING:
+    from halfpeak import amp
+    from halfpeak import checkpoint as checkpoint
+    from halfpeak import distributed as distributed
+    from halfpeak import fused as fused
+    from halfpeak import insight as insight
+    from halfpeak import integrations as integrations
+    from halfpeak import migrate as migrate
+    from halfpeak import optim as optim
+    from halfpeak import runner as runner
+    from halfpeak import shim as shim
+    from halfpeak.core.accumulation import Accumulation
+    from halfpeak.core.errors import (
+        BannedOpError,
+        CheckpointError,
+        ClosureError,
+        ConfigError,
+        ConfigTypeError,
+        HalfpeakError,
+        LossIdError,
+        LossScaleCollapse,
+        OrderError,
+        ParameterError,
+        RankMismatchError,
+        RegistryError,
+        StateError,
+    )
+    from halfpeak.core.levels import LEVELS, Level, Properties
+    from halfpeak.core.policy import Policy
+    from halfpeak.core.schedule import ScaleConfig
+    from halfpeak.core.step_result import StepResult
+    from halfpeak.engine.diagnosis.diagnose import diagnose
+    from halfpeak.engine.diagnosis.report import Diagnosis
+    from halfpeak.engine.engine import Engine
+    from halfpeak.engine.memory_report import Memory
+    from halfpeak.engine.prepare import prepare
+    from halfpeak.insight.checkup import Checkup
+    from halfpeak.insight.doctor import doctor
+    from halfpeak.integrations.grad_scaler import GradScaler
+    from halfpeak.state.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("distributed", "fused", "insight", "integrations", "migrate", "optim", "runner", "shim")
+_MODULE_OF: Final = {
+    "LEVELS": "core.levels",
+    "Accumulation": "core.accumulation",
+    "BannedOpError": "core.errors",
+    "CheckpointError": "core.errors",
+    "Checkup": "insight.checkup",
+    "ClipNorm": "state.clip",
+    "ClipValue": "state.clip",
+    "ClosureError": "core.errors",
+    "ConfigError": "core.errors",
+    "ConfigTypeError": "core.errors",
+    "Diagnosis": "engine.diagnosis.report",
+    "Engine": "engine.engine",
+    "GradScaler": "integrations.grad_scaler",
+    "HalfpeakError": "core.errors",
+    "Level": "core.levels",
+    "LossIdError": "core.errors",
+    "LossScaleCollapse": "core.errors",
+    "Memory": "engine.memory_report",
+    "OrderError": "core.errors",
+    "ParameterError": "core.errors",
+    "Policy": "core.policy",
+    "Properties": "core.levels",
+    "RankMismatchError": "core.errors",
+    "RegistryError": "core.errors",
+    "ScaleConfig": "core.schedule",
+    "StateError": "core.errors",
+    "StepResult": "core.step_result",
+    "diagnose": "engine.diagnosis.diagnose",
+    "doctor": "insight.doctor",
+    "prepare": "engine.prepare",
+    # packages
+    "amp": "amp",
+    "checkpoint": "checkpoint",
+    "distributed": "distributed",
+    "fused": "fused",
+    "insight": "insight",
+    "integrations": "integrations",
+    "migrate": "migrate",
+    "optim": "optim",
+    "runner": "runner",
+    "shim": "shim",
+}
+"""Where each public name is found. The imports above say the same to type checkers, and a test compares them."""
 
 
-def __getattr__(name: str) -> object:
-    """A package that ``import halfpeak`` leaves alone, imported when it is first asked for."""
-    if name in _ON_DEMAND:
-        return _importlib.import_module(f"halfpeak.{name}")
-    raise AttributeError(f"module 'halfpeak' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker knows the names, and finds a misspelt one
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'halfpeak' has no attribute {name!r}")
+        module = import_module(f"halfpeak.{_MODULE_OF[name]}")
+        value = module if name == _MODULE_OF[name] else getattr(module, name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*_MODULE_OF, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from halfpeak import __version__
-from halfpeak.cli.main import COMMANDS, Command, main
+from halfpeak.cli.main import COMMANDS, main
 from halfpeak.cli.options import LATEST, parse, read_config
 from halfpeak.core.errors import ConfigError
 from halfpeak.recipes.settings import TrainConfig
+from laws.source import ROOT
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -34,6 +36,28 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in COMMANDS)
+
+
+def test_help_comes_without_the_seconds_that_torch_takes_to_import() -> None:
+    asked = [["--help"], ["--version"], ["train", "--help"], ["train", "--help-all"], ["migrate", "--help"]]
+    program = f"""
+import sys
+import halfpeak
+from contextlib import suppress
+from halfpeak.cli.main import main
+for arguments in {asked}:
+    with suppress(SystemExit):
+        main(arguments)
+assert "torch" not in sys.modules
+halfpeak.prepare
+assert "torch" in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: halfpeak") == 4
 
 
 def test_help_of_train_names_ten_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +233,7 @@ def test_an_interrupt_tells_of_resume_where_there_is_one(
     def stopped(arguments: Sequence[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("halfpeak.cli.main.COMMANDS", {name: Command("", stopped)})
+    monkeypatch.setattr(f"halfpeak.cli.{name}.main", stopped)
     assert main([name]) == 130
     assert ("--resume" in capsys.readouterr().err) == (name == "train")
 

@@ -21,7 +21,7 @@ from halfpeak.checkpoint import file as checkpoint
 from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.main import main
 from halfpeak.cli.options import parse
-from halfpeak.cli.train import train
+from halfpeak.cli.train_run import train
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.history import read_rows
 from halfpeak.recipes.training import Step, Training

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from distributed.launching import fork_ranks
 from halfpeak.cli.options import parse
-from halfpeak.cli.train import train
+from halfpeak.cli.train_run import train
 from halfpeak.core.errors import HalfpeakError
 from halfpeak.distributed.launched import ALONE, Ranks
 from halfpeak.recipes import pysource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -13,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import halfpeak
-from laws.source import ROOT, modules
+from laws.source import ROOT, for_types_only, modules
 
 DECLARED = [
     module.name
@@ -23,20 +24,22 @@ DECLARED = [
 """Modules that state their public names."""
 
 
-def public_names(module: ModuleType) -> set[str]:
-    """What a module binds for its users: no underscore, no submodule that was merely imported."""
-    listed = set(getattr(module, "__all__", ()))
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and name != "annotations"
-        and (name in listed or not isinstance(value, ModuleType))
+def test_a_type_checker_sees_the_names_that_are_imported_on_demand() -> None:
+    (package,) = (module for module in modules() if module.name == "halfpeak")
+    seen = {
+        alias.name: alias.name if node.module == "halfpeak" else str(node.module).removeprefix("halfpeak.")
+        for node in for_types_only(package)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
-
-
-def test_the_package_publishes_exactly_what_it_binds() -> None:
-    assert set(halfpeak.__all__) - {"__version__"} == public_names(halfpeak)
+    assert seen == halfpeak._MODULE_OF
+    assert set(halfpeak.__all__) == {name for name, home in seen.items() if home != name} | {"amp"}
+    assert {name for name in dir(halfpeak) if not name.startswith("__")} == seen.keys()
+    assert all(
+        isinstance(getattr(halfpeak, name), ModuleType) == (home == name) for name, home in seen.items()
+    )
+    with pytest.raises(AttributeError, match="no attribute 'prepair'"):
+        _ = halfpeak.prepair
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -70,7 +73,7 @@ warnings.simplefilter("error", category=Warning)
 import torch
 before = set(sys.modules)
 dtype, threads = torch.get_default_dtype(), threading.active_count()
-import {name}
+{imported}
 new = {{module.split(".")[0] for module in set(sys.modules) - before}}
 print(json.dumps({{
     "third party": sorted(new - set(sys.stdlib_module_names) - {{"halfpeak", "torch"}}),
@@ -85,11 +88,11 @@ print(json.dumps({{
 """
 
 
-@pytest.mark.parametrize("name", ["halfpeak", "halfpeak.amp"])
-def test_a_lean_import(name: str) -> None:
+@pytest.mark.parametrize("imported", ["from halfpeak import *", "import halfpeak.amp"])
+def test_a_lean_import(imported: str) -> None:
     """Importing brings no third-party package beyond torch's own, starts nothing and changes nothing."""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(name=name)],
+        [sys.executable, "-c", PROBE.format(imported=imported)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ def errors_of(scripts: Sequence[Path], *options: str, modules: Sequence[str] = (
         options: of Python.
         modules: what has been imported, beside torch and halfpeak.
     """
-    names = " ".join(("torch", "torch._dynamo", "halfpeak", *modules))
+    names = " ".join(("torch", "torch._dynamo", "halfpeak.amp", "halfpeak.insight.doctor", *modules))
     done = subprocess.run(
         [sys.executable, *options, "-c", PROGRAM, names, *map(str, scripts)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},

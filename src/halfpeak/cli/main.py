@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module, metadata
 from types import MappingProxyType
-from typing import NamedTuple
-
-import torch
 
 from halfpeak import __version__
-from halfpeak.cli import convert, doctor, env, inspect, migrate, run, train
 from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, RankLostError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
-class Command(NamedTuple):
-    """A command: what it does in a line, and what runs it and returns the exit status."""
-
-    brief: str
-    run: Callable[[Sequence[str]], int]
-
-
-COMMANDS: Mapping[str, Command] = MappingProxyType(
+COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "train": Command("train a real model in mixed precision, on whatever device is there", train.main),
-        "doctor": Command("train a little at each level, and say which one to use and why", doctor.main),
-        "run": Command("run a script that imports apex, unedited, on a GPU or on the CPU", run.main),
-        "inspect": Command("say what is in a checkpoint, and execute nothing in it", inspect.main),
-        "convert": Command("write a checkpoint of one library in the form of another", convert.main),
-        "migrate": Command("rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak", migrate.main),
-        "env": Command("say what a report of a fault needs: versions, devices, backends, compiler", env.main),
+        "train": "train a real model in mixed precision, on whatever device is there",
+        "doctor": "train a little at each level, and say which one to use and why",
+        "run": "run a script that imports apex, unedited, on a GPU or on the CPU",
+        "inspect": "say what is in a checkpoint, and execute nothing in it",
+        "convert": "write a checkpoint of one library in the form of another",
+        "migrate": "rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak",
+        "env": "say what a report of a fault needs: versions, devices, backends, compiler",
     }
 )
-"""Every command by its name."""
+"""Every command with what it does. ``main`` of the file of that name runs it, imported then: most of them need torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(usage())
         return 0
     if arguments[0] in ("-V", "--version"):
-        sys.stdout.write(f"halfpeak {__version__}, torch {torch.__version__}\n")
+        sys.stdout.write(f"halfpeak {__version__}, torch {metadata.version('torch')}\n")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
@@ -58,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """What ``halfpeak --help`` prints."""
-    lines = [f"  {name:<10}{command.brief}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10}{brief}" for name, brief in COMMANDS.items()]
     return "\n".join(
         [
             "usage: halfpeak COMMAND [OPTIONS]",
@@ -77,21 +67,18 @@ def usage() -> str:
 def _guarded(name: str, rest: Sequence[str]) -> int:
     title = f"halfpeak {name}"
     try:
-        return COMMANDS[name].run(rest)
+        return import_module(f"halfpeak.cli.{name}").main(rest)
     except (LossScaleCollapse, RankLostError) as error:
         return _fail(title, str(error), FAILED)
     except HalfpeakError as error:
         if os.environ.get("RANK", "0") != "0":  # every process that torchrun starts refuses the same
             return BAD_INPUT
         return _fail(title, str(error), BAD_INPUT)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        return _fail(title, f"{reason}. Write a smaller --batch and a larger --accumulate", FAILED)
     except BrokenPipeError:
         # The reader has closed the pipe, as head does. The interpreter would fail once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         return _fail(title, str(error), FAILED)
     except KeyboardInterrupt:
         onward = "; --resume continues from the last checkpoint" if name == "train" else ""

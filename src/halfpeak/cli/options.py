@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfpeak.checkpoint.temporary import write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.extras import needs_extra
 from halfpeak.recipes.settings import (
@@ -113,25 +112,6 @@ def read_config(path: Path) -> dict[str, Any]:
         return parse_values({str(name): value for name, value in values.items()})
     except ConfigError as error:
         raise type(error)(f"config {str(path)!r}: {error}") from None
-
-
-def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write plain settings as TOML; those that are None are left out, which means the same.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = Path(folder) / "config.toml"
-    ...     write_config(file, {"level": "O2", "lr": 0.1, "plot": True, "steps": None})
-    ...     read_config(file)
-    {'level': 'O2', 'lr': 0.1, 'plot': True}
-    """
-    # JSON and TOML spell strings, numbers and booleans alike.
-    lines = [
-        f"{name} = {json.dumps(value, allow_nan=False)}\n"
-        for name, value in values.items()
-        if value is not None
-    ]
-    write_text(path, "".join(lines))
 
 
 def _options(*, common_only: bool) -> Any:

@@ -1,10 +1,14 @@
-"""The folder of a run: where its files are, and which folder a new or a resumed run gets."""
+"""The folder of a run: where its files are, which folder a new or a resumed run gets, and its ``config.toml``."""
 
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.options import LATEST
 from halfpeak.core.errors import ConfigError
 
@@ -106,3 +110,23 @@ def existing_folder(resume: str, output: str | None) -> RunFolder:
     if not folder.path.is_dir():
         raise ConfigError(f"there is no folder {folder.path} to resume from")
     return folder
+
+
+def write_config(path: Path, values: Mapping[str, Any]) -> None:
+    """Write plain settings as TOML; those that are None are left out, which means the same.
+
+    >>> import tempfile
+    >>> from halfpeak.cli.options import read_config
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "config.toml"
+    ...     write_config(file, {"level": "O2", "lr": 0.1, "plot": True, "steps": None})
+    ...     read_config(file)
+    {'level': 'O2', 'lr': 0.1, 'plot': True}
+    """
+    # JSON and TOML spell strings, numbers and booleans alike.
+    lines = [
+        f"{name} = {json.dumps(value, allow_nan=False)}\n"
+        for name, value in values.items()
+        if value is not None
+    ]
+    write_text(path, "".join(lines))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Set
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST: Final = 120
 _PARTS: Final = 6
@@ -32,7 +34,7 @@ def _repr(value: Any, depth: int) -> str:
         return repr(value) if len(value) <= LONGEST else f"{value[:LONGEST]!r}..."
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         shape = "different shapes" if value.is_nested else str(tuple(value.shape))
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of {shape}"
     if not isinstance(value, (Mapping, list, tuple, Set)):
@@ -47,3 +49,9 @@ def _repr(value: Any, depth: int) -> str:
     if isinstance(value, tuple):
         return f"({shown},)" if len(parts) == 1 else f"({shown})"
     return f"[{shown}]" if isinstance(value, list) else f"{{{shown}}}"
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor: without torch, which ``--help`` does not import, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
