@@ -28,8 +28,9 @@ from shim.process import run_python
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import mmengine.hooks  # fills the registry of hooks
     import mmengine.optim as original
-    from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+    from mmengine.registry import HOOKS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 
 WRAPPERS = ("OptimWrapper", "AmpOptimWrapper", "ApexOptimWrapper", "OptimWrapperDict")
 CONSTRUCTOR = "DefaultOptimWrapperConstructor"
@@ -39,7 +40,8 @@ OTHER = os.environ.get("HALFPEAK_TEST_MMENGINE")
 
 
 def entries() -> list[list[tuple[str, Any]]]:
-    return [list(registry.module_dict.items()) for registry in (OPTIM_WRAPPERS, OPTIM_WRAPPER_CONSTRUCTORS)]
+    registries = (OPTIM_WRAPPERS, OPTIM_WRAPPER_CONSTRUCTORS, HOOKS)
+    return [list(registry.module_dict.items()) for registry in registries]
 
 
 @pytest.fixture
@@ -66,6 +68,7 @@ def test_names_mean_ours_until_they_are_given_back() -> None:
     assert type(build()) is original.OptimWrapper
     halfpeak.shim.install("mmengine")
     assert {*WRAPPERS} <= OPTIM_WRAPPERS.module_dict.keys()
+    assert "DiagnosisHook" in HOOKS.module_dict
     for name in WRAPPERS:
         registered: Any = OPTIM_WRAPPERS.get(name)
         assert issubclass(registered, (getattr(halfpeak.optim, name)))
@@ -261,6 +264,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs: dict[str, Any], name: str) -> N
     assert found["window"], "the epoch should end inside a window"
     assert found["weights"]
     assert found["momenta"]
+
+
+@pytest.mark.parametrize("name", ["AmpOptimWrapper float16", "ApexOptimWrapper O2"])
+def test_the_diagnosis_hook_names_the_layer(runs: dict[str, Any], name: str) -> None:
+    assert runs[f"diagnosed {name}"] == [["forward", "norm", "overflow"]]
 
 
 def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any]) -> None:

@@ -550,7 +550,7 @@ class Engine:
             context.models = (*context.models, model)
             self._collapse.add_model(model)
             self._unmanaged.add_model(model)
-            context.handles += hook_precision(model, self.policy)
+            context.handles += [*hook_precision(model, self.policy), hook_forward(model, self._catch_up)]
             if self.config.restore_buffers:
                 context.stats.add_model(model)
                 context.handles += hook_loads(model, context.stats)

@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any, ClassVar, Final
 
 from halfpeak.core.errors import RegistryError
+from halfpeak.engine.diagnosis.skips import diagnose_into
+from halfpeak.engine.engine import Engine
 from halfpeak.insight.extras import MissingExtraError
 from halfpeak.optim import (
     AmpOptimWrapper,
@@ -23,6 +25,7 @@ from halfpeak.optim import (
     Registry,
 )
 from halfpeak.optim.registry import Factory
+from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
 from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import Entry, put
 from halfpeak.shim.spec import Shim, Undo
@@ -32,7 +35,7 @@ _SCOPE: Final = "_scope_"
 
 
 def set_up() -> Undo:
-    """Register as soon as ``mmengine.optim`` is imported.
+    """Register as soon as ``mmengine.optim`` and ``mmengine.hooks`` are imported.
 
     Raises:
         MissingExtraError: neither mmengine nor a fork of it is installed.
@@ -41,7 +44,13 @@ def set_up() -> Undo:
         raise MissingExtraError(
             "mmengine is not installed; write pip install mmengine-lite, or use halfpeak.optim, which does not need it"
         )
-    return when_imported("mmengine.optim", register)
+    undos = (when_imported("mmengine.optim", register), when_imported("mmengine.hooks", register_hook))
+
+    def undo() -> None:
+        for one in undos:
+            one()
+
+    return undo
 
 
 def register(optim: ModuleType) -> Undo:
@@ -122,6 +131,32 @@ def make_constructor(
     Constructor.__name__ = Constructor.__qualname__ = DefaultOptimWrapperConstructor.__name__
     Constructor.__doc__ = DefaultOptimWrapperConstructor.__doc__
     return Constructor
+
+
+def register_hook(hooks: ModuleType) -> Undo:
+    """Add :class:`halfpeak.runner.DiagnosisHook`, as a hook of mmengine's.
+
+    Args:
+        hooks: the module ``mmengine.hooks``.
+    """
+    foreign: Any = hooks
+
+    class DiagnosisHook(foreign.Hook):
+        def __init__(self) -> None:
+            self._known: set[Engine] = set()
+
+        def before_train(self, runner: Any) -> None:
+            wrapper = runner.optim_wrapper
+            if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
+                with wrapper.optim_context(runner.model):
+                    pass  # from here on its engine knows the model
+
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            diagnose_into(runner.work_dir, runner.model, self._known)
+
+    DiagnosisHook.__doc__ = OwnHook.__doc__
+    registries: Any = import_module("mmengine.registry")
+    return put([(registries.HOOKS, "DiagnosisHook", DiagnosisHook)])
 
 
 class _ForeignRegistry(Registry):

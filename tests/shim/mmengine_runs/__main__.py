@@ -223,10 +223,27 @@ def resumed(root: Path, wrapper: dict[str, Any], hooks: tuple[Any, ...] = ()) ->
     }
 
 
+def diagnosed(root: Path, wrapper: dict[str, Any]) -> list[list[Any]]:
+    """What the reports say of a run with one layer that overflows in float16 once, in the fourth iteration."""
+    calls = itertools.count()
+
+    class Spoilt(Hook):
+        def before_train(self, runner: Runner) -> None:
+            runner.model.norm.register_forward_hook(
+                lambda norm, args, out: out * 1e5 if norm.training and next(calls) in (3, 4, 5) else out
+            )
+
+    train(root, {**wrapper, "accumulative_counts": 1}, hooks=({"type": "DiagnosisHook"}, Spoilt()))
+    reports = [json.loads(path.read_text()) for path in sorted(root.glob("diagnosis-*.json"))]
+    return [[one["where"], one["module"], one["reason"]] for one in reports]
+
+
 def our_wrappers(root: Path) -> dict[str, Any]:
     found = {f"loop {name}": loop(root / f"loop {name}", wrapper) for name, wrapper in WRAPPERS.items()}
     for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
         found[f"resume {name}"] = resumed(root / f"resume {name}", WRAPPERS[name])
+    for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
+        found[f"diagnosed {name}"] = diagnosed(root / f"diagnosed {name}", WRAPPERS[name])
     # At O2 the weights are half and the averages are not; the state dict of the model has float32 for both.
     ema = {"type": "EMAHook", "momentum": 0.05, "update_buffers": True}
     found["ema"] = resumed(root / "ema", WRAPPERS["ApexOptimWrapper O2"], (ema,))

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
 from halfpeak.engine.diagnosis.diagnose import diagnose
-from halfpeak.engine.engine import Engine
+from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.ops.async_scalar import AsyncCopy
-from halfpeak.state.found_inf import is_first_rank
+from halfpeak.state.found_inf import is_first_rank, is_multi_rank
 
 WINDOW: Final = 200
 """Steps over which the share of skips is taken."""
@@ -42,8 +43,9 @@ class SkipEvent(NamedTuple):
 
     Attributes:
         step: steps so far, skipped ones included.
-        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value; ``"floor"``, the scale is
-            within a factor 16 of its floor; ``"share"``, more than 5 % of the last 200 steps were skipped.
+        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value, or a step that should have
+            been one; ``"floor"``, the scale is within a factor 16 of its floor; ``"share"``, more than 5 % of the last 200
+            steps were skipped.
         message: it in a line.
     """
 
@@ -118,6 +120,10 @@ class SkipWatch:
         """Hooks on the engine's models."""
         return []
 
+    def _is_beyond_scale(self) -> bool:
+        """Whether the step is known to have gone wrong before the loss was scaled."""
+        return False
+
     def _judge(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
         now = _counters(numbers)
         last, self._last = self._last, now
@@ -129,6 +135,10 @@ class SkipWatch:
         window = self._window
         if now.num_skipped > last.num_skipped:
             self._judge_skip(engine, result, last, now, step)
+        elif self._is_beyond_scale():
+            self._tell(
+                engine, step, "skip", f"step {step} was taken, and an output of the model was not finite"
+            )
         steps = step - window.num_steps - window.num_skipped
         if steps >= WINDOW:
             skips = now.num_skipped - window.num_skipped
@@ -143,7 +153,8 @@ class SkipWatch:
         names = result.nonfinite() if is_on_host(result.found_inf) or self._waits else ()
         shown = f" Not finite: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
         was_clean = [clean + now.num_steps - last.num_steps for clean in last.clean]
-        if now.scales == last.scales and (not configs[0].dynamic or list(now.clean) == was_clean):
+        stayed = now.scales == last.scales and (not configs[0].dynamic or list(now.clean) == was_clean)
+        if stayed or self._is_beyond_scale():
             self._tell(engine, step, "skip", f"step {step} was skipped, and no loss scale would help.{shown}")
         for config, scale, before in zip(configs, now.scales, last.scales, strict=True):
             if not config.dynamic:
@@ -202,7 +213,9 @@ class DiagnosingWatch(SkipWatch):
     """``on_skip="diagnose"``: writes ``diagnosis-<step>.html``, of the forward passes that the skipped step was made of.
 
     They are run again on the inputs they had, and backward from the gradients that their outputs got. Reads the counters after
-    every step, so it waits for the device, and keeps the inputs of a step until the next.
+    every step, so it waits for the device, and keeps inputs and outputs of a step until the next.
+
+    Where the loss scale falls after a loss that is not finite, as it does in other libraries' rules, that is told all the same.
 
     Args:
         folder: says where the reports go.
@@ -234,15 +247,25 @@ class DiagnosingWatch(SkipWatch):
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._is_replaying:
-            self._calls_of_models.append(_Call(model, args, kwargs, {}))
+            kind = next((p.device.type for p in model.parameters()), "cpu")
+            casts = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            self._calls_of_models.append(_Call(model, args, kwargs, casts, [], {}))
 
     def _after(self, engine: Engine, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or self._is_replaying or not self._calls_of_models:
             return
-        grads = self._calls_of_models[-1].grads
+        outputs, grads = self._calls_of_models[-1][-2:]
         for number, leaf in enumerate(_float_leaves(output)):
+            outputs.append(leaf.detach())
             if leaf.requires_grad:
                 leaf.register_hook(partial(_keep, grads, number, engine))
+
+    def _is_beyond_scale(self) -> bool:
+        grads = [grad for call in self._calls_of_models for grad, _ in call.grads.values()]
+        # In a low dtype, the scaled gradient of an output may overflow.
+        faults = [grad.isnan() if grad.dtype in LOW else ~grad.isfinite() for grad in grads]
+        faults += [~output.isfinite() for call in self._calls_of_models for output in call.outputs]
+        return any(bool(fault.any()) for fault in faults)
 
     def _diagnose(self, engine: Engine, event: SkipEvent) -> None:
         path = self._folder() / f"diagnosis-{event.step}.html"
@@ -252,22 +275,51 @@ class DiagnosingWatch(SkipWatch):
             report = diagnose(
                 engine, partial(_replay, list(self._calls_of_models)), scale=scales[0] if scales else None
             )
-            report.save(path)
+            if report.where is not None:
+                report.save(path)
+            elif is_multi_rank():
+                return  # another rank has seen more
         except Exception as error:  # a report is never worth the run
             _logger.warning("%s It could not be diagnosed: %s", _sentence(event.message), error)
             return
         finally:
             self._is_replaying = False
         headline = str(report).partition("\n")[0]
-        _logger.warning("%s %s; see %s", _sentence(event.message), headline, path)
+        where = "run again" if report.where is None else f"see {path}"
+        _logger.warning("%s %s; %s", _sentence(event.message), headline, where)
+
+
+def diagnose_into(folder: str | Path, model: nn.Module, known: set[Engine]) -> None:
+    """Have each engine that trains ``model`` or a part of it write its diagnoses into ``folder``.
+
+    Args:
+        folder: where they go.
+        model: in whichever wrapper.
+        known: the engines that were told so before; those that are told now are put in.
+    """
+    for engine in filter(None, map(engine_of, model.modules())):
+        if engine not in known:
+            known.add(engine)
+            DiagnosingWatch(lambda: Path(folder)).attach(engine)
 
 
 class _Call(NamedTuple):
-    """A forward pass of a model, and by number of the output its gradient, with the loss scale that is in it."""
+    """A forward pass of a model.
+
+    Attributes:
+        model: what was called.
+        args: with what.
+        kwargs: and with what by name.
+        casts: the autocast of torch's around it, if there was one.
+        outputs: floating-point tensors that it returned.
+        grads: their gradients by number, with the loss scale that is in it.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    casts: torch.autocast
+    outputs: list[Tensor]
     grads: dict[int, tuple[Tensor, float]]
 
 
@@ -285,9 +337,11 @@ def _keep(grads: dict[int, tuple[Tensor, float]], number: int, engine: Engine, g
 def _replay(calls: Sequence[_Call]) -> Tensor:
     """A loss whose gradients with respect to the outputs are those that were kept, without the loss scale."""
     total = torch.zeros(())
-    for model, args, kwargs, grads in calls:
-        for number, leaf in enumerate(_float_leaves(model(*args, **kwargs))):
-            if number in grads:
-                grad, scale = grads[number]
+    for call in calls:
+        with call.casts:
+            leaves = _float_leaves(call.model(*call.args, **call.kwargs))
+        for number, leaf in enumerate(leaves):
+            if number in call.grads:
+                grad, scale = call.grads[number]
                 total = total.to(leaf.device) + (leaf.float() * (grad.float() / scale)).sum()
     return total
