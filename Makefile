@@ -28,7 +28,8 @@ train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
 
 # One thread: the tensors of the tests are small, and other processes of the suite want the other cores.
-test: check docs
+test: $(VENV)/.tools
+	$(MAKE) --jobs=2 --output-sync check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 fuzz: $(VENV)/.tools

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from halfpeak.amp.session import _amp_state
 
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    # Triton looks at it when a kernel is defined, so it must stand here before the first import of one.
+    # Triton looks at it when it is imported, as torch's compiler does, so it must stand here before either is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 else:
     # Torch looks at it at the first matrix product of the process, and runs that ask for the same bits may come later.
@@ -69,6 +68,8 @@ def process_left_as_found(fixed_seeds: None) -> Iterator[None]:
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Nothing is compiled yet, and its counters stand at zero."""
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
     yield

@@ -436,6 +436,7 @@ def join(run: Run) -> None:
     run.optimizer.add_param_group({"params": list(run.net[4].parameters())})
 
 
+O2, O4 = ("O2", "fused"), ("O4", "torch's fused")
 CHANGES: dict[str, Callable[[Run], object]] = {
     "gradient hook": lambda run: run.weight.register_hook(lambda grad: grad * 0.5),
     "hook on what was accumulated": lambda run: run.weight.register_post_accumulate_grad_hook(halve),
@@ -447,9 +448,19 @@ CHANGES: dict[str, Callable[[Run], object]] = {
 }
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("O2", "fused"), ("O4", "torch's fused")])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_two_calls_changes_the_next_one(level: str, optimizer: str, change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "level", "optimizer"),
+    [
+        ("gradient hook", *O4),
+        ("hook on what was accumulated", *O2),
+        ("forward hook", *O2),
+        ("frozen", *O2),
+        ("unfrozen", *O4),
+        ("a group", *O2),
+        ("a smaller batch", *O4),
+    ],
+)
+def test_what_changes_between_two_calls_changes_the_next_one(change: str, level: str, optimizer: str) -> None:
     def train(*, compiled: bool) -> Any:
         torch._dynamo.reset()
         run = Run(
