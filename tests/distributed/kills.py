@@ -14,10 +14,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from distributed.launching import ENVIRONMENT
 from halfpeak.checkpoint import file as checkpoint
 from support.states import differences
 
-ROOT = Path(__file__).parents[2]
 STEPS = 40
 
 
@@ -25,21 +25,20 @@ def start(folder: Path, *, restarts: int = 0, ranks: int = 2, shard: bool = Fals
     """A run with skipped steps and windows of two passes, which is saved after every step."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     launcher += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    settings = f"--steps {STEPS} --level O2 --batch 8 --accumulate 2 --init-loss-scale 2**24 --eval-every 0"
-    files = f"--save-every 1 --log-every 1 --tensorboard false --plot false --shard {shard} --resume auto"
-    command = ["train", "digits", *settings.split(), *files.split(), "--output", str(folder)]
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "halfpeak", *command],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
+        [sys.executable, *launcher, *command(folder, shard=shard)],
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def command(folder: Path, *, shard: bool = False) -> list[str]:
+    """What each rank runs."""
+    settings = f"--steps {STEPS} --level O2 --batch 8 --accumulate 2 --init-loss-scale 2**24 --eval-every 0"
+    files = f"--save-every 1 --log-every 1 --tensorboard false --plot false --shard {shard} --resume auto"
+    return ["-m", "halfpeak", "train", "digits", *settings.split(), *files.split(), "--output", str(folder)]
 
 
 def finish(run: subprocess.Popen[str]) -> str:

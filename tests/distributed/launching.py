@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,24 +24,36 @@ Seen = dict[str, list[Any]]
 """By scenario, what each rank saw."""
 
 
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
 def launch(script: str, ranks: int, folder: Path) -> Seen:
     """Run a script, whose path begins in this folder, and whose ranks each leave ``rank<number>.pt`` in ``folder``."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), str(ranks), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    _run_python(str(Path(__file__).parent / script), str(ranks), str(folder))
     files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [one[name] for one in files] for name in files[0]}
+
+
+def run_as_torchrun(*commands: list[str]) -> list[str]:
+    """What each command has printed, run by two ranks that find themselves as those of torchrun do.
+
+    Args:
+        commands: one after another; each a script or ``-m`` and a module, and its arguments.
+    """
+    return _run_python(__file__, *map(json.dumps, commands)).split("\f")[:-1]
+
+
+def _run_python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def fork_ranks(see: Callable[[int, int, Path], dict[str, Any]]) -> int:
@@ -49,8 +63,13 @@ def fork_ranks(see: Callable[[int, int, Path], dict[str, Any]]) -> int:
         How many of them failed.
     """
     ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    return _fork(_join, [(see, rank, ranks, folder) for rank in range(ranks)])
+
+
+def _fork(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> int:
+    """How many failed of the processes that run ``target``, each with its arguments."""
     forking = multiprocessing.get_context("fork")
-    processes = [forking.Process(target=_join, args=(see, rank, ranks, folder)) for rank in range(ranks)]
+    processes = [forking.Process(target=target, args=each) for each in arguments]
     for process in processes:
         process.start()
     running = {process.sentinel: process for process in processes}
@@ -75,3 +94,26 @@ def _join(see: Callable[[int, int, Path], dict[str, Any]], rank: int, ranks: int
     torch.save(see(rank, ranks, folder), folder / f"rank{rank}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _be_a_rank(command: list[str], rank: int, port: int) -> None:
+    """What torchrun tells a rank, which is a client of the store that torchrun keeps."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    is_module = command[0] == "-m"
+    sys.argv = command[is_module:]
+    (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+
+
+def _main(commands: list[list[str]]) -> int:
+    failed = 0
+    for command in commands:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        failed += _fork(_be_a_rank, [(command, rank, store.port) for rank in range(2)])
+        print(end="\f", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(_main([json.loads(command) for command in sys.argv[1:]]))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.kills import STEPS, changed, finish, kill, start, wait_for_rows
+from distributed.kills import STEPS, changed, command, kill, start, wait_for_rows
+from distributed.launching import run_as_torchrun
 
 KILLS = 20 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 3
 
@@ -19,7 +20,7 @@ KILLS = 20 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 3
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elastic") / "run"
-    finish(start(folder))
+    run_as_torchrun(command(folder))
     return folder
 
 
@@ -38,5 +39,5 @@ def test_ranks_that_are_asked_to_end_save_first(undisturbed: Path, tmp_path: Pat
     printed, _ = run.communicate(timeout=60)
     # They finish the step that they are in, together, long before torchrun would kill them.
     assert printed.count(f"of {STEPS}, saved. Continue with:") == 1
-    finish(start(tmp_path / "run"))
+    run_as_torchrun(command(tmp_path / "run"))
     assert changed(undisturbed, tmp_path / "run") == set()

@@ -1,42 +1,29 @@
-"""The scripts of ``examples/native`` for several processes, under torchrun with two ranks: they learn, and go on."""
+"""The scripts of ``examples/native`` for several processes, on two ranks: they learn, and go on."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
+from distributed.launching import run_as_torchrun
 from laws.source import ROOT
 
+SCRIPTS = ("ddp.py", "fsdp2.py")
 
-def run(script: str, folder: Path, steps: int) -> dict[int, float]:
-    """The loss at each step that the script has printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-            *(str(ROOT / "examples" / "native" / script), "--folder", str(folder), "--steps", str(steps)),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
+
+def test_a_script_learns_and_goes_on(tmp_path: Path) -> None:
+    printed = run_as_torchrun(
+        *(
+            [str(ROOT / "examples" / "native" / script), "--folder", str(tmp_path / script), "--steps", steps]
+            for script in SCRIPTS
+            for steps in ("20", "60")
+        )
     )
-    assert done.returncode == 0, done.stderr
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
-
-
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
-def test_a_script_learns_and_goes_on(script: str, tmp_path: Path) -> None:
-    first, more = run(script, tmp_path / "run", 20), run(script, tmp_path / "run", 60)
-    assert list(first) == [10, 20]
-    assert list(more) == [30, 40, 50, 60]
-    assert min(more.values()) < first[10] - 0.2
+    for first, more in (printed[:2], printed[2:]):
+        (before, after) = (
+            {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
+            for text in (first, more)
+        )
+        assert list(before) == [10, 20]
+        assert list(after) == [30, 40, 50, 60]
+        assert min(after.values()) < before[10] - 0.2
