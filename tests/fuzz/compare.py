@@ -14,7 +14,7 @@ from torch import Tensor
 from fuzz.config import Config, Planned
 from fuzz.events import AFTER, BEFORE, BETWEEN, EVENTS, FORWARDED, Injected, NextIteration, act
 from fuzz.explained import Tolerance, known, tolerance_of
-from fuzz.reference import Reference, same_bits
+from fuzz.reference import LOW, Reference, same_bits
 from fuzz.subject import Subject
 from halfpeak import HalfpeakError
 
@@ -146,7 +146,7 @@ class Comparison:
         event = EVENTS[planned.name]
         if not event.fits(self.config):
             return
-        reason = known(self.config, planned, self.reference)
+        reason = known(self.config, planned, self.subject, self.reference)
         if reason is not None:
             self.counts.left_out[planned.name] += 1
             self.counts.known[reason] += 1
@@ -220,9 +220,10 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # A frozen one gets its master when the optimizer next has something of its own to do.
+                # One gets its master when the optimizer next has something of its own to do, which by hand it has already.
                 if one.requires_grad:
-                    yield f"optimizer {o}, parameter {i}", one, other
+                    late = self.config.in_turns and one.dtype in LOW
+                    yield f"optimizer {o}, parameter {i}", one.to(other.dtype) if late else one, other
                 yield from _rows(
                     f"optimizer {o}, state {i}", left["state"].get(i, {}), right["state"].get(i, {})
                 )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from fuzz.config import Config, Planned
 from fuzz.reference import Reference
+from fuzz.subject import Subject
 
 
 class Tolerance(NamedTuple):
@@ -52,14 +53,20 @@ def tolerance_of(config: Config) -> Tolerance:
     return EXACT
 
 
-def known(config: Config, planned: Planned, reference: Reference) -> str | None:
+def known(config: Config, planned: Planned, subject: Subject, reference: Reference) -> str | None:
     """Why an event is left out of a run: what it does there depends on what nobody promises.
 
     Args:
         config: of the run.
         planned: the event.
-        reference: as it is when the event is due.
+        subject: as it is when the event is due.
+        reference: the same.
     """
+    mains = [p for o in subject.optimizers for group in o.param_groups for p in group["params"]]
+    if planned.name == "freeze through the groups" and any(
+        subject.model_of(main).requires_grad and not main.requires_grad for main in mains
+    ):
+        return "a master is still frozen, because its parameter was unfrozen since the last pass: freezing it leaves no trace"
     if config.has_masters and planned.name == "weights through .data":
         return "a write through .data of one small weight leaves no trace"
     if planned.name == "add a group" and reference.sums_scaled:
