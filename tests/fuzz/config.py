@@ -137,6 +137,9 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
         "interval": pick.choice((1, 2, 3, 2000)),
         "hysteresis": pick.choice((1, 1, 2)),
         "refill": pick.choice(("clean", "growth")),
+        "recovers": pick.random() < 0.5,
+        "floor": pick.choice((2.0**-14, 2.0**-14, 16.0)),
+        "patience": pick.choice((1, 3, 100, 100)),
     }
     options: dict[str, Any] = {}
     if pick.random() < 0.3:

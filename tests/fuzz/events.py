@@ -198,7 +198,8 @@ def _(run: Run, pick: random.Random) -> None:
         optimizer.zero_grad()
 
 
-@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN))
+# Zeros of a low dtype may be what a clip has made of gradients whose norm is infinite.
+@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN), later=(WAITED,))
 def _(run: Run, pick: random.Random) -> None:
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=False)
@@ -210,7 +211,10 @@ def _(run: Run, pick: random.Random) -> None:
 
 
 @event(
-    "zero_grad(set_to_none=False) of the model", (BEFORE, BETWEEN), fits=lambda config: not config.has_masters
+    "zero_grad(set_to_none=False) of the model",
+    (BEFORE, BETWEEN),
+    later=(WAITED,),
+    fits=lambda config: not config.has_masters,
 )
 def _(run: Run, pick: random.Random) -> None:
     run.model.zero_grad(set_to_none=False)

@@ -73,6 +73,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         return "what earlier windows have left in its gradients is not stepped, and the rest is added in another order"
     if planned.name.startswith("gradients ") and config.is_fused and any(reference.found):
         return "a fused step has one found_inf, for itself and for the scale, where others know an edit from what it found"
-    if planned.name.startswith("zero_grad") and any(reference.found):
+    edits_unread = planned.name.startswith("gradients ") and reference.window == "scaled"
+    if (edits_unread or planned.name.startswith("zero_grad")) and any(reference.found):
         return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
     return None

@@ -49,29 +49,45 @@ class Scale:
         self.scale = start if self.dynamic else float(properties.loss_scale)
         self.clean, self.left, self.stuck = 0, self.rule.hysteresis, 0
 
-    def update(self, found_inf: bool) -> None:
-        rule = self.rule
-        if found_inf:
-            self.clean = 0
-            if not self.dynamic:
-                self.stuck += 1
-                return
-            self.left -= 1
-            if self.left > 0:
-                return
-            lowered = max(self.scale * rule.backoff, rule.floor)
-            self.stuck = self.stuck + 1 if lowered >= self.scale else 0
-            self.scale = lowered
+    def update(self, found_inf: bool, *, of_loss: bool = False) -> None:
+        """``of_loss``: the loss itself was not finite."""
+        rule, recovers = self.rule, self.rule.recovers and self.dynamic
+        if recovers and of_loss:
+            self.stuck += 1
             return
-        self.clean, self.stuck = self.clean + 1, 0
+        had = self.clean
+        moved = self._fall() if found_inf else self._rise()
+        if recovers and self.scale < min(rule.init, rule.ceiling) / 16 and moved:
+            # Thrown down: it soon tries to come back, and later where that has just failed.
+            short = 3 if not found_inf else 96 if had >= max(rule.interval - 3, 0) else 12
+            self.clean = max(rule.interval - short, 0)
+        if not found_inf:
+            self.stuck = max(self.stuck - (self.clean % 2 == 0), 0) if recovers else 0
+
+    def _fall(self) -> bool:
+        self.clean = 0
         if not self.dynamic:
-            return
-        grows = self.clean >= rule.interval
-        if rule.refill == "clean" or grows:
+            self.stuck += 1
+            return True
+        self.left -= 1
+        if self.left <= 0:
+            lowered = max(self.scale * self.rule.backoff, self.rule.floor)
+            self.stuck += lowered >= self.scale
+            self.scale = lowered
+        return True
+
+    def _rise(self) -> bool:
+        rule, self.clean = self.rule, self.clean + 1
+        grows = self.dynamic and self.clean >= rule.interval
+        if self.dynamic and (rule.refill == "clean" or grows):
             self.left = rule.hysteresis
         if grows:
-            self.clean = 0
-            self.scale = min(self.scale * rule.growth, rule.ceiling)
+            self.clean, self.scale = 0, min(self.scale * rule.growth, rule.ceiling)
+        return grows
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.rule.patience is not None and self.stuck >= self.rule.patience
 
     def values(self) -> tuple[float, int, int, int]:
         return self.scale, self.clean, self.left, self.stuck
@@ -201,6 +217,7 @@ class Reference:
             raise
         for parameter, grad in zip(every, held, strict=True):
             parameter.grad = grad
+        bad_loss = scale.rule.recovers and scale.dynamic and not bool(loss.isfinite())
         owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
         found = False
         for o in chosen:
@@ -215,8 +232,10 @@ class Reference:
                 found = True
             main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
         for o in chosen:
-            self.found[o] = self.found[o] or found
+            self.found[o] = self.found[o] or found or bad_loss
             self.left[o] = self._seen_grads(o)
+        if bad_loss:
+            self.bad_losses.add(loss_id)
         self.found_by_loss[loss_id] = self.found_by_loss.get(loss_id, False) or found
         inside = (self.micro + 1) % self.config.accumulate > 0
         self.window = "scaled" if inside and self.sums_scaled and self.window != "read" else "read"
@@ -248,7 +267,8 @@ class Reference:
         for o in chosen if found else ():
             for pair in self.pairs_of(o):
                 pair.main.grad = None
-        ended: list[bool] = []
+        used, ended = [self.scales[loss_id] for loss_id in self.found_by_loss], list[bool]()
+        keep = self.keep.pop("keep gradients", False)
         try:
             # Without gradients nothing moves, and hooks and schedules see a step.
             for o in chosen:
@@ -259,7 +279,9 @@ class Reference:
             else:
                 self.abort()
             raise
-        self._end(chosen, found, counts=has_gradients)
+        self._end(chosen, found, counts=has_gradients, keep=keep)
+        if found and any(scale.is_exhausted for scale in used):
+            raise Collapse
         return Result(True, found, self.scales[0].scale, norm)
 
     def _call(self, o: int, *closure: Callable[[], None]) -> bool:
@@ -296,10 +318,12 @@ class Reference:
                     break
                 for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                     buffer.copy_(saved)
-                for loss_id, found_inf in self.found_by_loss.items():
-                    self.scales[loss_id].update(found_inf)
+                used = [self.scales[loss_id] for loss_id in self.found_by_loss]
+                self._update_scales()
+                if not any(scale.dynamic for scale in used) or any(scale.is_exhausted for scale in used):
+                    raise Collapse
                 self._drop(0)
-                self.found_by_loss, self.stats = {}, None
+                self.stats = None
             self._clip(self.grads_of(0))
 
         self._call(0, torch.enable_grad()(evaluate))
@@ -327,7 +351,7 @@ class Reference:
         self.micro -= self.micro % self.config.accumulate
         for o in range(len(self.optimizers)):
             self._drop(o)
-        self.found_by_loss = {}
+        self.found_by_loss, self.bad_losses = {}, set()
 
     def sync(self) -> None:
         """Weights and masters agree; parameters that came lately get masters."""
@@ -393,7 +417,7 @@ class Reference:
                 "scales": [vars(scale) for scale in self.scales],
                 "counts": (self.micro, self.num_steps, self.num_skipped),
                 "grads": {name: _or_none(main.grad) for name, main in self._managed()},
-                "found": (self.found, self.found_by_loss),
+                "found": (self.found, self.found_by_loss, self.bad_losses),
                 "window": (self.window, self.had_gradients),
                 "stats": self.stats,
             }
@@ -405,6 +429,7 @@ class Reference:
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self._keep(state["masters"])
+        self._keep_trained(state["optimizers"])
         for name, pair in self._by_name():
             if name in state["masters"]:
                 pair.main.detach().copy_(state["masters"][name])
@@ -417,7 +442,7 @@ class Reference:
         for name, main in self._managed():
             self.model_of(main).grad = None
             main.grad = state["grads"].get(name)
-        self.found, self.found_by_loss = state["found"]
+        self.found, self.found_by_loss, self.bad_losses = state["found"]
         self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]
         self.left = [None] * len(self.optimizers)
@@ -536,6 +561,14 @@ class Reference:
             if not torch.equal(value.to(parameter.dtype).to(value.dtype), value):
                 self._pair(parameter, value)
 
+    def _keep_trained(self, states: Sequence[dict[str, Any]]) -> None:
+        """The same of those that have been trained, whose state torch would cast to their dtype."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            for i, main in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                if self.properties.master_weights and i in state["state"] and main.dtype in LOW:
+                    self._pair(main, main)
+        self._adopt()
+
     def _recheck(self, o: int) -> None:
         """Gradients that somebody has edited since they were read are read again, before more are added."""
         grads = self.grads_of(o)
@@ -565,8 +598,8 @@ class Reference:
             grad.copy_(grad.float() * factor)
         return float(norm)
 
-    def _end(self, chosen: Iterable[int], found: bool, *, counts: bool = True) -> None:
-        """``counts``: without a gradient anywhere it was neither a step nor a skip."""
+    def _end(self, chosen: Iterable[int], found: bool, *, counts: bool = True, keep: bool = False) -> None:
+        """``counts``: without a gradient anywhere it was neither a step nor a skip. ``keep``: gradients stay."""
         self.micro += 1
         self.num_skipped += found and counts
         self.num_steps += not found and counts
@@ -574,15 +607,20 @@ class Reference:
             for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                 buffer.copy_(saved)
         self.stats = None
-        for loss_id, found_inf in self.found_by_loss.items():
-            self.scales[loss_id].update(found_inf)
-        self.found_by_loss = {}
+        self._update_scales()
         for o in chosen:
-            self._drop(o)
+            self._drop(o, keep=keep)
 
-    def _drop(self, o: int) -> None:
+    def _update_scales(self) -> None:
+        for loss_id, found_inf in self.found_by_loss.items():
+            self.scales[loss_id].update(found_inf, of_loss=loss_id in self.bad_losses)
+        self.found_by_loss, self.bad_losses = {}, set()
+
+    def _drop(self, o: int, *, keep: bool = False) -> None:
+        """``keep``: only what masters have."""
         for pair in self.pairs_of(o):
-            pair.main.grad = pair.model.grad = None
+            if not (keep and pair.model is pair.main):
+                pair.main.grad = pair.model.grad = None
         self.found[o], self.left[o], self.window = False, None, "empty"
 
     def _forget(self) -> None:
@@ -590,6 +628,7 @@ class Reference:
         self.window, self.had_gradients = "empty", False
         self.found = [False] * len(self.optimizers)
         self.found_by_loss: dict[int, bool] = {}
+        self.bad_losses = set[int]()
         self.left: list[list[tuple[int, int]] | None] = [None] * len(self.optimizers)
 
     def _statistics(self) -> Iterator[Tensor]:

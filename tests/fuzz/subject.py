@@ -52,7 +52,8 @@ class Subject:
         self.engine.backward(loss, loss_id=loss_id, optimizers=self._chosen(optimizers), retain_graph=retain)
 
     def step(self, optimizers: Sequence[int] | None = None) -> Result:
-        result = self.engine.step(optimizers=self._chosen(optimizers))
+        keep = self.engine.config.accumulation.is_boundary(self.micro) and self.keep.pop("keep gradients", False)
+        result = self.engine.step(optimizers=self._chosen(optimizers), keep_gradients=keep)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return Result(result.boundary, bool(result.found_inf), float(result.scale), norm)
 

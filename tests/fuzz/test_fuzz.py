@@ -100,6 +100,15 @@ FOUND: dict[str, Config] = {
         held_out=True,
         events=(Planned(2, "before forward", "add a group"),),
     ),
+    "weights written after a skip that was the first step of a fused optimizer": Config(
+        seed=510003263,
+        optimizers=("FusedLAMB",),
+        iterations=1,
+        events=(
+            Planned(0, "before forward", "inf in the batch"),
+            Planned(0, "after step", "weights assigned to .data", seed=178),
+        ),
+    ),
 }
 
 

@@ -231,7 +231,14 @@ class Masters:
 
     def mark_skipped(self, optimizer: Optimizer) -> None:
         """Say that an optimizer has not moved its masters after all."""
-        self._stepped.difference_update(self._indices(optimizer))
+        indices = self._indices(optimizer)
+        self._stepped.difference_update(indices)
+        if not self._high_versions.unchanged(self._high):
+            # A fused one may have laid its memory out anew, which is no write.
+            for index in indices:
+                low, high = self._low[index].detach(), self._high[index]
+                if high.device == low.device and torch.equal(high.to(low.dtype), low):
+                    self._agree(index)
 
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters of one optimizer, or all of them, into their low parameters.
