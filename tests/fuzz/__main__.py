@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
@@ -51,6 +52,7 @@ def work(seed: int, job: int, jobs: int, until: float, found: Queue[Any]) -> Non
     """Try every ``jobs``-th configuration."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
     counts, failures, number = Counts(), list[tuple[int, str, str]](), seed * 10_000_000 + job
     while time.monotonic() < until:
         config = draw(number, MOMENTS)
@@ -83,7 +85,7 @@ def report(counts: Counts, failures: list[tuple[int, str, str]], minutes: float)
     total = counts.configurations + len(failures)
     print(
         f"\n{total} configurations ({total / minutes:.0f} per minute), {counts.steps} steps, {counts.skips} of them "
-        f"skipped, {sum(counts.events.values())} events of {len(EVENTS)} kinds: {len(failures)} mismatches"
+        f"skipped, {counts.collapses} with LossScaleCollapse, {sum(counts.events.values())} events of {len(EVENTS)} kinds: {len(failures)} mismatches"
     )
     for number, error, text in failures:
         print(f"\n== configuration {number}: {error}\n{text}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor
 from fuzz.config import Config, Planned
 from fuzz.events import AFTER, BEFORE, BETWEEN, EVENTS, FORWARDED, Injected, NextIteration, act
 from fuzz.explained import Tolerance, known, tolerance_of
-from fuzz.reference import LOW, Reference, same_bits
+from fuzz.reference import LOW, Collapse, Reference, same_bits
 from fuzz.subject import Subject
-from halfpeak import HalfpeakError
+from halfpeak import HalfpeakError, LossScaleCollapse
 
 
 class Mismatch(AssertionError):
@@ -34,6 +34,7 @@ class Counts:
     configurations: int = 0
     steps: int = 0
     skips: int = 0
+    collapses: int = 0
     events: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     tolerated: Counter[str] = field(default_factory=Counter)
@@ -84,6 +85,8 @@ class Comparison:
                 self._iteration(at)
             except (Injected, NextIteration):
                 continue
+            except Collapse:
+                self._check()
         self._check_values()
 
     def _iteration(self, at: int) -> None:
@@ -115,17 +118,26 @@ class Comparison:
         for i, run in enumerate((self.subject, self.reference)):
             try:
                 results[i] = call(run)
-            except Injected as error:
+            except (Injected, Collapse) as error:
                 raised[i] = error
             except HalfpeakError as error:
+                if isinstance(error, LossScaleCollapse):
+                    raised[i] = Collapse()
+                    continue
                 if i == 0 and self._may_be_refused(error):
                     raise Refused from error
                 raise
-        if (raised[0] is None) != (raised[1] is None):
-            raise Mismatch(f"raised {raised}")
-        if raised[0] is not None:
-            raise raised[0]
+        self._raise_alike(raised)
         return results[0], results[1]
+
+    def _raise_alike(self, raised: Sequence[BaseException | None]) -> None:
+        """Raise what both sides have raised."""
+        ours, theirs = raised
+        if type(ours) is not type(theirs):
+            raise Mismatch(f"raised {ours!r} and by hand {theirs!r}")
+        self.counts.collapses += isinstance(ours, Collapse)
+        if ours is not None:
+            raise ours
 
     def _may_be_refused(self, error: HalfpeakError) -> bool:
         """Whether an event that has happened may have this consequence; nothing can be compared after it."""
@@ -152,19 +164,21 @@ class Comparison:
             self.counts.known[reason] += 1
             return
         self.happened.append(planned.name)
-        raised: Exception | None = None
+        raised: list[BaseException | None] = []
         for side in ("subject", "reference"):
             run = getattr(self, side)
             try:
                 setattr(self, side, act(run, planned) or run)
-            except (Injected, NextIteration) as error:
-                raised = error
+                raised.append(None)
+            except (Injected, NextIteration, Collapse) as error:
+                raised.append(error)
+            except LossScaleCollapse:
+                raised.append(Collapse())
             except HalfpeakError as error:
                 self._note_refusal(planned.name, error)
                 return
         self.counts.events[planned.name] += 1
-        if raised is not None:
-            raise raised
+        self._raise_alike(raised)
 
     def _note_refusal(self, name: str, error: HalfpeakError) -> None:
         """An event that was refused has not happened, and the run goes on as if it had not been tried."""

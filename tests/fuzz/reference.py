@@ -247,7 +247,7 @@ class Reference:
             self.window = "empty"
 
     def _has_gradients(self, chosen: Iterable[int]) -> bool:
-        return any(bool(grad.any()) for o in chosen for grad in self.grads_of(o))
+        return any(self.grads_of(o) for o in chosen)
 
     def step(self, optimizers: Sequence[int] | None = None) -> Result:
         """Clip, then step or skip."""

@@ -257,7 +257,10 @@ def disarmed(window: Scaled) -> Scaled | None:
     held = set(map(id, window.snapshot.holders))
     for side in (window.pairs.low_params, window.pairs.main_params):
         if gone and gone.issuperset(reached := held.intersection(map(id, side))) and reached:
-            return None
+            if window.pairs.low_params or all(holder.grad is None for holder in changed):
+                return None
+            # Optimizers step zeros, by their momentum and weight decay, so these stay.
+            window = replace(window, found_inf=torch.zeros_like(window.found_inf))
     if sentinel is not None:
         sentinel.remove()
     stashed = {key: grad for key, grad in window.stashed.items() if key not in gone}
