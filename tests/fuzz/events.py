@@ -277,6 +277,13 @@ def _(run: Run, pick: random.Random) -> None:
     pick.choice(parameters(run)).data.mul_(0.5)
 
 
+@event("all weights through .data", OUTSIDE)
+def _(run: Run, pick: random.Random) -> None:
+    """As averages are swapped in, and networks reset."""
+    for parameter in parameters(run):
+        parameter.data.mul_(0.5)
+
+
 @event("weights assigned to .data", OUTSIDE)
 def _(run: Run, pick: random.Random) -> None:
     parameter = pick.choice(parameters(run))
@@ -389,7 +396,7 @@ def _(run: Run, pick: random.Random) -> Run:
     return run.restarted()
 
 
-@event("go on with a deep copy", OUTSIDE)
+@event("go on with a deep copy", (BEFORE, BETWEEN, AFTER))
 def _(run: Run, pick: random.Random) -> Run:
     return run.copied()
 
@@ -487,7 +494,13 @@ def _(run: Run, pick: random.Random) -> None:
         run.model.train()
 
 
-@event("torch.func.grad", ANY, fits=lambda config: not {"checkpointed", "lstm", "shared"} & set(config.parts))
+def transforms(without: set[str]) -> Callable[[Config], bool]:
+    """Configurations of which torch itself can transform the function."""
+    hook = "backward hook of a module"
+    return lambda config: not (without & set(config.parts) or any(e.name == hook for e in config.events))
+
+
+@event("torch.func.grad", ANY, fits=transforms({"checkpointed", "lstm", "shared"}))
 def _(run: Run, pick: random.Random) -> None:
     values = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
 
@@ -497,6 +510,22 @@ def _(run: Run, pick: random.Random) -> None:
     run.model.eval()
     with run.casts():
         torch.func.grad(loss)(values)
+    run.model.train()
+
+
+# Torch's forward derivatives of norms know no two dtypes.
+@event("torch.func.jvp and vmap", ANY, fits=lambda config: not set(config.parts) - {"linear", "scalar", "sometimes"})
+def _(run: Run, pick: random.Random) -> None:
+    values = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
+    x, ids = inputs(run)
+
+    def output(x: Tensor) -> Tensor:
+        return torch.func.functional_call(run.model, values, (x, ids))[0].float()
+
+    run.model.eval()
+    with run.casts():
+        torch.func.jvp(output, (x,), (torch.ones_like(x),))
+        torch.func.vmap(lambda row: output(row[None].expand_as(x)))(x)
     run.model.train()
 
 
@@ -529,6 +558,23 @@ def _(run: Run, pick: random.Random) -> None:
 def _(run: Run, pick: random.Random) -> None:
     if trainable := [parameter for parameter in parameters(run) if parameter.requires_grad]:
         pick.choice(trainable).register_hook(lambda grad: grad * 0.5)
+
+
+@event("hook after gradients are added up", (BEFORE, AFTER), fits=lambda config: config.accumulate == 1)
+def _(run: Run, pick: random.Random) -> None:
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+    if trainable := [parameter for parameter in parameters(run) if parameter.requires_grad]:
+        pick.choice(trainable).register_post_accumulate_grad_hook(halve)
+
+
+@event("backward hook of a module", (BEFORE, AFTER))
+def _(run: Run, pick: random.Random) -> None:
+    pick.choice(list(run.model.heads)).register_full_backward_hook(
+        lambda module, given, grads: tuple(g if g is None else g * 0.5 for g in given)
+    )
 
 
 @event("step hook that looks", (BEFORE, AFTER))
@@ -591,6 +637,46 @@ def _(run: Run, pick: random.Random) -> None:
     handles.append(pick.choice(list(run.model.heads)).register_forward_hook(spoil))
 
 
+# Losses that reach further.
+
+WHILE_IT_WAITS = {
+    "a delayed pass first",
+    "abort and continue",
+    "exception in backward",
+    "inf in a gradient",
+    "evaluation",
+    "learning rate",
+    "freeze and unfreeze all",
+    "a forward pass for nothing",
+    "memory and properties",
+    "state_dict of the model",
+}
+
+
+@event(
+    "a delayed pass first",
+    (FORWARDED,),
+    # What is recomputed is not cast in the caller's own passes, and until the next pass nothing can be saved.
+    fits=lambda config: config.losses == config.accumulate == 1
+    and not config.in_turns
+    and "checkpointed" not in config.parts
+    and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events),
+)
+def _(run: Run, pick: random.Random) -> None:
+    run.delayed(66)
+
+
+# In a window over float32 weights its gradients join those that wait, in another order; what is recomputed in its pass is
+# cast as the other engine casts, which torch refuses.
+@event(
+    "another engine's loss reaches the model",
+    (BEFORE, BETWEEN),
+    fits=lambda config: config.accumulate == 1 and "checkpointed" not in config.parts,
+)
+def _(run: Run, pick: random.Random) -> None:
+    run.critic_step(88)
+
+
 # Looks.
 
 
@@ -645,6 +731,12 @@ def _(run: Run, pick: random.Random) -> None:
 )
 def _(run: Run, pick: random.Random) -> None:
     run.optimizers[0].step()
+
+
+# In a window over float32 weights they are added to those that wait, in another order.
+@event("gradients kept after the step", (BETWEEN,), fits=lambda config: config.accumulate == 1)
+def _(run: Run, pick: random.Random) -> None:
+    run.keep["keep gradients"] = True
 
 
 @event("step with a closure", (AFTER,), fits=lambda config: config.accumulate == len(config.optimizers) == 1)

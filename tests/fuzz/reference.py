@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -197,40 +197,13 @@ class Reference:
         scale = self.scales[loss_id]
         if self.config.accumulate > 1:
             loss = loss / self.config.accumulate
-        every = list(self.model.parameters())
-        held = [parameter.grad for parameter in every]
         self._look_at_window(chosen)
-        for parameter in every:
-            parameter.grad = None
-        fresh: list[Tensor | None] = []
-        try:
-            # What is recomputed in the backward pass is cast as it was; torch's own casts know that by themselves.
-            with self.casts() if self.op_lists == "apex" else nullcontext():
-                (loss.float() * scale.scale).backward(retain_graph=retain)
-            fresh = [parameter.grad for parameter in every]
-        except BaseException:
-            for parameter, grad in zip(every, held, strict=True):
-                parameter.grad = grad
-            if self.window == "scaled":
-                # Autograd may have added to what earlier passes had left scaled: the window begins anew.
-                self.abort()
-            raise
-        for parameter, grad in zip(every, held, strict=True):
-            parameter.grad = grad
-        bad_loss = scale.rule.recovers and scale.dynamic and not bool(loss.isfinite())
-        owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
-        found = False
+        losses = [*self.waiting, loss]
+        with self._fresh_grads(losses, scale.scale, retain=retain) as fresh:
+            bad_loss = scale.rule.recovers and scale.dynamic and not all(bool(x.isfinite()) for x in losses)
         for o in chosen:
             self._recheck(o)
-        for parameter, grad in zip(every, fresh, strict=True):
-            o = owner.get(id(parameter))
-            if grad is None or (o is not None and o not in chosen):
-                continue
-            main = self.main_of(parameter)
-            unscaled = (grad.float() / scale.scale).to(main.dtype)
-            if o is not None and not bool(unscaled.isfinite().all()):
-                found = True
-            main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
+        found = any(self._add(fresh, scale.scale, chosen))
         for o in chosen:
             self.found[o] = self.found[o] or found or bad_loss
             self.left[o] = self._seen_grads(o)
@@ -240,6 +213,80 @@ class Reference:
         inside = (self.micro + 1) % self.config.accumulate > 0
         self.window = "scaled" if inside and self.sums_scaled and self.window != "read" else "read"
         self.had_gradients = self._has_gradients(chosen)
+
+    @contextmanager
+    def _fresh_grads(
+        self, losses: Sequence[Tensor], scale: float, *, retain: bool = False
+    ) -> Generator[list[Tensor | None]]:
+        """The gradients of some losses, added up as autograd does; those that are there stay."""
+        every = list(self.model.parameters())
+        held = [parameter.grad for parameter in every]
+        for parameter in every:
+            parameter.grad = None
+        fresh: list[Tensor | None] = []
+        try:
+            # What is recomputed in the backward pass is cast as it was; torch's own casts know that by themselves.
+            with self.casts() if self.op_lists == "apex" else nullcontext():
+                for loss in losses:
+                    (loss.float() * scale).backward(retain_graph=retain)
+            fresh = [parameter.grad for parameter in every]
+        except BaseException:
+            for parameter, grad in zip(every, held, strict=True):
+                parameter.grad = grad
+            if self.window == "scaled" or self.waiting:
+                # Autograd may have added to what earlier passes had left scaled: the window begins anew.
+                self.abort()
+            raise
+        self.waiting = []
+        for parameter, grad in zip(every, held, strict=True):
+            parameter.grad = grad
+        yield fresh
+
+    def _add(self, fresh: Sequence[Tensor | None], scale: float, chosen: Iterable[int]) -> list[bool]:
+        """Unscale gradients and add them to those of the window; for each of ``chosen`` whether one is not finite."""
+        owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
+        found = dict.fromkeys(chosen, False)
+        for parameter, grad in zip(self.model.parameters(), fresh, strict=True):
+            o = owner.get(id(parameter))
+            if grad is None or (o is not None and o not in found):
+                continue
+            main = self.main_of(parameter)
+            unscaled = (grad.float() / scale).to(main.dtype)
+            if o is not None and not bool(unscaled.isfinite().all()):
+                found[o] = True
+            main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
+        return list(found.values())
+
+    def delayed(self, at: int) -> None:
+        """A backward pass whose gradients wait for the next one."""
+        (loss,) = self.forward(at)
+        self.waiting.append(loss / self.config.accumulate)
+
+    def critic_step(self, at: int) -> None:
+        """Another network, trained by a loss that reaches this one."""
+        if "critic" not in self.keep:
+            net = critic()
+            self.keep["critic"] = net, torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = self.keep["critic"]
+        loss = net(sum(self.forward(at)).view(1, 1)).sum()
+        self.sync()
+        with self._fresh_grads([loss], 64.0) as fresh:
+            every = list(self.model.parameters())
+        for o in range(len(self.optimizers)):
+            own = {id(pair.model) for pair in self.pairs_of(o)}
+            if any(id(p) in own and grad is not None for p, grad in zip(every, fresh, strict=True)):
+                self._recheck(o)
+                of_own = [grad if id(p) in own else None for p, grad in zip(every, fresh, strict=True)]
+                self.found[o] = self._add(of_own, 64.0, [o])[0] or self.found[o]
+                self.left[o] = self._seen_grads(o)
+                self.window = "read"
+        stepped = {id(pair.model) for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
+        self._add([None if id(p) in stepped else g for p, g in zip(every, fresh, strict=True)], 64.0, [])
+        if all(bool(p.grad.isfinite().all()) for p in net.parameters()):
+            for p in net.parameters():
+                p.grad /= 64.0
+            optimizer.step()
+        optimizer.zero_grad()
 
     def _look_at_window(self, chosen: Iterable[int]) -> None:
         """Before a backward pass: a window whose gradients have been dropped is over."""
@@ -351,7 +398,7 @@ class Reference:
         self.micro -= self.micro % self.config.accumulate
         for o in range(len(self.optimizers)):
             self._drop(o)
-        self.found_by_loss, self.bad_losses = {}, set()
+        self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
     def sync(self) -> None:
         """Weights and masters agree; parameters that came lately get masters."""
@@ -469,6 +516,10 @@ class Reference:
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
         for (_, ours), (_, theirs) in zip(self._managed(), twin._managed(), strict=True):
             theirs.grad = _or_none(ours.grad)
+        for o, left in enumerate(self.left):
+            # What was edited since it was read is read again there, too.
+            if left is not None:
+                twin.left[o] = twin._seen_grads(o) if left == self._seen_grads(o) else []
         return twin
 
     # The parts of it.
@@ -627,6 +678,7 @@ class Reference:
         # "scaled" where the engine lets autograd add the passes of a window up, "read" where gradients are unscaled.
         self.window, self.had_gradients = "empty", False
         self.found = [False] * len(self.optimizers)
+        self.waiting: list[Tensor] = []
         self.found_by_loss: dict[int, bool] = {}
         self.bad_losses = set[int]()
         self.left: list[list[tuple[int, int]] | None] = [None] * len(self.optimizers)
@@ -647,6 +699,14 @@ class Reference:
         stepped = {id(main) for o in range(len(self.optimizers)) for main in self._mains(o)}
         named = [(name, self.main_of(parameter)) for name, parameter in self.model.named_parameters()]
         return [(name, main) for name, main in named if id(main) in stepped]
+
+
+def critic() -> nn.Module:
+    """The other network, which looks at a loss."""
+    net = nn.Linear(1, 1)
+    nn.init.constant_(net.weight, 0.5)
+    nn.init.constant_(net.bias, 0.0)
+    return net
 
 
 class Structure(NamedTuple):

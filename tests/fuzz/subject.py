@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfpeak
 from fuzz import models
 from fuzz.config import Config
-from fuzz.reference import Result, Structure, first_structure, losses_of, structure_of
+from fuzz.reference import Result, Structure, critic, first_structure, losses_of, structure_of
 
 
 class Subject:
@@ -42,6 +42,23 @@ class Subject:
     def forward(self, at: int) -> list[Tensor]:
         with self.engine.forward():
             return losses_of(self.config, self.model, at)
+
+    def delayed(self, at: int) -> None:
+        """A backward pass whose gradients wait for the next one."""
+        (loss,) = self.forward(at)
+        with self.engine.scaled(loss / self.config.accumulate, delay=True) as scaled:
+            scaled.backward()
+
+    def critic_step(self, at: int) -> None:
+        """A network with an engine of its own, trained by a loss that reaches ours."""
+        if "critic" not in self.keep:
+            net = critic()
+            self.keep["critic"] = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "O0", loss_scale=64.0)
+        engine, losses = self.keep["critic"], self.forward(at)
+        with engine.forward():
+            loss = engine.model(sum(losses).view(1, 1)).sum()
+        engine.backward(loss)
+        engine.step()
 
     def casts(self) -> Any:
         return self.engine.forward()

@@ -100,6 +100,22 @@ FOUND: dict[str, Config] = {
         held_out=True,
         events=(Planned(2, "before forward", "add a group"),),
     ),
+    "zeros between the passes of a window, some of which the next does not reach": Config(
+        seed=10000168,
+        parts=("sometimes",),
+        level="O0",
+        accumulate=2,
+        events=(Planned(3, "before forward", "zero_grad(set_to_none=False) of the optimizer", seed=633),),
+    ),
+    "weights written through .data after a skip that was the first step": Config(
+        seed=36,
+        iterations=2,
+        scale=(("init", 65536.0),),
+        events=(
+            Planned(0, "before forward", "inf in the batch"),
+            Planned(1, "before forward", "all weights through .data"),
+        ),
+    ),
     "weights written after a skip that was the first step of a fused optimizer": Config(
         seed=510003263,
         optimizers=("FusedLAMB",),

@@ -334,6 +334,9 @@ class Masters:
         for index, low in enumerate(self._low):
             if not self._versions.is_unchanged(index, low):
                 self._follow(index)
+        if not self._samples:
+            # Before the first step, which may be skipped.
+            self._sample(list(range(len(self._low))))
 
     def follow_values(self, optimizer: Optimizer) -> None:
         """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.
