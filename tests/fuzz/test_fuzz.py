@@ -116,6 +116,24 @@ FOUND: dict[str, Config] = {
             Planned(1, "before forward", "all weights through .data"),
         ),
     ),
+    "weights written after a step that raised before it began": Config(
+        seed=510006435,
+        iterations=2,
+        events=(
+            Planned(0, "before step", "exception before the optimizer"),
+            Planned(1, "before forward", "weights re-initialised", seed=963),
+        ),
+    ),
+    "frozen between the backward pass and the step, and clipped": Config(
+        seed=510005922,
+        parts=("unused",),
+        level="O1",
+        heads=2,
+        losses=2,
+        iterations=1,
+        clip=("norm", 0.3),
+        events=(Planned(0, "before step", "freeze", seed=108),),
+    ),
     "weights written after a skip that was the first step of a fused optimizer": Config(
         seed=510003263,
         optimizers=("FusedLAMB",),

@@ -377,6 +377,9 @@ class PreparedOptimizer:
     def finish_or_discard(self) -> None:
         """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""
         self.finish_if_mutated()
+        if self.running is not None and self.running.progress is not None:
+            # Its own code has not begun.
+            self.masters.mark_skipped(self.optimizer)
         self.end_running()
 
     def finish_if_mutated(self) -> None:

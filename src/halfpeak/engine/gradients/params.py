@@ -98,9 +98,16 @@ class ParamTable:
         """The trainable pairs, and those frozen inside ``window`` whose gradients still belong to it."""
         if window is None or window is self.pairs:
             return self.pairs
-        known = {id(pair.model) for pair in self.pairs}
-        frozen = [pair for pair in window if id(pair.model) not in known and pair.has_gradient()]
-        return ParamPairs([*self.pairs, *frozen]) if frozen else self.pairs
+        own = {id(pair.model): pair for pair in self.pairs}
+        frozen = {
+            id(pair.model): pair for pair in window if id(pair.model) not in own and pair.has_gradient()
+        }
+        if not frozen:
+            return self.pairs
+        # In the order of the groups, in which squares are added up.
+        wanted = own | frozen
+        places = [id(pair.model) for pair in self.all_pairs]
+        return ParamPairs([wanted[key] for key in dict.fromkeys([*places, *frozen]) if key in wanted])
 
     def grad_holders(self, window: ParamPairs | None) -> list[Tensor]:
         """Every tensor that may hold a gradient of ``window``, which may have begun with other groups."""
