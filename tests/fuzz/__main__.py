@@ -85,7 +85,8 @@ def report(counts: Counts, failures: list[tuple[int, str, str]], minutes: float)
     total = counts.configurations + len(failures)
     print(
         f"\n{total} configurations ({total / minutes:.0f} per minute), {counts.steps} steps, {counts.skips} of them "
-        f"skipped, {counts.collapses} with LossScaleCollapse, {sum(counts.events.values())} events of {len(EVENTS)} kinds: {len(failures)} mismatches"
+        f"skipped, {counts.collapses} with LossScaleCollapse, {sum(counts.events.values())} events of {len(EVENTS)} kinds: "
+        f"{len(failures)} mismatches"
     )
     for number, error, text in failures:
         print(f"\n== configuration {number}: {error}\n{text}")

@@ -514,7 +514,11 @@ def _(run: Run, pick: random.Random) -> None:
 
 
 # Torch's forward derivatives of norms know no two dtypes.
-@event("torch.func.jvp and vmap", ANY, fits=lambda config: not set(config.parts) - {"linear", "scalar", "sometimes"})
+@event(
+    "torch.func.jvp and vmap",
+    ANY,
+    fits=lambda config: not set(config.parts) - {"linear", "scalar", "sometimes"},
+)
 def _(run: Run, pick: random.Random) -> None:
     values = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
     x, ids = inputs(run)
@@ -657,10 +661,12 @@ WHILE_IT_WAITS = {
     "a delayed pass first",
     (FORWARDED,),
     # What is recomputed is not cast in the caller's own passes, and until the next pass nothing can be saved.
-    fits=lambda config: config.losses == config.accumulate == 1
-    and not config.in_turns
-    and "checkpointed" not in config.parts
-    and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events),
+    fits=lambda config: (
+        config.losses == config.accumulate == 1
+        and not config.in_turns
+        and "checkpointed" not in config.parts
+        and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events)
+    ),
 )
 def _(run: Run, pick: random.Random) -> None:
     run.delayed(66)

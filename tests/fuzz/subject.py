@@ -53,7 +53,9 @@ class Subject:
         """A network with an engine of its own, trained by a loss that reaches ours."""
         if "critic" not in self.keep:
             net = critic()
-            self.keep["critic"] = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "O0", loss_scale=64.0)
+            self.keep["critic"] = halfpeak.prepare(
+                net, torch.optim.SGD(net.parameters(), lr=0.1), "O0", loss_scale=64.0
+            )
         engine, losses = self.keep["critic"], self.forward(at)
         with engine.forward():
             loss = engine.model(sum(losses).view(1, 1)).sum()
@@ -69,7 +71,9 @@ class Subject:
         self.engine.backward(loss, loss_id=loss_id, optimizers=self._chosen(optimizers), retain_graph=retain)
 
     def step(self, optimizers: Sequence[int] | None = None) -> Result:
-        keep = self.engine.config.accumulation.is_boundary(self.micro) and self.keep.pop("keep gradients", False)
+        keep = self.engine.config.accumulation.is_boundary(self.micro) and self.keep.pop(
+            "keep gradients", False
+        )
         result = self.engine.step(optimizers=self._chosen(optimizers), keep_gradients=keep)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return Result(result.boundary, bool(result.found_inf), float(result.scale), norm)
