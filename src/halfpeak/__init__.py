@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         StateError,
     )
     from halfpeak.core.levels import LEVELS, Level, Properties
-    from halfpeak.core.policy import Policy
+    from halfpeak.core.policy import Float8, Policy
     from halfpeak.core.schedule import ScaleConfig
     from halfpeak.core.step_result import StepResult
     from halfpeak.engine.diagnosis.diagnose import diagnose
@@ -70,6 +70,7 @@ _MODULE_OF: Final = {
     "ConfigTypeError": "core.errors",
     "Diagnosis": "engine.diagnosis.report",
     "Engine": "engine.engine",
+    "Float8": "core.policy",
     "GradScaler": "integrations.grad_scaler",
     "HalfpeakError": "core.errors",
     "Level": "core.levels",
@@ -131,6 +132,7 @@ __all__ = [
     "ConfigTypeError",
     "Diagnosis",
     "Engine",
+    "Float8",
     "GradScaler",
     "HalfpeakError",
     "Level",

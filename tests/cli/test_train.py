@@ -130,13 +130,16 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(level: str, more: list[s
         assert 1 < checkpoint.load("whole/checkpoint.pt")["taken"] < 8
 
 
-def test_a_transformer_resumes_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [[], ["--float8", "tensorwise"]])
+def test_a_transformer_resumes_bitwise(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "library"
     library.mkdir()
     for number in range(60):
         (library / f"module{number}.py").write_text(f"value = {number}\n" * 40)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
-    arguments = ["pysource", "--level", "O5", "--steps", "4", "--context", "16", *SMALL]
+    arguments = ["pysource", "--level", "O5", "--steps", "4", "--context", "16", *more, *SMALL]
     run(*arguments, "--output", "whole")
     run(*arguments, "--output", "parts", stop_after=2)
     run("--resume", "parts")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from halfpeak.core.extras import MissingExtraError, needs_extra
 from halfpeak.core.suitable import slow_float16, suitable_level
-from halfpeak.insight.extras import MissingExtraError, needs_extra
 
 
 def test_a_cpu_gets_bfloat16() -> None:

@@ -80,12 +80,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Uneven sizes, so that ranks hold shards of different lengths."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.stem = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 3)
+        self.stem = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -94,9 +94,9 @@ class Net(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def net() -> Net:
+def net(layout: str = "shards") -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net(16 if layout == "float8" else 6)
 
 
 def batch(step: int) -> Tensor:
@@ -105,7 +105,7 @@ def batch(step: int) -> Tensor:
 
 def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
     """The model on its mesh, and how many parts of the batch there are."""
-    ranks, model = dist.get_world_size(), net()
+    ranks, model = dist.get_world_size(), net(layout)
     if layout == "replicas":
         return fully_shard(
             model, level, mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copy", "part"))
@@ -138,8 +138,9 @@ def train(
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scale = halfpeak.ScaleConfig(init=1024.0)
     keep_fp32 = KEPT if layout == "kept" else ()
+    float8 = "rowwise" if layout == "float8" else None
     engine = halfpeak.prepare(
-        model, optimizer, level, accumulate=every, clip=0.5, scale=scale, keep_fp32=keep_fp32
+        model, optimizer, level, accumulate=every, clip=0.5, scale=scale, keep_fp32=keep_fp32, float8=float8
     )
     outcomes: list[bool] = []
     norms: list[float] = []
@@ -171,7 +172,7 @@ def full(tensor: Tensor) -> Tensor:
 def one_process(level: str, layout: str, every: int, poisoned: bool, optimizer: str) -> dict[str, Any]:
     """The same training on whole batches, without ranks."""
     optimizer = REFERENCE.get(optimizer, optimizer)
-    return train(net(), level, layout, every, poisoned, optimizer, part=0, parts=1, wrapped=False)
+    return train(net(layout), level, layout, every, poisoned, optimizer, part=0, parts=1, wrapped=False)
 
 
 def several(rank: int, level: str, layout: str, every: int, poisoned: bool, optimizer: str) -> dict[str, Any]:
@@ -190,6 +191,7 @@ def cases() -> Iterator[tuple[str, str, int, bool, str]]:
     yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,), ("AdamW",))
     fused = [name for name in OPTIMIZERS if name.startswith("Fused")]
     yield from product(("O2",), ("shards",), (3,), (True,), fused)
+    yield ("O5", "float8", 3, True, "AdamW")
     yield from product(("O5",), ("replicas", "tensor parallel", "offload"), (1,), (True,), ("FusedAdamW",))
 
 

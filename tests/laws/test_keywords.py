@@ -30,6 +30,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "op_lists": {"level": "O4", "op_lists": "torch"},
     "keep_gradient_memory": {"keep_gradient_memory": False},
     "keep_fp32": {"keep_fp32": ["0"]},
+    "float8": {"level": "O5", "float8": "tensorwise"},
     "group": {"group": "world"},
     "check_ranks": {"check_ranks": 3},
     "on_skip": {"on_skip": None},

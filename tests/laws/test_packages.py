@@ -119,6 +119,10 @@ _GRAD = "gradients live on parameters: torch's optimizers read them there and no
 
 FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/modules.py", "data"): _CONVERT,
+    (
+        "casting/float8.py",
+        "__class__",
+    ): "converting a model in place is its job; parameters, hooks and names stay",
     ("state/masters.py", "grad"): _GRAD,
     ("casting/tree.py", "setattr"): "fills the copy of a dataclass that it has just made",
     (

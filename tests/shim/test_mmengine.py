@@ -22,7 +22,7 @@ from torch import nn
 import halfpeak.optim
 import halfpeak.shim
 from halfpeak.core.errors import ConfigError, RegistryError
-from halfpeak.insight.extras import MissingExtraError
+from halfpeak.core.extras import MissingExtraError
 from optim.original import ConfigDict, mmengine
 from shim.process import run_python
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import count
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 
 if TYPE_CHECKING:
     from halfpeak.migrate import Migrated

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 from halfpeak.recipes.settings import (
     COMMON,
     DEFAULT_RECIPE,

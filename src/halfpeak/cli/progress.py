@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.cli.text import short
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 from halfpeak.insight.history import Row
 from halfpeak.recipes.loop import Reporter
 from halfpeak.recipes.training import Training

@@ -11,7 +11,7 @@ from halfpeak import __version__
 from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.cli.text import short
-from halfpeak.insight.extras import MissingExtraError, needs_extra
+from halfpeak.core.extras import MissingExtraError, needs_extra
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
 from halfpeak.recipes.device import peak_memory

@@ -22,9 +22,9 @@ from halfpeak.cli.run_folder import RunFolder, existing_folder, folder_to_contin
 from halfpeak.cli.summary import finish
 from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
+from halfpeak.core.extras import MissingExtraError, needs_extra
 from halfpeak.core.suitable import slow_float16
 from halfpeak.distributed.launched import ALONE, Ranks, joined
-from halfpeak.insight.extras import MissingExtraError, needs_extra
 from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard
 from halfpeak.recipes.catalog import build_config, build_recipe, choose_level, complete
 from halfpeak.recipes.device import find_device, repeatable, threads

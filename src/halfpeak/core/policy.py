@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 NormRule = Literal["all", "batchnorm", "none"]
 """Which normalisation layers stay float32 in a low model.
@@ -18,6 +21,57 @@ rule. ``"none"``: no layer.
 KeepFp32: TypeAlias = "type[Any] | str | Callable[[str, Any], bool]"
 """Which modules stay float32, with all that is in them: those of a class, those whose qualified name fits a pattern of
 :mod:`fnmatch` (``"head.*"``), or those for which a function of name and module is true."""
+
+
+def parse_modules(keyword: str, given: object) -> tuple[KeepFp32, ...]:
+    """The entries of a keyword that means modules.
+
+    Raises:
+        ConfigTypeError: not a list, or an entry of another type.
+
+    >>> parse_modules("keep_fp32", ["head.*"])
+    ('head.*',)
+    """
+    entries: tuple[Any, ...] | None = (
+        tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
+    )
+    if entries is None or not all(isinstance(entry, str) or callable(entry) for entry in entries):
+        raise ConfigTypeError(
+            f"{keyword}={short_repr(given)} must be a list of module classes, patterns of names, or functions of name and "
+            f'module; write {keyword}=[nn.LayerNorm, "head.*"]'
+        )
+    return entries
+
+
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+"""What shares a scale in a float8 product, by torchao's names: a tensor, a row, or a row but in gradients of weights, which
+are computed in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Which linear layers of a bfloat16 model compute in float8, and how.
+
+    Attributes:
+        recipe: see :data:`Float8Recipe`; the fastest first, the most accurate last.
+        exclude: which layers stay out, such as the last one: a list as of ``keep_fp32`` (see :data:`KeepFp32`).
+
+    Raises:
+        ConfigError: an unknown recipe.
+        ConfigTypeError: ``exclude`` is no list, or has an entry of another type.
+
+    >>> Float8("rowwise", exclude=["head"])
+    Float8(recipe='rowwise', exclude=('head',))
+    """
+
+    recipe: Float8Recipe
+    exclude: Sequence[KeepFp32] = ()
+
+    def __post_init__(self) -> None:
+        if self.recipe not in get_args(Float8Recipe):
+            allowed = ", ".join(map(repr, get_args(Float8Recipe)))
+            raise ConfigError(f"float8={short_repr(self.recipe)} must be one of {allowed}, or a Float8")
+        object.__setattr__(self, "exclude", parse_modules("exclude", self.exclude))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +86,7 @@ class Policy:
         norms: which normalisation layers stay float32 (see :data:`NormRule`).
         per_op: cast per operation (O1, O4) rather than per module (O0, O2, O3, O5).
         keep_fp32: which other modules are stored and computed in float32 (see :data:`KeepFp32`).
+        float8: which linear layers multiply in float8; None for no layer.
 
     >>> Policy(param=torch.bfloat16, compute=torch.bfloat16, output=torch.float32, masters=True).norms
     'all'
@@ -44,3 +99,4 @@ class Policy:
     norms: NormRule = "all"
     per_op: bool = False
     keep_fp32: tuple[KeepFp32, ...] = ()
+    float8: Float8 | None = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on, is_casting
+from halfpeak.casting.float8 import from_float8
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
@@ -579,6 +580,8 @@ class Engine:
             handle.remove()
         for one in self.context.prepared:
             one.detach()
+        for model in self.models:
+            from_float8(model, self.policy)
         self.context.handles.clear()
 
     def __dir__(self) -> Iterable[str]:

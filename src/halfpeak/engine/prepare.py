@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import DeviceCasts, OpCasts
+from halfpeak.casting.float8 import check_float8, from_float8, to_float8
 from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import LevelName, resolve
-from halfpeak.core.policy import KeepFp32, NormRule, Policy
+from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, NormRule, Policy, parse_modules
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
@@ -33,7 +34,6 @@ from halfpeak.engine.validation import (
     check_models,
     check_optimizers,
     check_remainders,
-    parse_keep_fp32,
     uncompiled,
     vanished_eps,
 )
@@ -72,6 +72,7 @@ def prepare(
     release_gradients: bool | None = None,
     keep_gradient_memory: bool | None = None,
     keep_fp32: Sequence[KeepFp32] = (),
+    float8: Float8 | Float8Recipe | None = None,
     group: Group = None,
     check_ranks: int | None = None,
     on_skip: Literal["warn", "diagnose"] | OnSkip | None = "warn",
@@ -110,6 +111,9 @@ def prepare(
             it, but never with remainders, which are for who needs the memory.
         keep_fp32: modules that are stored and computed in float32, with all inside them: classes, patterns of qualified names
             such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
+        float8: O5 only: linear layers whose sizes are divisible by 16 multiply in float8, by torchao's recipe of that name,
+            ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, which
+            leaves layers out. Weights, masters and checkpoints are those of O5. A GPU must have float8; the CPU emulates it.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
             ``DistributedDataParallel`` reduces every gradient.
         check_ranks: call :meth:`halfpeak.Engine.check_ranks` after so many steps, and after a step that raises in their
@@ -126,6 +130,7 @@ def prepare(
         ConfigError: an unknown level, or an override it does not allow.
         ConfigTypeError: an unknown keyword; the message names the one that is near.
         ParameterError: a model or optimizer that cannot be prepared.
+        MissingExtraError: ``float8`` without torchao.
 
     Example:
         >>> import torch, halfpeak
@@ -152,7 +157,9 @@ def prepare(
     config = EngineConfig(
         properties=properties,
         policy=replace(
-            properties.policy(norms=norms, output=cast_model_outputs), keep_fp32=parse_keep_fp32(keep_fp32)
+            properties.policy(norms=norms, output=cast_model_outputs),
+            keep_fp32=parse_modules("keep_fp32", keep_fp32),
+            float8=float8 if float8 is None or isinstance(float8, Float8) else Float8(float8),
         ),
         scale=properties.scale_config(scale or ScaleConfig(recovers=True)),
         num_losses=num_losses,
@@ -203,6 +210,7 @@ def build(
     models = [uncompiled(model) for model in models]
     check_models(models, policy)
     check_keep_fp32(models, policy)
+    check_float8(models, policy)
     check_optimizers(optimizers, models, policy)
     check_remainders(optimizers, policy)
     casting: AbstractContextManager[Any] = nullcontext()
@@ -219,6 +227,8 @@ def build(
         values = _exact_values(models, optimizers, policy) if policy.masters else {}
         for model in models:
             _convert(model, policy, undo)
+            undo.callback(from_float8, model, policy)
+            to_float8(model, policy)
             handles += hook(model, policy, masters)
         for optimizer in optimizers:
             if policy.masters:

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.modules import is_prepared, kept_by_user, matches
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
-from halfpeak.core.policy import KeepFp32, Policy
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.policy import Policy
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.fused.base import FusedOptimizer
@@ -157,21 +156,6 @@ def is_low_model(model: nn.Module) -> str | None:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return f"{name} ({tensor.dtype})"
     return None
-
-
-def parse_keep_fp32(keep: Any) -> tuple[KeepFp32, ...]:
-    """The entries of ``keep_fp32``.
-
-    Raises:
-        ConfigTypeError: not a list, or an entry of another type.
-    """
-    entries: tuple[Any, ...] | None = tuple(keep) if isinstance(keep, (list, tuple, set, frozenset)) else None
-    if entries is None or not all(isinstance(entry, str) or callable(entry) for entry in entries):
-        raise ConfigTypeError(
-            f"keep_fp32={short_repr(keep)} must be a list of module classes, patterns of names, or functions of name and "
-            'module; write keep_fp32=[nn.LayerNorm, "head.*"]'
-        )
-    return entries
 
 
 def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:

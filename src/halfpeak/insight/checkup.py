@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 
 if TYPE_CHECKING:
     from rich.table import Table

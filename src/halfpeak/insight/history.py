@@ -16,8 +16,8 @@ from torch import Tensor
 
 from halfpeak.checkpoint.temporary import open_to_append, write_text
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.extras import needs_extra
 from halfpeak.core.short_repr import short_repr
-from halfpeak.insight.extras import needs_extra
 from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]

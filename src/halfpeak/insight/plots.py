@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfpeak.checkpoint.temporary import temporary
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 from halfpeak.insight.history import Row
 
 if TYPE_CHECKING:

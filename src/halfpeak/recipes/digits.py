@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfpeak.insight.extras import needs_extra
+from halfpeak.core.extras import needs_extra
 from halfpeak.recipes.base import Batch, Score
 from halfpeak.recipes.settings import TrainConfig
 

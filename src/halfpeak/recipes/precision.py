@@ -40,6 +40,7 @@ def build_engine(
         ),
         accumulate=config.accumulate,
         clip=MeasuredClip(_clip(config)),
+        float8=config.float8,
         on_skip=on_skip,
     )
 

@@ -63,6 +63,9 @@ class TrainConfig:
     loss_scale: float | Literal["dynamic"] | None = _setting(
         "precision", "A number, or dynamic, instead of the level's own.", None, above=0
     )
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = _setting(
+        "precision", "Recipe by which linear layers multiply in float8 (O5, torchao).", None
+    )
     init_loss_scale: float = _setting("precision", "First dynamic loss scale.", 2.0**16, above=0)
     min_loss_scale: float = _setting(
         "precision", "The dynamic loss scale never falls below this.", 2.0**-14, above=0

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, ClassVar, Final
 
 from halfpeak.core.errors import RegistryError
+from halfpeak.core.extras import MissingExtraError
 from halfpeak.engine.diagnosis.skips import diagnose_into
 from halfpeak.engine.engine import Engine
-from halfpeak.insight.extras import MissingExtraError
 from halfpeak.optim import (
     AmpOptimWrapper,
     ApexOptimWrapper,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.casting.float8 import without_float8
 from halfpeak.casting.modules import convert_network, hook_boundary, hook_kept, is_prepared
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
@@ -222,6 +223,7 @@ class _Replay:
             stack.enter_context(stand_ins(subject.models, value, dtype=torch.float32 if float32 else None))
             stack.enter_context(torch.enable_grad())
             if float32:
+                stack.enter_context(without_float8(subject.models, subject.policy))
                 stack.enter_context(Float32())
             stack.enter_context(subject.computing())
             yield subject.models

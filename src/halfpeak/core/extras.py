@@ -24,7 +24,7 @@ def needs_extra() -> Generator[None]:
     ...     import no_such_package
     Traceback (most recent call last):
     ...
-    halfpeak.insight.extras.MissingExtraError: no_such_package is not installed; write pip install '.[all]'
+    halfpeak.core.extras.MissingExtraError: no_such_package is not installed; write pip install '.[all]'
     """
     try:
         yield

@@ -1,0 +1,133 @@
+"""Linear layers that multiply in float8, by torchao. Only their class changes: parameters, hooks and names stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from halfpeak.casting.modules import kept_by_user, matches
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.extras import needs_extra
+from halfpeak.core.policy import Policy
+from halfpeak.core.short_repr import short_repr
+
+MULTIPLE: Final = 16
+"""What the sizes of a weight are divisible by where a float8 product is defined."""
+
+
+def check_float8(models: Iterable[nn.Module], policy: Policy) -> None:
+    """Check that the layers which ``policy.float8`` means can compute in float8 where they are.
+
+    Raises:
+        ConfigError: another dtype than bfloat16, no layer, an exclusion of nothing, or a GPU without float8.
+        MissingExtraError: torchao is not installed.
+    """
+    float8 = policy.float8
+    if float8 is None:
+        return
+    if policy.param is not torch.bfloat16:
+        raise ConfigError(
+            f"float8={short_repr(float8.recipe)} is for layers that are stored in bfloat16; write prepare(model, optimizer, "
+            f"'O5', float8={float8.recipe!r})"
+        )
+    with needs_extra():
+        from torchao.float8.float8_linear import Float8Linear
+    named = [item for model in models for item in model.named_modules()]
+    for entry in float8.exclude:
+        if not any(matches(entry, name, module) for name, module in named):
+            known = ", ".join(repr(name) for name, _ in named[1:9])
+            raise ConfigError(
+                f"Float8(exclude=...): {entry!r} is none of the modules; they are called {known}, ..."
+            )
+    if any(isinstance(module, Float8Linear) for _, module in named):
+        raise ConfigError(
+            "the model has layers of torchao.float8 already; leave out float8=, or build a new model"
+        )
+    layers = [layer for model in models for layer in _chosen(model, policy)]
+    if not layers:
+        raise ConfigError(
+            f"float8={short_repr(float8.recipe)} means no layer: torch.nn.Linear whose sizes are both divisible by {MULTIPLE}, "
+            "outside of keep_fp32 and exclude, is there none; leave it out"
+        )
+    device = next(
+        (layer.weight.device for layer in layers if not _computes_float8(layer.weight.device)), None
+    )
+    if device is not None:
+        raise ConfigError(
+            f"float8={short_repr(float8.recipe)} needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper, "
+            f"Blackwell) or an AMD MI300, and the model is on {device}; leave it out, or prepare on the CPU, which emulates it"
+        )
+
+
+def to_float8(model: nn.Module, policy: Policy) -> None:
+    """Let the layers that ``policy.float8`` means multiply in float8; on the CPU emulated, to see what becomes of a loss."""
+    for layer in _chosen(model, policy):
+        twin = _twin(layer, policy)
+        vars(layer).update({name: value for name, value in vars(twin).items() if name not in vars(layer)})
+        layer.__class__ = type(twin)
+
+
+def from_float8(model: nn.Module, policy: Policy) -> None:
+    """Undo :func:`to_float8`."""
+    if policy.float8 is None:
+        return
+    from torchao.float8.float8_linear import Float8Linear
+
+    plain = nn.Linear(MULTIPLE, MULTIPLE, device="meta")
+    converted: list[Any] = [module for module in model.modules() if type(module) is Float8Linear]
+    for layer in converted:
+        layer.__class__ = nn.Linear
+        for name in vars(_twin(plain, policy)).keys() - vars(plain).keys():
+            del vars(layer)[name]
+
+
+@contextmanager
+def without_float8(models: Iterable[nn.Module], policy: Policy) -> Generator[None]:
+    """Run the body with these layers as they were before :func:`to_float8`."""
+    models = list(models)
+    try:
+        for model in models:
+            from_float8(model, policy)
+        yield
+    finally:
+        for model in models:
+            to_float8(model, policy)
+
+
+def _chosen(model: nn.Module, policy: Policy) -> list[nn.Linear]:
+    """The layers that ``policy.float8`` means. A subclass of ``nn.Linear`` may compute in a way of its own."""
+    if policy.float8 is None:
+        return []
+    kept = {id(part) for module in kept_by_user(model, policy.keep_fp32) for part in module.modules()}
+    out = {id(part) for module in kept_by_user(model, policy.float8.exclude) for part in module.modules()}
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and id(module) not in kept | out
+        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+    ]
+
+
+def _twin(layer: nn.Linear, policy: Policy) -> Any:
+    """What torchao makes of a layer: one with the same parameters."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    assert policy.float8 is not None
+    config = Float8LinearConfig.from_recipe_name(policy.float8.recipe)
+    return convert_to_float8_training(
+        layer, config=replace(config, emulate=layer.weight.device.type == "cpu")
+    )
+
+
+def _computes_float8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type == "cpu"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)
