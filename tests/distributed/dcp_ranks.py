@@ -190,6 +190,12 @@ def refusals(folder: Path) -> dict[str, str]:
         state["optimizers"][0]["state"] = {}
         run.engine.load_state_dict(state)
 
+    def lost_window() -> None:
+        run, other = Run("copies", "O1", every=2), Run("copies", "O1", every=2)
+        run.train(range(1))
+        run.save(folder / "window")
+        other.load(folder / "window")
+
     def torch_by_names() -> None:
         run = Run("copies", "O2")
         run.train(range(1))
@@ -209,7 +215,14 @@ def refusals(folder: Path) -> dict[str, str]:
         other.engine.load_state_dict(state)
 
     found: dict[str, str] = {}
-    for call in (open_window, no_moments, torch_by_names, torch_by_names_afresh, other_parameters):
+    for call in (
+        open_window,
+        no_moments,
+        lost_window,
+        torch_by_names,
+        torch_by_names_afresh,
+        other_parameters,
+    ):
         try:
             call()
             found[call.__name__] = "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,17 @@ import torch
 
 from distributed.dcp_ranks import BY_PARAMS, cases
 from distributed.launching import Seen, launch
+from halfpeak.checkpoint import convert, load
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("dcp_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Seen:
+    return launch("dcp_ranks.py", 2, folder)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -33,6 +40,25 @@ def test_who_loads_goes_on_where_the_other_was(ranks: Seen, level: str, source: 
             close = 1e-3 if level == "O2" else 1e-2
             for a, b in zip(seen["straight"]["values"], seen["resumed"]["values"], strict=True):
                 torch.testing.assert_close(a, b, atol=close, rtol=0)
+
+
+@pytest.mark.parametrize(("level", "source"), [("O2", "shards"), ("O5", "copies")])
+def test_a_folder_of_two_ranks_becomes_one_file_and_a_folder_again(
+    ranks: Seen, folder: Path, tmp_path: Path, level: str, source: str
+) -> None:
+    number = [case[:2] for case in cases()].index((level, source))
+    convert(folder / f"run{number}", "engine", tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", "dcp", tmp_path / "b")
+    convert(tmp_path / "b", "engine", tmp_path / "c.pt")
+    seen = ranks[" ".join(list(cases())[number])][0]["saved"]
+    for path in (tmp_path / "a.pt", tmp_path / "c.pt"):
+        state = load(path)
+        rows = state["optimizers"][0]["state"]
+        assert all(map(torch.equal, state["models"][0].values(), seen["values"]))
+        assert all(
+            torch.equal(row["exp_avg_sq"], moment)
+            for (_, row), moment in zip(sorted(rows.items()), seen["moments"], strict=True)
+        )
 
 
 @pytest.mark.parametrize(("level", "kind"), BY_PARAMS)
@@ -77,6 +103,7 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
             "other_parameters",
             "StateError: the state is of other parameters: this optimizer has no ['trunk.weight']",
         ),
+        ("lost_window", "StateError: the state was saved inside a window, and of its gradients 0 are here"),
         ("no_moments", "StateError: the state is of 1 steps and holds no moments"),
     ],
 )

@@ -35,6 +35,7 @@ HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextV
 """Calls that make state, whatever the name says."""
 
 DISTRIBUTED = {
+    "checkpoint/dcp.py": "convert writes folders with torch's own dcp.save, in one process",
     "distributed/fsdp.py": "fully_shard is torch's, by level",
     "distributed/launched.py": "halfpeak train joins the processes that torchrun has started",
     "distributed/ranks.py": "check_ranks compares ranks",

@@ -58,6 +58,7 @@ class Contents:
         counters: epochs and iterations, under the keys of the file.
         window: an open accumulation window of an engine.
         engine_counters: the steps that an engine counted.
+        buffers: batch-norm statistics of an engine.
         rest: everything else by its key; converting has to find a place for it or drop it.
         rule: growth and interval of the loss scale, for the writers; the readers leave it in ``scalers``.
     """
@@ -72,6 +73,7 @@ class Contents:
     counters: dict[str, int] = field(default_factory=dict[str, int])
     window: Mapping[str, Any] | None = None
     engine_counters: Mapping[str, Any] | None = None
+    buffers: list[Any] = field(default_factory=list[Any])
     rest: dict[str, Any] = field(default_factory=dict[str, Any])
     rule: ScaleConfig = field(default_factory=ScaleConfig)
 
@@ -211,6 +213,7 @@ class Contents:
             self.scalers.append(FoundScaler(f"scalers[{number}]", "halfpeak", scaler))
         self._add_level_and_counters(value)
         self._add_window(value["window"])
+        self.buffers = value["buffers"] if isinstance(value["buffers"], list) else []
         return True
 
     def add_halfpeak_entry(self, value: object) -> None:
@@ -285,6 +288,35 @@ def is_optimizer(value: object) -> bool:
         and isinstance(groups, list)
         and all(isinstance(group, Mapping) and _is_listing(group.get("params")) for group in groups)
     )
+
+
+def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by the numbers of its parameters, in the order of the groups, where it was by names.
+
+    >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
+    {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0]}]}
+    """
+    if not has_names(optimizer):
+        return dict(optimizer)
+    listed = (name for group in optimizer["param_groups"] for name in group["params"])
+    return renamed(optimizer, {name: i for i, name in enumerate(listed)})
+
+
+def has_names(optimizer: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is by the names of parameters."""
+    return any(isinstance(name, str) for group in optimizer["param_groups"] for name in group["params"])
+
+
+def renamed(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names or numbers for its parameters."""
+    return {
+        **optimizer,
+        "state": {names.get(key, key): row for key, row in optimizer["state"].items()},
+        "param_groups": [
+            {**group, "params": [names.get(name, name) for name in group["params"]]}
+            for group in optimizer["param_groups"]
+        ],
+    }
 
 
 def _is_fp16_optimizer(value: object) -> bool:

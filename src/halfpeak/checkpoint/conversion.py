@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +11,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, summary, walk
-from halfpeak.checkpoint.file import StrPath, save
+from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, numbered, summary, walk
+from halfpeak.checkpoint.file import StrPath
 from halfpeak.checkpoint.formats import FORMS, SCRIPTS, TARGETS, Target, read_contents
 from halfpeak.checkpoint.match_params import match_params
 from halfpeak.checkpoint.open import Opened, open_any
@@ -64,9 +62,9 @@ def convert(
     for bit. Optimizer states and loss scales are carried over as they stand.
 
     Args:
-        path: a file, or a folder of accelerate.
+        path: a file, or a folder of accelerate or of ``torch.distributed.checkpoint``.
         form: a key of :data:`~halfpeak.checkpoint.formats.TARGETS`.
-        output: a file, for ``accelerate`` a folder, that does not exist yet.
+        output: a file, for ``accelerate`` and ``dcp`` a folder, that does not exist yet.
         drop: names of what may be lost, as the refusal lists them, or of parts to leave out; ``"all"`` allows every loss.
         scale: the loss scale to begin with, where the file has none.
         level: the opt level to note, where the file names none.
@@ -77,6 +75,7 @@ def convert(
         ConfigError: an argument makes no sense. In every case nothing was written.
 
     >>> import tempfile, torch
+    >>> from halfpeak.checkpoint import save
     >>> folder = Path(tempfile.mkdtemp())
     >>> save(folder / "a.pt", {"model": {"w": torch.ones(2)}, "amp": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}})
     >>> convert(folder / "a.pt", "weights", folder / "b.pt").kept
@@ -94,10 +93,7 @@ def convert(
     made = prepare(contents, target, losses, scale, level)
     losses.raise_unless_allowed(form)
     files = _as_plain(target.write(made), opened)
-    if target.is_folder:
-        _save_folder(place, files)
-    else:
-        save(place, files)
+    target.store(place, files)
     return Conversion(
         contents.form, form, place, _describe(made, target), losses.dropped, tuple(losses.notes)
     )
@@ -125,19 +121,6 @@ def _as_plain(files: dict[str, Any], opened: Opened) -> dict[str, Any]:
             f"{found}: {opened.path} is not plain data. Leave that out with drop, or load the file where its classes are and "
             "you trust it, and save dicts, lists, numbers and tensors in their place"
         ) from None
-
-
-def _save_folder(place: Path, files: dict[str, Any]) -> None:
-    """All of a folder or nothing: its files are written under another name first."""
-    hidden = place.with_name(f".{place.name}.{secrets.token_hex(8)}.halfpeak-tmp")
-    hidden.mkdir()
-    try:
-        for name, state in files.items():
-            save(hidden / name, state)
-        os.rename(hidden, place)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
 
 
 def _describe(made: Contents, target: Target) -> tuple[str, ...]:
@@ -211,10 +194,14 @@ def prepare(
         counters=contents.counters,
         engine_counters=contents.engine_counters,
         window=contents.window,
+        buffers=contents.buffers,
         rule=_read_rule(contents),
     )
     if not target.weights_only:
-        made.optimizers = _fit(contents.optimizers, target.optimizers, losses, "optimizer state")
+        optimizers = _fit(contents.optimizers, target.optimizers, losses, "optimizer state")
+        made.optimizers = (
+            optimizers if target.by_name else {where: numbered(state) for where, state in optimizers.items()}
+        )
         made.scalers = [
             FoundScaler(where, "halfpeak", state)
             for where, state in _scalers(contents, target, losses, scale).items()

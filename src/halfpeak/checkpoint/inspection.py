@@ -111,7 +111,7 @@ class Report:
 
 
 def inspect(path: StrPath) -> Report:
-    """Say what is in a checkpoint: a file of torch, halfpeak or safetensors, or a folder of accelerate.
+    """Say what is in a checkpoint: a file of torch, halfpeak or safetensors, or a folder of accelerate or DCP.
 
     A file that holds objects of classes is described too: they are read as records of what would have been made, and
     nothing is imported for them.

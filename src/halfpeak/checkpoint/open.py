@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from halfpeak.checkpoint import archives, trailer
+from halfpeak.checkpoint.dcp import METADATA, read_dcp
 from halfpeak.checkpoint.file import StrPath, as_path, load, load_plain
 from halfpeak.checkpoint.safe_unpickle import is_plain_symbol
 from halfpeak.core.errors import CheckpointError
@@ -147,7 +148,20 @@ RUN_FILE: Final = "checkpoint.pt"
 """What stands for a folder of ``halfpeak train``."""
 
 
+def _open_dcp(path: Path) -> Opened:
+    size = sum(one.stat().st_size for one in path.iterdir() if one.is_file())
+    opened = Opened(path=path, container="a folder of torch.distributed.checkpoint", size=size)
+    try:
+        tree, symbols = read_dcp(path)
+    except CheckpointError as error:
+        return replace(opened, integrity="damaged", damaged=True, unread=str(error))
+    wanted = tuple(name for name in symbols if not is_plain_symbol(name))
+    return replace(opened, integrity="zip checksums of all parts right", tree=tree, symbols=wanted)
+
+
 def _open_folder(path: Path) -> Opened:
+    if (path / METADATA).is_file():
+        return _open_dcp(path)
     if (path / RUN_FILE).is_file():
         return _open_file(path / RUN_FILE)
     files = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in _SUFFIXES)

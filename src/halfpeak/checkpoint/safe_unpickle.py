@@ -356,7 +356,7 @@ _DTYPES: Final = {
     "torch.storage._UntypedStorage": torch.uint8,
 }
 
-_BY_NAME: Final = {str(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, *_DTYPES.values())}
+DTYPES: Final = {str(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, *_DTYPES.values())}
 
 
 def _ordered_dict(reader: SafeUnpickler, pairs: Any = ()) -> OrderedDict[Any, Any]:
@@ -391,7 +391,7 @@ def _tensor(reader: SafeUnpickler, storage: Any, offset: Any, size: Any, stride:
     if type(storage) is not Storage or storage.data is None:
         return None
     named = more[2] if len(more) > 2 and type(more[2]) is Symbol else None
-    dtype = storage.dtype if named is None else _BY_NAME.get(named.name)
+    dtype = storage.dtype if named is None else DTYPES.get(named.name)
     numbers = (offset, *size, *stride)
     if dtype is None or len(size) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
         raise CheckpointError("a tensor of the file has an impossible shape")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,23 @@ def temporary(target: Path) -> Generator[BinaryIO]:
             os.unlink(file.name)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def temporary_folder(target: Path) -> Generator[Path]:
+    """A new folder beside ``target`` that takes this name at the end of the block, unless the block raises.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    hidden = temporary_path(target)
+    hidden.mkdir()
+    try:
+        yield hidden
+        os.rename(hidden, target)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 def write_text(target: Path, text: str) -> None:

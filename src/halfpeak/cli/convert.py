@@ -31,7 +31,7 @@ def _parser() -> Arguments:
     parser = Arguments(
         "convert", f"Write a checkpoint in another form. The input is not changed.\n\nforms:\n{forms}"
     )
-    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate's save_state")
+    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate or DCP")
     parser.add_argument("--to", metavar="FORM", required=True, help="the form to write, see above")
     parser.add_argument(
         "-o", "--output", metavar="OUT", required=True, help="a file or folder that does not exist yet"

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 for a file that is damaged or cannot be read."""
     parser = Arguments("inspect", _DESCRIPTION)
     parser.add_argument(
-        "file", metavar="FILE", help="a file, a run's folder, or a folder of accelerate or transformers"
+        "file", metavar="FILE", help="a file, a run's folder, or one of accelerate, transformers or DCP"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)

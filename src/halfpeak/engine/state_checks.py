@@ -179,7 +179,9 @@ def _check_run(context: EngineContext, known: Mapping[Any, Any]) -> None:
 
 
 def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) -> None:
-    saved = require_mapping(window, "a window of the state", _WINDOW_KEYS)
+    saved = dict(require_mapping(window, "a window of the state"))
+    num_grads = saved.pop("num_grads", None)
+    saved = require_mapping(saved, "a window of the state", _WINDOW_KEYS)
     phase, scale = saved["phase"], saved["frozen"]
     if not isinstance(phase, str) or phase not in _GRADS_OF:
         raise StateError(
@@ -201,6 +203,12 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
                     f"gradient {short_repr(index)} ({name}) of the state's window fits no parameter"
                 )
             _check_gradient(grad, f"gradient {index} ({name})", pairs[index], name == "scaled")
+    held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
+    if phase != "CLEAN" and held != (num_grads if num_grads is not None else held or None):
+        raise StateError(
+            f"the state was saved inside a window, and of its gradients {held} are here; a distributed checkpoint is read into "
+            "the tensors that are there: save at the end of a window, or with torch.save"
+        )
     if scale is not None:
         loss, value = require_list(scale, "parts of a waiting scale", 2)
         _require_loss(loss, losses)

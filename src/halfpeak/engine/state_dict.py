@@ -12,7 +12,7 @@ from halfpeak.core.errors import OrderError
 from halfpeak.core.state_checks import copied
 from halfpeak.distributed.optimizer_state import named, with_initial_moments
 from halfpeak.engine.context import EngineContext
-from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.engine.gradients.params import ParamPair, ParamPairs
 from halfpeak.engine.gradients.window import (
     Empty,
     GradSnapshot,
@@ -160,10 +160,22 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     own = set(map(id, prepared.pairs().model_params))
     pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
     scaled = window if isinstance(window, Scaled) else None
-    sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.holder
+    grads = _save_grads(prepared, pairs, scaled)
     return {
         "phase": "CLEAN" if isinstance(window, Empty) else "UNSCALED" if scaled is None else "SCALED",
         "found_inf": window.found_inf.clone(),
+        "frozen": None if scaled is None else (scalers.index(scaled.scaler), scaled.scale.clone()),
+        **grads,
+        # A distributed checkpoint is read into the tensors that are there, and leaves out gradients that are not.
+        **({} if isinstance(window, Empty) else {"num_grads": sum(map(len, grads.values()))}),
+    }
+
+
+def _save_grads(
+    prepared: PreparedOptimizer, pairs: Sequence[tuple[int, ParamPair]], scaled: Scaled | None
+) -> dict[str, dict[int, Tensor]]:
+    sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.holder
+    return {
         "true_sized": {
             i: pair.main.grad
             for i, pair in pairs
@@ -174,7 +186,6 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
             for i, pair in pairs
             if scaled is not None and pair.model is not pair.main and pair.model.grad is not None
         },
-        "frozen": None if scaled is None else (scalers.index(scaled.scaler), scaled.scale.clone()),
         "parked": {
             i: scaled.stashed[id(pair.model)]
             for i, pair in pairs

@@ -17,6 +17,7 @@ __all__ = ["FORMATS", "FORMS", "SCRIPTS", "TARGETS", "Files", "Format", "Target"
 
 FORMATS: Final[tuple[Format, ...]] = (
     engine.FORMAT,
+    engine.FOR_DCP,
     train.FORMAT,
     lightning.FORMAT,
     openmmlab.RUNNER,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Final
 
 from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.file import save
 from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.temporary import temporary_folder
 
 _MODEL: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)")
 _SHARD: Final = re.compile(r"((pytorch_)?model)-\d+-of-\d+\.(bin|safetensors)")
@@ -54,6 +57,13 @@ def write(contents: Contents) -> Files:
     }
 
 
+def store(place: Path, files: Files) -> None:
+    """All of the folder or nothing."""
+    with temporary_folder(place) as folder:
+        for name, state in files.items():
+            save(folder / name, state)
+
+
 FORMAT = Format(
     "accelerate",
     "a folder of accelerate's save_state, or a checkpoint folder of transformers",
@@ -64,6 +74,6 @@ FORMAT = Format(
         models=None,
         optimizers=None,
         keeps_counters=False,
-        is_folder=True,
+        store=store,
     ),
 )

@@ -1,15 +1,20 @@
-"""The state of a halfpeak engine, alone in a file. In a script's dict it is read by :mod:`.script`."""
+"""The state of a halfpeak engine, alone in a file or a DCP folder. In a script's dict it is read by :mod:`.script`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from halfpeak.checkpoint.canonical import ENGINE, Contents, read_steps
+from halfpeak.checkpoint.canonical import ENGINE, Contents, has_names, read_steps, renamed
+from halfpeak.checkpoint.dcp import write_dcp
 from halfpeak.checkpoint.formats.format import Files, Format, Target
+from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.errors import StateError
 
 
@@ -42,9 +47,59 @@ def write(contents: Contents) -> Files:
         "optimizers": list(contents.optimizers.values()),
         "scalers": [dict(state) for state in contents.scaler_states],
         "counters": dict(contents.engine_counters or {"taken": steps, "skipped": 0, "index": steps}),
-        "buffers": [],
+        "buffers": contents.buffers,
         "window": contents.window or {"lanes": [_empty_window() for _ in contents.optimizers], "losses": {}},
     }
+
+
+def write_for_dcp(contents: Contents) -> Files:
+    """What ``dcp.load({"engine": engine})`` reads: by the names of parameters, and between two windows.
+
+    Raises:
+        StateError: there is no optimizer state, or the names of its parameters cannot be told.
+    """
+    state = write(replace(contents, window=None))
+    return {"engine": {**state, "optimizers": [_named(contents, one) for one in state["optimizers"]]}}
+
+
+def _named(contents: Contents, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """By the names of the weights: those of one shape in the order of the model, where one group has them all."""
+    if has_names(optimizer):
+        return optimizer
+    weights = {name: tuple(value.shape) for name, value in contents.model.items() if _is_trained(name, value)}
+    places = [(number, group) for group in optimizer["param_groups"] for number in group["params"]]
+    is_whole = len(optimizer["param_groups"]) == 1 and len(places) == len(weights)
+    guessed = dict(zip((number for number, _ in places), weights.values(), strict=False)) if is_whole else {}
+    shapes = {number: _shape(optimizer["state"].get(number), guessed.get(number)) for number, _ in places}
+    names: dict[Any, str] = {}
+    for shape in {*shapes.values(), *weights.values()}:
+        same = [(number, group) for number, group in places if shapes[number] == shape]
+        known = [name for name, other in weights.items() if other == shape]
+        if len(contents.models) != 1 or len(same) != len(known) or any(g is not same[0][1] for _, g in same):
+            raise StateError(
+                "an optimizer numbers its parameters, and which weight each is cannot be told: this form has them by name. "
+                "Load the file with engine.load_state_dict after init_process_group, and write dcp.save({'engine': engine})"
+            )
+        names.update(zip((number for number, _ in same), known, strict=True))
+    return renamed(optimizer, names)
+
+
+def _shape(row: Any, otherwise: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """That of the moments of a parameter, and so its own."""
+    values = row.values() if isinstance(row, Mapping) else ()
+    found = (tuple(value.shape) for value in values if isinstance(value, Tensor) and value.dim() > 0)
+    return next(found, otherwise)
+
+
+def _is_trained(name: str, value: Any) -> bool:
+    statistic = name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+    return isinstance(value, Tensor) and value.is_floating_point() and not statistic
+
+
+def store_for_dcp(place: Path, files: Files) -> None:
+    """All of the folder or nothing."""
+    with temporary_folder(place) as folder:
+        write_dcp(folder, files)
 
 
 def _empty_window() -> dict[str, Any]:
@@ -59,19 +114,28 @@ def _empty_window() -> dict[str, Any]:
     }
 
 
-FORMAT = Format(
-    "engine",
+_TARGET = Target(
     "the state of a halfpeak engine",
-    read,
-    Target(
-        "the state of a halfpeak engine",
-        write,
-        models=None,
-        optimizers=None,
-        scalers=None,
-        needs_scale=True,
-        keeps_rule=False,
-        keeps_counters=False,
-        keeps_window=True,
+    write,
+    models=None,
+    optimizers=None,
+    scalers=None,
+    needs_scale=True,
+    keeps_rule=False,
+    keeps_counters=False,
+    keeps_window=True,
+    by_name=True,
+)
+FORMAT = Format("engine", "the state of a halfpeak engine", read, _TARGET)
+
+FOR_DCP = Format(
+    "dcp",
+    "a folder of torch.distributed.checkpoint",
+    read,  # what is in it is of a form of its own
+    _TARGET._replace(
+        brief="a folder from which torch.distributed.checkpoint loads {'engine': engine}",
+        write=write_for_dcp,
+        keeps_window=False,
+        store=store_for_dcp,
     ),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.file import save
 from halfpeak.checkpoint.scaler_states import to_grad_scaler
 
 Files = dict[str, Any]
@@ -31,7 +33,8 @@ class Target(NamedTuple):
         keeps_counters: whether epochs and iterations have.
         keeps_window: whether gradients of an open accumulation window have.
         weights_only: whether nothing but weights is asked for.
-        is_folder: whether it is a folder of files.
+        by_name: whether optimizers may list parameters by name; elsewhere they are numbered.
+        store: puts what ``write`` has made on the disk.
     """
 
     brief: str
@@ -45,7 +48,8 @@ class Target(NamedTuple):
     keeps_counters: bool = True
     keeps_window: bool = False
     weights_only: bool = False
-    is_folder: bool = False
+    by_name: bool = False
+    store: Callable[[Path, Files], None] = save
 
 
 class Format(NamedTuple):

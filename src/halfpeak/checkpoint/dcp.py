@@ -1,0 +1,220 @@
+"""Folders of torch.distributed.checkpoint: read as data, part by part as the pickle in ``.metadata`` says, and written."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from halfpeak.checkpoint import archives, trailer
+from halfpeak.checkpoint.plain import MAX_DEPTH
+from halfpeak.checkpoint.safe_unpickle import DTYPES, Record, SafeUnpickler, Symbol
+from halfpeak.core.errors import CheckpointError
+
+METADATA: Final = ".metadata"
+"""The file that tells such a folder from others."""
+
+
+def read_dcp(folder: Path) -> archives.Content:
+    """What was given to ``dcp.save``, every tensor whole, and the classes that the folder names beside DCP's own.
+
+    Nothing of torch's reader is used, which unpickles. Dicts without entries and tuples of tensors are not in such a folder
+    as what they were.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the folder declares what it does not hold.
+    """
+    with trailer.open_regular(folder / METADATA) as file:
+        reader = SafeUnpickler(file, os.fstat(file.fileno()).st_size)
+        known = _fields(reader.read_value(), "Metadata")
+    symbols = dict.fromkeys(name for name in reader.symbols if name not in _OWN)
+    entries, places, paths = (
+        known.get(key) for key in ("state_dict_metadata", "storage_data", "planner_data")
+    )
+    if type(entries) is not dict or type(places) is not dict:
+        raise CheckpointError(f"the {METADATA} of the folder does not say what is where")
+    parts: dict[str, list[tuple[Any, Any]]] = {}
+    left: dict[str, int] = {}
+    for index, place in places.items():
+        at = _fields(index, "MetadataIndex")
+        content = archives.read_zip(io.BytesIO(_slice(folder, _fields(place, "_StorageInfo"), left)))
+        symbols.update(dict.fromkeys(name for name in content.symbols if name not in _OWN))
+        parts.setdefault(_text(at.get("fqn")), []).append((at.get("offset"), content.tree))
+    paths = paths if type(paths) is dict else {}
+    tree = _Branch()
+    # The paths are in the order of what was saved; the entries have the parts of a rank together.
+    for name in dict.fromkeys([*(name for name in paths if name in entries), *entries]):
+        value = _whole(_text(name), entries[name], parts.get(name, []))
+        _put(tree, paths.get(name, (name,)), value)
+    return archives.Content(_built(tree), tuple(symbols))
+
+
+def write_dcp(folder: Path, state: dict[str, Any]) -> None:
+    """Write a folder that ``dcp.load`` reads on any number of ranks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import torch.distributed.checkpoint as dcp  # slow, and nothing but this needs it
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def _fields(record: Any, name: str) -> Mapping[Any, Any]:
+    """The attributes that an object of one of DCP's classes would have."""
+    if type(record) is not Record or record.name.rpartition(".")[2] != name or type(record.state) is not dict:
+        raise CheckpointError(f"the {METADATA} of the folder has something else where a {name} belongs")
+    return record.state
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise CheckpointError(f"the {METADATA} of the folder has a name that is no text")
+    return value
+
+
+def _slice(folder: Path, place: Mapping[Any, Any], left: dict[str, int]) -> bytes:
+    """The bytes of one part. No file is read for longer than it is, however many parts say that they are in it."""
+    name, offset, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
+    if name != Path(name).name or type(offset) is not int or type(length) is not int:
+        raise CheckpointError(f"a part of the folder has an impossible place in {name!r:.200}")
+    if place.get("transform_descriptors"):
+        raise CheckpointError("the parts of the folder are compressed; save them without extensions")
+    with trailer.open_regular(folder / name) as file:
+        left.setdefault(name, os.fstat(file.fileno()).st_size)
+        left[name] -= max(length, 0)
+        if offset < 0 or length < 0 or left[name] < 0:
+            raise CheckpointError(f"the parts in {name!r:.200} reach beyond its end, or overlap")
+        file.seek(offset)
+        found = file.read(length)
+    if len(found) < length:
+        raise CheckpointError(f"{name!r:.200} is cut off")
+    return found
+
+
+def _whole(name: str, entry: Any, parts: Sequence[tuple[Any, Any]]) -> Any:
+    """One value; a tensor is put together."""
+    if type(entry) is Record and entry.name.endswith(".BytesStorageMetadata") and len(parts) == 1:
+        return parts[0][1]
+    known = _fields(entry, "TensorStorageMetadata")
+    size = _numbers(known.get("size"))
+    if prod(size) == 0 and not parts:
+        return torch.empty(size, dtype=_dtype(known.get("properties")))
+    tensors = [tensor for _, tensor in parts]
+    if not all(type(tensor) is Tensor and tensor.dtype == tensors[0].dtype for tensor in tensors):
+        raise CheckpointError(f"tensor {name!r:.200} has parts that are something else")
+    if sum(tensor.numel() for tensor in tensors) != prod(size) or not tensors:
+        raise CheckpointError(f"tensor {name!r:.200} of shape {size} is not whole: parts are missing")
+    if len(parts) == 1 and tuple(tensors[0].shape) == size:
+        return tensors[0]
+    whole, seen = torch.empty(size, dtype=tensors[0].dtype), torch.zeros(size, dtype=torch.bool)
+    for offset, tensor in parts:
+        starts = _numbers(offset)
+        ends = [start + n for start, n in zip(starts, tensor.shape, strict=False)]
+        fits = len(starts) == tensor.dim() == len(size) and all(map(int.__le__, ends, size))
+        where = tuple(map(slice, starts, ends))
+        if not fits or bool(seen[where].any()):
+            raise CheckpointError(f"tensor {name!r:.200} has parts that overlap, or lie outside of it")
+        whole[where], seen[where] = tensor, True
+    return whole
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A shape, or a place in one."""
+    if (
+        type(value) is not tuple
+        or len(value) > 64
+        or any(type(n) is not int or not 0 <= n < 2**63 for n in value)
+    ):
+        raise CheckpointError(f"the {METADATA} of the folder has an impossible shape")
+    return value
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    state = properties.state if type(properties) is Record else None
+    named = state[0] if type(state) is tuple and state else None
+    dtype = DTYPES.get(named.name) if type(named) is Symbol else None
+    if dtype is None:
+        raise CheckpointError("a tensor of the folder has no known dtype")
+    return dtype
+
+
+class _Branch(dict[Any, Any]):
+    """A dict or a list of the tree, by its keys or places. A dict that was saved as one value is none."""
+
+
+def _put(branch: _Branch, path: Any, value: Any) -> None:
+    if type(path) is not tuple or not 0 < len(path) <= MAX_DEPTH or not {*map(type, path)} <= {str, int}:
+        raise CheckpointError(f"the {METADATA} of the folder has an impossible path")
+    for key in path[:-1]:
+        branch = branch.setdefault(key, _Branch())
+        if type(branch) is not _Branch:
+            raise CheckpointError(f"the {METADATA} of the folder has a path through a value")
+    if path[-1] in branch:
+        raise CheckpointError(f"the {METADATA} of the folder has two values in one place")
+    branch[path[-1]] = value
+
+
+def _built(branch: Any) -> Any:
+    """The dict or list that a branch stands for."""
+    if type(branch) is not _Branch:
+        return branch
+    if any(type(key) is int for key in branch):
+        if branch.keys() != set(range(len(branch))):
+            raise CheckpointError(f"the {METADATA} of the folder has a list with gaps")
+        return [_built(branch[i]) for i in range(len(branch))]
+    built = {key: _built(value) for key, value in branch.items()}
+    for marker, names in _NUMBERED.items():
+        for name in names if marker in built else ():
+            rows = built.setdefault(name, {})
+            if type(rows) is dict and not (marker == "param_groups" and _has_names(built[marker])):
+                built[name] = {int(key) if key.isdecimal() else key: row for key, row in rows.items()}
+    return built
+
+
+def _has_names(groups: Any) -> bool:
+    params = [group.get("params") for group in groups if type(group) is dict] if type(groups) is list else []
+    return any(type(one) is list and any(type(name) is str for name in one) for one in params)
+
+
+_NUMBERED: Final[Mapping[str, tuple[str, ...]]] = {
+    "param_groups": ("state",),
+    "phase": ("true_sized", "scaled", "parked"),
+    "lanes": ("losses",),
+}
+"""By a key that tells the dict: entries that are dicts by number, which DCP makes text, and leaves out where they are empty."""
+
+_OWN: Final = frozenset(
+    {
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                "Metadata",
+                "BytesStorageMetadata",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+        "pathlib.WindowsPath",
+        *DTYPES,
+    }
+)
+"""What DCP itself names."""
