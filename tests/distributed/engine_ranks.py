@@ -18,6 +18,7 @@ from distributed.launching import fork_ranks
 
 WINDOWS = 3
 LEVELS = ("O0", "O1", "O2", "O5")
+PASSES = (4, 16, 256)
 
 
 def net() -> nn.Sequential:
@@ -116,6 +117,36 @@ def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
     return {"by first": runs[0]["masters"], "by all": runs[1]["masters"]}
 
 
+def summed(rank: int, level: str, passes: int) -> dict[str, float]:
+    """How far the gradient of a window is from that in float32: of both ranks, and of one process with the whole batches."""
+
+    def window(level: str, *, wraps: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scale = halfpeak.ScaleConfig(init=1024.0)
+        engine = halfpeak.prepare(model, optimizer, level, accumulate=passes, scale=scale)
+        wrapped: Any = DistributedDataParallel(model) if wraps else model
+        before = [parameter.detach().clone() for parameter in engine.main_params()]
+        for number in range(passes):
+            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(number))
+            y = torch.arange(16).reshape(2, 8) % 10
+            parts = [rank] if wraps else [0, 1]
+            with engine.forward(wrapped):
+                outputs = wrapped(x[parts].flatten(0, 1)).float()
+                loss = nn.functional.cross_entropy(outputs, y[parts].flatten())
+            engine.backward(loss)
+            engine.step()
+        after = engine.main_params()
+        return torch.cat([(b - a.detach()).flatten() for b, a in zip(before, after, strict=True)])
+
+    true = window("O0", wraps=False)
+    found = {"ranks": window(level, wraps=True), "one process": window(level, wraps=False)}
+    return {name: float((value - true).norm() / true.norm()) for name, value in found.items()}
+
+
 def parted(rank: int, how: str) -> dict[str, Any]:
     """What ``check_ranks`` says, and what the next step raises, after one rank has gone another way."""
     model = net()
@@ -166,6 +197,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):
         table[f"loaded by first {level}"] = partial(loaded_by_first, level=level)
+        for passes in PASSES:
+            table[f"summed {level} {passes}"] = partial(summed, level=level, passes=passes)
     return table
 
 

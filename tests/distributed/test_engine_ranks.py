@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LEVELS, WINDOWS, scenarios
+from distributed.engine_ranks import LEVELS, PASSES, WINDOWS, scenarios
 from distributed.launching import Seen, launch
 
 
@@ -67,6 +67,13 @@ def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str)
     assert len(first["by first"]) > 0
     assert same(first["by first"], other["by first"])
     assert same(first["by first"], first["by all"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("passes", PASSES)
+def test_a_long_window_is_as_close_as_that_of_one_process(ranks: Seen, level: str, passes: int) -> None:
+    for seen in ranks[f"summed {level} {passes}"]:
+        assert seen["ranks"] < 1.5 * seen["one process"]
 
 
 @pytest.mark.parametrize(

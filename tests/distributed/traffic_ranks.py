@@ -84,15 +84,15 @@ def ours(case: Case) -> Callable[[], object]:
     """One pass of a loop of halfpeak."""
     model = net()
     if case.layout == "FSDP2":
-        fully_shard(model, case.loop)  # type: ignore[arg-type]
+        fully_shard(model, case.loop)
     optimizer = torch.optim.AdamW(model.parameters())
     engine = halfpeak.prepare(
         model,
         optimizer,
-        case.loop,  # type: ignore[arg-type]
+        case.loop,
         accumulate=case.accumulate,
         clip=case.clip,
-        group=case.group,  # type: ignore[arg-type]
+        group=case.group,
         check_ranks=case.check_ranks,
     )
     wrapped = DistributedDataParallel(model) if case.layout == "DDP" else model

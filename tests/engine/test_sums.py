@@ -1,14 +1,18 @@
-"""Compiled sums of gradients: the bits of torch's operations, and the same flag."""
+"""Sums of gradients: compiled ones have the bits of torch's operations, and those of many passes are of float32."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor
 
+import halfpeak
 from halfpeak.engine.gradients.accumulate import AccumulateKernels, kernels_for
 from halfpeak.fused import FusedSGD
 from halfpeak.ops import foreach
+from support.nets import make_batch, make_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """From the import of torch's own compiler."""
@@ -96,3 +100,36 @@ def test_who_gets_kernels() -> None:
     assert compiles(FusedSGD([small], lr=0.1, backend="compiled"), small)
     assert not compiles(FusedSGD([large], lr=0.1, backend="eager"), large)
     assert not compiles(torch.optim.SGD([large], lr=0.1), large)
+
+
+@pytest.mark.parametrize(
+    ("level", "how"),
+    [*((level, how) for level in ("O2", "O5") for how in ("", "load", "copy")), ("O5", "edit")],
+)
+def test_passes_that_wait_scaled_are_rounded_once(level: str, how: str) -> None:
+    """As under ``no_sync``: a later pass reduces what the low parameters hold, however many have added to it."""
+
+    def build() -> halfpeak.Engine:
+        model = make_net()
+        return halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+
+    engine = build()
+    total = torch.zeros(8, 6)
+    for number in range(40):
+        x, y = make_batch(number)
+        weight = engine.model[0].weight
+        assert isinstance(weight, Tensor)
+        loss = (engine.model(x).float() - y).square().mean() / 40
+        with engine.scaled(loss, delay=True) as scaled:
+            total += torch.autograd.grad(scaled, weight, retain_graph=True)[0]
+            scaled.backward()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, total.to(weight.dtype))
+        if number == 20 and how == "load":
+            other = build()
+            other.load_state_dict(copy.deepcopy(engine.state_dict()))
+            engine = other
+        elif number == 20 and how == "copy":
+            engine = copy.deepcopy(engine)
+        elif number == 20 and how == "edit":
+            total = weight.grad.mul_(3).float()

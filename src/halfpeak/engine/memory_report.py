@@ -78,7 +78,7 @@ def measure(context: EngineContext) -> Memory:
     stepped = (one.table().model_params for one in context.prepared)
     weights = list(_once(chain(*(model.parameters() for model in models), *stepped)))
     holders = [*weights, *(main for one in context.prepared for main in one.table().main_params)]
-    stashed = [one.window.stashed for one in context.prepared if isinstance(one.window, Scaled)]
+    waiting = [one.window for one in context.prepared if isinstance(one.window, Scaled)]
     rows = [row for optimizer in optimizers for row in optimizer.state.values()]
     keeps = any(remainder_store_of(optimizer) is not None for optimizer in optimizers)
     by_kind: dict[str, Iterable[Any]] = {
@@ -86,7 +86,7 @@ def measure(context: EngineContext) -> Memory:
         "masters": [master for _, master in context.masters],
         "remainders": [row["remainder"] for row in rows if keeps and "remainder" in row],
         "moments": rows,
-        "gradients": [gradients_of(holders), stashed],
+        "gradients": [gradients_of(holders), [(window.stashed, window.sums) for window in waiting]],
         "buffers": [*(buffer for model in models for buffer in model.buffers()), context.stats],
         "scratch": [*map(_own, optimizers), _own(context)],
     }

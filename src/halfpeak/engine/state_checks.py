@@ -219,10 +219,12 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
 
 def _check_gradient(grad: object, what: str, pair: ParamPair, is_scaled: bool) -> None:
     owner = pair.model if is_scaled else pair.main
+    # Sums of several passes wait in float32.
+    allowed = {owner.dtype, torch.float32} if owner is not pair.main else {owner.dtype}
     if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == owner.shape:
-        is_it = grad.dtype == owner.dtype and grad.device.type != "meta"
+        is_it = grad.dtype in allowed and grad.device.type != "meta"
     else:
-        is_it = require_tensor(grad, what, like=owner).dtype == owner.dtype
+        is_it = require_tensor(grad, what, like=owner).dtype in allowed
     if not is_it:
         raise StateError(f"{what} is {short_repr(grad)} in the state and its parameter is {owner.dtype}")
 

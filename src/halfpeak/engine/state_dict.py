@@ -175,6 +175,7 @@ def _save_grads(
     prepared: PreparedOptimizer, pairs: Sequence[tuple[int, ParamPair]], scaled: Scaled | None
 ) -> dict[str, dict[int, Tensor]]:
     sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.holder
+    sums = {} if scaled is None else scaled.unedited_sums()
     return {
         "true_sized": {
             i: pair.main.grad
@@ -182,7 +183,7 @@ def _save_grads(
             if prepared.is_open and pair.main.grad is not None and pair.main is not sentinel
         },
         "scaled": {
-            i: pair.model.grad
+            i: sums.get(id(pair.model), pair.model.grad)
             for i, pair in pairs
             if scaled is not None and pair.model is not pair.main and pair.model.grad is not None
         },
@@ -205,9 +206,12 @@ def _load_one(
     for index, grad in saved["true_sized"].items():
         main = table.all_pairs[index].main
         main.grad = grad.detach().to(main.device, copy=True)
+    sums: dict[int, Tensor] = {}
     for index, grad in saved["scaled"].items():
         model = table.all_pairs[index].model
-        model.grad = grad.detach().to(model.device, copy=True)
+        model.grad = grad.detach().to(model.device, model.dtype, copy=True)
+        if grad.dtype != model.dtype:
+            sums[id(model)] = grad.detach().to(model.device, copy=True)
     stashed: dict[int, Tensor] = {}
     for index, grad in saved["parked"].items():
         model = table.all_pairs[index].model
@@ -220,6 +224,7 @@ def _load_one(
     elif saved["phase"] == "SCALED":
         index, scale = saved["frozen"]
         scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, torch.float32, copy=True))
-        prepared.set_window(after_delayed_backward(Empty(found_inf), pairs, scalers[index], scale, stashed))
+        scaler = scalers[index]
+        prepared.set_window(after_delayed_backward(Empty(found_inf), pairs, scaler, scale, stashed, sums))
     else:
         prepared.window = Empty(found_inf)

@@ -133,7 +133,7 @@ class TrainStep:
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
         try:
-            scale = scope.begin(scaler)
+            scale = scope.begin(scaler, delay=delay)
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
                 [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)]

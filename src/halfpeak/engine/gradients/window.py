@@ -136,6 +136,7 @@ class Scaled:
         scale: what the losses were multiplied by.  # f32[]
         stashed: unscaled gradients of the window set aside meanwhile, by ``id`` of the model parameter.
         sentinel: a zero on a master, or None where no master is free.
+        sums: of the gradients of several passes that low parameters hold rounded, in float32, by ``id`` of the parameter.
     """
 
     found_inf: Tensor
@@ -145,6 +146,12 @@ class Scaled:
     scale: Tensor
     stashed: Mapping[int, Tensor]
     sentinel: Sentinel | None
+    sums: Mapping[int, Tensor]
+
+    def unedited_sums(self) -> dict[int, Tensor]:
+        """:attr:`sums` of the parameters whose gradients nobody has written since."""
+        edited = set(map(id, self.snapshot.changed()))
+        return {key: total for key, total in self.sums.items() if key not in edited}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +219,12 @@ def after_backward(window: Window, pairs: ParamPairs, found_inf: Tensor) -> Unsc
 
 
 def after_delayed_backward(
-    window: Window, pairs: ParamPairs, scaler: LossScaler, scale: Tensor, stashed: Mapping[int, Tensor]
+    window: Window,
+    pairs: ParamPairs,
+    scaler: LossScaler,
+    scale: Tensor,
+    stashed: Mapping[int, Tensor],
+    sums: Mapping[int, Tensor],
 ) -> Scaled:
     """The gradients of a backward pass stay scaled.
 
@@ -222,10 +234,11 @@ def after_delayed_backward(
         scaler: whose scale it is.
         scale: what the loss was multiplied by.  # f32[]
         stashed: unscaled gradients that were set aside before the pass, by ``id`` of the parameter.
+        sums: float32 sums of gradients that are rounded where they lie, by ``id`` of the parameter.
     """
     if isinstance(window, Scaled):
         stashed = {**window.stashed, **stashed}
-    return rearmed(Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None))
+    return rearmed(Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums))
 
 
 def rearmed(window: Scaled) -> Scaled:
@@ -264,7 +277,8 @@ def disarmed(window: Scaled) -> Scaled | None:
     if sentinel is not None:
         sentinel.remove()
     stashed = {key: grad for key, grad in window.stashed.items() if key not in gone}
-    return replace(window, snapshot=GradSnapshot(), stashed=stashed, sentinel=None)
+    sums = window.unedited_sums()
+    return replace(window, snapshot=GradSnapshot(), stashed=stashed, sentinel=None, sums=sums)
 
 
 def watched(window: Unscaled, low: Tensor) -> Unscaled:
@@ -329,7 +343,8 @@ def left_for_step(
 
 def scaled_by_user(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scaled:
     """The caller has run a backward pass himself, from a loss times the scale of ``scaler``."""
-    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scaler.state.scale, NOTHING_STASHED, None)
+    scale, none = scaler.state.scale, NOTHING_STASHED
+    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, none, None, none)
 
 
 def check_step(window: Window) -> None:
