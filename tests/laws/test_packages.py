@@ -146,6 +146,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,
+    ("engine/gradients/waiting.py", "grad"): _GRAD,
     ("engine/gradients/window.py", "grad"): _GRAD,
     ("engine/optimizer.py", "grad"): _GRAD,
     ("engine/state_dict.py", "grad"): _GRAD,

@@ -19,6 +19,7 @@ from halfpeak.core.torch_compat import untraced
 from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.engine.gradients.waiting import WaitingGrads
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
     Empty,
@@ -35,7 +36,7 @@ from halfpeak.engine.gradients.window import (
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
-from halfpeak.ops.foreach import are_dense, are_none, gradients_of
+from halfpeak.ops.foreach import are_none, gradients_of
 from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
 
@@ -79,7 +80,7 @@ class BackwardScope:
         self._held: list[tuple[Tensor, Tensor | None]] = []
         self._holds_any = False
         self._adds_to_scaled = False
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._waiting: dict[PreparedOptimizer, WaitingGrads] = {}
         self.has_begun = False
         self._is_done = False
         self.found_inf = torch.zeros_like(prepared[0].found_inf)
@@ -90,8 +91,7 @@ class BackwardScope:
 
         Args:
             scaler: of the loss.
-            delay: whether the new gradients wait, too. Autograd would add them up in a low dtype, and hundreds of passes
-                would lose digits with each: so low ones that wait are set aside, and added to in float32.
+            delay: whether the new gradients wait, too.
 
         Raises:
             OrderError: gradients wait that another loss scaler has scaled.
@@ -108,7 +108,7 @@ class BackwardScope:
             if isinstance(prepared.window, Scaled):
                 self._adds_to_scaled = True
                 if delay:
-                    self._set_waiting_aside(pairs.low_params)
+                    self._waiting[prepared] = WaitingGrads(pairs.low_params, prepared.window.sums)
             else:
                 self._stash(pairs.model_params)
         scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
@@ -125,39 +125,6 @@ class BackwardScope:
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
                 parameter.grad = None
-
-    def _set_waiting_aside(self, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None and are_dense([grad]):
-                self._waiting.append((parameter, grad))
-                parameter.grad = None
-
-    def _add_to_waiting(self) -> dict[int, Tensor]:
-        """Add the new gradients to those that waited; the sums in float32, by ``id`` of the parameter."""
-        known: dict[int, Tensor] = {}
-        for prepared in self._prepared:
-            if isinstance(prepared.window, Scaled):
-                known.update(prepared.window.sums)
-        sums: dict[int, Tensor] = {}
-        added: list[tuple[Tensor, Tensor, Tensor]] = []
-        for parameter, waiting in self._waiting:
-            fresh, parameter.grad = parameter.grad, waiting
-            total = known.get(id(parameter))
-            if fresh is not None and not are_dense([fresh]):
-                parameter.grad = waiting + fresh
-                continue
-            if fresh is not None:
-                total = waiting.float() if total is None else total
-                added.append((total, fresh, waiting))
-            if total is not None:
-                sums[id(parameter)] = total
-        if added:
-            totals, grads, rounded = zip(*added, strict=True)
-            one, unused = torch.ones_like(self.found_inf), torch.zeros_like(self.found_inf)
-            foreach.accumulate_(totals, grads, one, unused)
-            foreach.copy_cast_(rounded, totals)
-        return sums
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
         """What becomes of the gradients.
@@ -204,7 +171,6 @@ class BackwardScope:
     @untraced
     def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
         self._is_done = True
-        sums = self._add_to_waiting()
         for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
             own = set(map(id, pairs.model_params))
             stashed = {
@@ -212,12 +178,9 @@ class BackwardScope:
                 for parameter, grad in self._held
                 if grad is not None and id(parameter) in own and prepared.masters.of(parameter) is None
             }
-            of_low = {
-                id(parameter): sums[id(parameter)] for parameter in pairs.low_params if id(parameter) in sums
-            }
-            prepared.set_window(
-                after_delayed_backward(prepared.window, pairs, scaler, scale, stashed, of_low)
-            )
+            waiting = self._waiting.get(prepared)
+            sums = {} if waiting is None else waiting.put_back(self.found_inf)
+            prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, stashed, sums))
 
     @untraced
     def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.gradients.params import ParamPairs
+from halfpeak.ops.foreach import are_dense
 from halfpeak.state.loss_scaler import LossScaler
 
 _GRAD: Final = attrgetter("grad")
@@ -57,8 +58,15 @@ class GradSnapshot:
         return [
             holder
             for holder, (grad, version) in zip(self.holders, known, strict=True)
-            if holder.grad is not grad or (grad is not None and grad._version != version)
+            if (grad is not None and grad._version != version) or not _is_same(holder.grad, grad)
         ]
+
+
+def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
+    """Whether a gradient is what it was, or lies elsewhere: ``DistributedDataParallel`` moves those in its buckets once."""
+    if now is before or now is None or before is None or now.dtype is not before.dtype:
+        return now is before
+    return are_dense([now, before]) and torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
 
 class Sentinel(NamedTuple):
