@@ -17,6 +17,7 @@ import halfpeak
 from distributed.engine_ranks import batch
 from distributed.launching import fork_ranks
 from halfpeak.distributed import fully_shard
+from halfpeak.fused import FusedSGD
 
 LAYOUTS = ("ddp", "fsdp", "none")
 STEPS = 5
@@ -172,6 +173,76 @@ def own_norms() -> str:
     return ""
 
 
+EXPERTS = [(level, name) for level in ("O0", "O2", "O5") for name in ("SGD", "FusedSGD")]
+"""Level and optimizer of the trainings with experts."""
+
+
+class Experts(nn.Module):
+    """A stem and a head that all ranks have, and between them an expert for each part of the batch."""
+
+    def __init__(self, experts: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [nn.Linear(4, 8), nn.Linear(8, 2), *(nn.Linear(8, 8) for _ in range(4))]
+        self.stem, self.head = made[:2]
+        self.experts = nn.ModuleDict({str(i): made[2 + i] for i in experts})
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        out = [
+            self.head(expert(torch.relu(self.stem(x))))
+            for x, expert in zip(parts, self.experts.values(), strict=True)
+        ]
+        return torch.stack(out).float().square().mean()
+
+
+def experts(level: str, name: str) -> dict[str, Any]:
+    """Each rank has an expert of its own; one process has all of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def train(mine: list[int]) -> tuple[Experts, list[float], list[bool]]:
+        model, alone = Experts(mine), len(mine) == ranks
+        make = torch.optim.SGD if name == "SGD" else FusedSGD
+        options: dict[str, Any] = {"clip": 0.05, "scale": halfpeak.ScaleConfig(init=1024.0)}
+        if not alone:
+            for parameter in model.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+                # DistributedDataParallel takes means, and leaves these alone.
+                parameter.register_hook(lambda grad: grad / ranks)
+            options["group"] = "world"
+        engine = halfpeak.prepare(
+            model, make(model.parameters(), lr=0.1, momentum=0.9), level, loss_scale="dynamic", **options
+        )
+        wrapped: Any = model
+        if not alone:
+            ignored = [f"experts.{key}" for key, _ in model.experts.named_parameters()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+            wrapped = DistributedDataParallel(model)
+        norms, outcomes = [], []
+        for at in range(STEPS):
+            with engine.forward(None if alone else wrapped):
+                loss = wrapped(*(batch(i, at) for i in mine))
+            handle = model.experts[str(mine[-1])].bias.register_hook(
+                lambda grad, at=at: grad * float("inf") if at == 2 and ranks - 1 in mine else grad
+            )
+            engine.backward(loss)
+            result = engine.step()
+            handle.remove()
+            outcomes.append(result.stepped())
+            norms.append(float(result.grad_norm))
+        return model, norms, outcomes
+
+    model, norms, outcomes = train([rank])
+    whole, expected, _ = train(list(range(ranks)))
+    values = whole.state_dict()
+    return {
+        "shared": [p.detach().clone() for part in (model.stem, model.head) for p in part.parameters()],
+        "norms": norms,
+        "expected": expected,
+        "outcomes": outcomes,
+        "distance": max(float((v - values[key]).abs().max()) for key, v in model.state_dict().items()),
+    }
+
+
 def static_graph() -> str:
     """A graph that never changes, with passes that are not reduced."""
     model = Net()
@@ -236,6 +307,8 @@ def leave(rank: int) -> str:
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {name: run() for name, run in scenarios().items()}
     dist.barrier()
+    for level, name in EXPERTS:
+        seen[f"experts {level} {name}"] = experts(level, name)
     seen["own norms"], seen["static graph"] = own_norms(), static_graph()
     dist.barrier()
     seen["leave"] = leave(rank)

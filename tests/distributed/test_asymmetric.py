@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.asymmetric_ranks import LAYOUTS, STEPS, scenarios
+from distributed.asymmetric_ranks import EXPERTS, LAYOUTS, STEPS, scenarios
 from distributed.launching import Seen, launch
 
 NAMES = list(scenarios())
@@ -29,6 +29,17 @@ def test_ranks_step_and_skip_together(ranks: Seen, name: str) -> None:
         assert (one["scale"], one["counters"]) == (seen[0]["scale"], seen[0]["counters"])
         assert one["collectives"] == seen[0]["collectives"]
         assert all(map(torch.equal, one["values"], seen[0]["values"]))
+
+
+@pytest.mark.parametrize(("level", "name"), EXPERTS)
+def test_experts_and_what_ranks_share_are_clipped_by_one_norm(ranks: Seen, level: str, name: str) -> None:
+    seen, close = ranks[f"experts {level} {name}"], {"O0": 1e-6, "O2": 1e-3, "O5": 1e-2}[level]
+    for one in seen:
+        assert one["outcomes"] == [True, True, False, True, True]
+        assert one["norms"] == pytest.approx(one["expected"], rel=close, nan_ok=True)
+        assert one["norms"][:2] == seen[0]["norms"][:2]
+        assert all(map(torch.equal, one["shared"], seen[0]["shared"]))
+        assert one["distance"] < close
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def prepare(
             ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, which
             leaves layers out. Weights, masters and checkpoints are those of O5. A GPU must have float8; the CPU emulates it.
         group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
-            ``DistributedDataParallel`` reduces every gradient.
+            ``DistributedDataParallel`` reduces every gradient. Mark parameters that other ranks do not have (experts,
+            pipeline stages) by ``parameter.allreduce = False``: a norm to clip by is then one of all ranks.
         check_ranks: call :meth:`halfpeak.Engine.check_ranks` after so many steps, and after a step that raises in their
             place.
         on_skip: what is done about skipped steps that are not the usual search for a loss scale, a scale near its floor, and

@@ -49,9 +49,10 @@ from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
+from halfpeak.ops import foreach, reference
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
-from halfpeak.state.clip import is_by_norm, limit_of_norm
+from halfpeak.state.clip import ClipNorm, is_by_norm, is_own, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
@@ -226,6 +227,8 @@ class TrainStep:
         optimizer = prepared[0].optimizer
         if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
             return None
+        if not self.reducer.is_local and any(map(is_own, prepared[0].pairs().model_params)):
+            return None
         return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
 
     def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
@@ -277,21 +280,40 @@ class TrainStep:
             if self._config.policy.compute not in (None, torch.float32):
                 for one in prepared:
                     refuse_only_unseen_backward(one.window, one.pairs())
-            grads = _main_grads(prepared)
-            has_gradients = bool(grads) or not self.reducer.is_local
+            has_gradients = not self.reducer.is_local or bool(_main_grads(prepared))
             if is_known_to_skip(found_infs[0]):
                 nonfinite = self._collapse.nonfinite_grads(prepared)
-            norm = self._config.clip(grads)
+            norm = self._clip(prepared)
         else:
             (one,) = prepared
             squares, found_inf = fused.measure()
             one.note_found_inf(found_inf)
             found_infs = self.unscaled_found_infs(prepared)
+            if self._max_norm is not None and not self.reducer.is_local:
+                squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
             norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
             fused.hand_over(clip_coef)
         if norm is not None:
             _find_infinite(norm, found_infs)
         return found_infs, norm, has_gradients, nonfinite
+
+    def _clip(self, prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
+        """Clip what the optimizers will read; with ``group=`` by one norm, in which what all ranks have counts once."""
+        grads, clip = _main_grads(prepared), self._config.clip
+        if self.reducer.is_local or not isinstance(clip, ClipNorm):
+            return clip(grads)
+        own_ids = {id(pair.main.grad) for one in prepared for pair in one.pairs() if is_own(pair.model)}
+        own = [grad for grad in grads if id(grad) in own_ids]
+        shared = [grad for grad in grads if id(grad) not in own_ids]
+        of_shared, of_own = (
+            foreach.global_norm(part, clip.norm_type).to(self._device) for part in (shared, own)
+        )
+        others = self.reducer.sum_powers(of_own, clip.norm_type)
+        if clip.norm_type != math.inf:
+            others = others ** (1 / clip.norm_type)
+        norm = torch.linalg.vector_norm(torch.stack([of_shared, others]), clip.norm_type)
+        foreach.scale_(grads, reference.clip_coef(norm, clip.max_norm))
+        return norm
 
     def unscaled_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
         """Whether a gradient of the window was not finite: of the step, then of each loss.  # f32[1 + losses]
@@ -410,7 +432,7 @@ class TrainStep:
 
     def _accept_closure(self, prepared: PreparedOptimizer) -> None:
         """A closure's gradients are finite and about to be used: clip them."""
-        self._config.clip(prepared.main_grads())
+        self._clip([prepared])
 
     def _retry_closure(self, prepared: PreparedOptimizer) -> None:
         """A closure's gradients were not finite and it is about to run again: lower the scale.

@@ -79,6 +79,18 @@ class NoClip:
         """Do nothing."""
 
 
+def is_own(parameter: Tensor) -> bool:
+    """Whether a parameter is one that other ranks do not have: Megatron and DeepSpeed mark experts by ``allreduce = False``.
+
+    >>> import torch
+    >>> expert = torch.nn.Parameter(torch.ones(2))
+    >>> expert.allreduce = False
+    >>> is_own(expert)
+    True
+    """
+    return not getattr(parameter, "allreduce", True)
+
+
 def limit_of_norm(clip: Clip) -> float | None:
     """The largest 2-norm that a clip allows; None if it limits something else.
 

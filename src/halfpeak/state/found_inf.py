@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -44,6 +45,14 @@ class FoundInfReducer:
         if not self.is_local:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
 
+    def sum_powers(self, norm: Tensor, power: float) -> Tensor:
+        """The sum over the group of ``norm ** power``, or the largest norm where ``power`` is infinite.  # f32[]"""
+        total = norm.clone() if power == math.inf else norm**power
+        dist.all_reduce(
+            total, dist.ReduceOp.MAX if power == math.inf else dist.ReduceOp.SUM, group=self._group
+        )
+        return total
+
     def all_reduce_in_step(self, found_infs: Tensor, num_dropped: int, norm: Tensor | None) -> Tensor:
         """``found_infs`` over the group, and with them what must be the same on every rank.
 
@@ -71,8 +80,8 @@ class FoundInfReducer:
         self._differs.push((reduced[-2:].sum() > 0) + 2.0 * norms_differ)
         if self._differs.value == _NORMS:
             raise RankMismatchError(
-                "the ranks of group= have clipped by different norms, so weights that they share would part: parameters of a "
-                "rank's own (experts) must be DTensors, of which all ranks make one norm; or clip by value, or not at all"
+                "the ranks of group= have clipped by different norms, so weights that they share would part: mark the "
+                "parameters of a rank's own (experts, stages) by parameter.allreduce = False, and all ranks make one norm"
             )
         if self._differs.value > 0:
             raise RankMismatchError(

@@ -1,0 +1,26 @@
+"""Pipeline schedules of torch: one loss scale and one norm over the stages, as one process has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed.launching import Seen, launch
+from distributed.pipeline_ranks import cases
+
+CLOSE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 1e-2, "O5": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch("pipeline_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(("level", "schedule", "optimizer"), list(cases()))
+def test_stages_train_as_one_process_does(ranks: Seen, level: str, schedule: str, optimizer: str) -> None:
+    seen = ranks[f"{level} {schedule} {optimizer}"]
+    for one in seen:
+        assert one["outcomes"] == [True, True, False, True, True]
+        assert one["scales"] == seen[0]["scales"]
+        assert one["norms"][:2] == seen[0]["norms"][:2]
+        assert one["norms"][:2] == pytest.approx(one["expected"][:2], rel=CLOSE[level])
+        assert one["distance"] < CLOSE[level] < one["moved"]
