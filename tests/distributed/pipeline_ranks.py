@@ -102,7 +102,10 @@ def piped(rank: int, ranks: int, level: str, schedule: str, optimizer: str) -> d
         "outcomes": outcomes,
         "scales": scales,
         "distance": max(float((v - values[key]).abs().max()) for key, v in model.state_dict().items()),
-        "moved": max(float((v - stages(ranks)[rank].state_dict()[key]).abs().max()) for key, v in model.state_dict().items()),
+        "moved": max(
+            float((v - stages(ranks)[rank].state_dict()[key]).abs().max())
+            for key, v in model.state_dict().items()
+        ),
     }
 
 
