@@ -226,7 +226,7 @@ def refusals(folder: Path) -> dict[str, str]:
         try:
             call()
             found[call.__name__] = "nothing"
-        except halfpeak.HalfpeakError as error:
+        except (halfpeak.HalfpeakError, KeyError) as error:
             found[call.__name__] = f"{type(error).__name__}: {error}"
     return found
 

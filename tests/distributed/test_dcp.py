@@ -95,10 +95,8 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
             "torch_by_names",
             "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
         ),
-        (
-            "torch_by_names_afresh",
-            "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
-        ),
+        # Torch's own; a refusal inside of the step that it takes would leave the learning rate at the zero it has put there.
+        ("torch_by_names_afresh", "KeyError: tensor("),
         (
             "other_parameters",
             "StateError: the state is of other parameters: this optimizer has no ['trunk.weight']",

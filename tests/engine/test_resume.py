@@ -196,7 +196,10 @@ def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, op
     with contextlib.suppress(halfpeak.OrderError):
         get_optimizer_state_dict(model, saved.optimizers[0])
     assert state_hash(saved.models, saved.scalers, int(saved.num_steps), saved.micro_step) == before
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in [*model.parameters(), *saved.main_params()])
+    assert [group["lr"] for group in saved.optimizers[0].param_groups] == [
+        group["lr"] for group in calm.optimizers[0].param_groups
+    ]
     with saved.forward():
         assert model(batch(0)).isfinite().all()
     train(saved, range(2))

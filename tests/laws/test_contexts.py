@@ -47,7 +47,6 @@ ELSEWHERE = {
 HERE = {
     "amp/ambient.py",
     "amp/handle.py",
-    "engine/gradients/backward.py",
     "engine/engine.py",
     "engine/step.py",
     "integrations/engine_adapter.py",

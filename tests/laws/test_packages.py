@@ -145,6 +145,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ): "sets gradients aside while a batch is run again, and puts them back",
     ("engine/gradients/accumulate.py", "grad"): _GRAD,
     ("engine/gradients/backward.py", "grad"): _GRAD,
+    ("engine/gradients/other_grads.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,
     ("engine/gradients/waiting.py", "grad"): _GRAD,
     ("engine/gradients/window.py", "grad"): _GRAD,

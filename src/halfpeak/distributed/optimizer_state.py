@@ -163,24 +163,35 @@ class OptimizerOverParams(Optimizer):
 
 
 def refuse_access_by_params(optimizer: Optimizer) -> None:
-    """A hook of an optimizer that torch's functions would look for masters in, or step to make moments.
+    """A hook before ``state_dict`` of an optimizer of masters: torch looks these up among the parameters of the model.
 
     Raises:
-        OrderError: such a function is among the callers nearby.
+        OrderError: one of its functions is among the callers nearby.
+    """
+    if is_called_by_params():
+        raise OrderError(
+            f"{_BY_PARAMS} looks an optimizer's state up by the parameters of the model, and this one steps masters of them. "
+            "Write get_state_dict(model, engine.state_dict_optimizers()), set_state_dict likewise, or save the engine: "
+            "dcp.save({'engine': engine})"
+        )
+
+
+def is_called_by_params() -> bool:
+    """Whether :mod:`torch.distributed.checkpoint.state_dict` is among the callers nearby.
+
+    A step that it takes is no step of a training: zero gradients, a rate of zero, only to make moments. A refusal there
+    would leave the rate at zero.
     """
     frame = inspect.currentframe() if _BY_PARAMS in sys.modules else None
     for _ in range(_NEARBY if frame is not None else 0):
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_globals.get("__name__") == _BY_PARAMS:
-            raise OrderError(
-                f"{_BY_PARAMS} looks an optimizer's state up by the parameters of the model, and steps it to make moments; "
-                "this one may step masters of them, and its steps are counted. Write get_state_dict(model, "
-                "engine.state_dict_optimizers()), set_state_dict likewise, or save the engine: dcp.save({'engine': engine})"
-            )
+            return True
+    return False
 
 
 _BY_PARAMS: Final = "torch.distributed.checkpoint.state_dict"
-_NEARBY: Final = 8
+_NEARBY: Final = 9
 
 
 def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:

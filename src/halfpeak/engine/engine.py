@@ -32,7 +32,7 @@ from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.deepcopy import copy_parts
-from halfpeak.engine.gradients.backward import UnmanagedGrads, preserving_grads_of
+from halfpeak.engine.gradients.other_grads import UnmanagedGrads
 from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_user
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
@@ -228,18 +228,16 @@ class Engine:
         if divisor != 1:
             loss = loss / divisor
         prepared = self._prepared_of(optimizers)
-        others = [one for one in self.context.prepared if one not in prepared]
         # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
         with (
             casts_on(self._recasting),
-            preserving_grads_of(others, prepared),
             self.context.train_step.backward(
                 loss,
                 self.scaler(loss_id),
                 prepared,
                 delay=self.context.delays_unscaling(),
                 on_found_inf=None,
-                preserved=others,
+                preserved=[one for one in self.context.prepared if one not in prepared],
                 synchronised=self.context.synchronised,
             ) as scaled,
         ):

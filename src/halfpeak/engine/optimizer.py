@@ -151,6 +151,11 @@ class PreparedOptimizer:
             return ParamTable(self.optimizer, self.masters)
         return table
 
+    def members(self) -> ParamTable:
+        """:meth:`table`, whichever of the parameters were trainable when it was made."""
+        table = self._table
+        return table if table is not None and table.is_of(self.optimizer) else self.table()
+
     def pairs(self) -> ParamPairs:
         """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
         pairs = self.window.pairs
@@ -226,7 +231,8 @@ class PreparedOptimizer:
 
     def begin_step(self) -> None:
         """Before a step: follow what happened to groups, gradients and weights since the backward pass."""
-        if self.is_open:
+        # Who is frozen or unfrozen only now was trained, or not, by the pass that is stepped.
+        if self.is_open and self.members() is not self._table:
             self._follow_groups()
         self.disarm()
         self.masters.refresh()
@@ -246,7 +252,7 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        window = self.checked_pending(self.table()) if isinstance(self.window, Pending) else None
+        window = self.checked_pending(self.members()) if isinstance(self.window, Pending) else None
         if window is None:
             return
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
@@ -257,11 +263,7 @@ class PreparedOptimizer:
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
     def checked_pending(self, table: ParamTable) -> Pending | None:
-        """The pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them.
-
-        Args:
-            table: the parameters in the groups now.
-        """
+        """Pending gradients of ``table``, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
         if not isinstance(self.window, Pending):
             return None
         window = check_pending(self.window, table)
@@ -273,7 +275,7 @@ class PreparedOptimizer:
 
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere."""
-        for holder in self.table().grad_holders(self.window.pairs):
+        for holder in self.members().grad_holders(self.window.pairs):
             holder.grad = None
         self.masters.release_grads(self)
         self.window = self._empty

@@ -22,12 +22,12 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import is_on_host, read_host
-from halfpeak.distributed.optimizer_state import refuse_access_by_params
+from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.backward import BackwardScope, OtherGrads, UnmanagedGrads
+from halfpeak.engine.gradients.backward import BackwardScope, StashedGrads
 from halfpeak.engine.gradients.fused_grads import (
     FusedGrads,
     norm_and_coefficient,
@@ -35,6 +35,7 @@ from halfpeak.engine.gradients.fused_grads import (
     reads_grads_itself,
     unscaled_grads,
 )
+from halfpeak.engine.gradients.other_grads import OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.window import (
     Empty,
     Pending,
@@ -123,7 +124,7 @@ class TrainStep:
             prepared: the optimizers whose parameters get gradients.
             delay: leave the gradients scaled for a later pass.
             on_found_inf: see :data:`OnFoundInf`; None keeps ``found_inf`` for the next step.
-            preserved: optimizers whose gradients the caller sets aside and puts back.
+            preserved: optimizers that keep the gradients they have, whatever the loss depends on.
             synchronised: False where gradients are not reduced over the ranks yet.
 
         Raises:
@@ -133,8 +134,14 @@ class TrainStep:
         known = trained_here(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
+        kept = None
         try:
             scale = scope.begin(scaler, delay=delay)
+            if preserved:
+                own = set(map(id, scope.all_pairs.model_params))
+                kept = StashedGrads(
+                    [p for one in preserved for p in one.pairs().model_params if id(p) not in own]
+                )
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
                 [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)]
@@ -160,6 +167,9 @@ class TrainStep:
             elif scope.has_begun:
                 self._unmanaged.drop()
             raise
+        finally:
+            if kept is not None:
+                kept.put_back()
 
     def _note_loss(self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]) -> None:
         """A loss that is itself not finite skips the step and leaves its scale, which could not help. Does not wait.
@@ -233,7 +243,7 @@ class TrainStep:
 
     def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
         """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
-        table = one.table()
+        table = one.members()
         pending = one.checked_pending(table)
         if pending is not None:
             return pending_grads(pending, table, optimizer)
@@ -382,14 +392,12 @@ class TrainStep:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
         config = self._config
-        if len(prepared.masters) or config.caller_may_step or not config.engine_steps:
-            refuse_access_by_params(prepared.optimizer)
         check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
         prepared.begin_step()
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
-        if config.engine_steps and not config.caller_may_step:
+        if (config.engine_steps and not config.caller_may_step) or is_called_by_params():
             return False
         if config.caller_may_step and not has_closure:
             prepared.check_unseen_grads()

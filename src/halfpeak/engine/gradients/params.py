@@ -118,10 +118,15 @@ class ParamTable:
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether the same parameters are in the groups and the same of them are trainable."""
-        groups = [group["params"] for group in optimizer.param_groups]
         return (
-            list(map(len, groups)) == self._sizes
-            and all(map(is_, chain.from_iterable(groups), self._members))
+            self.is_of(optimizer)
             and list(map(_TRAINABLE, self.model_params)) == self._trainable[0]
             and list(map(_TRAINABLE, self._members)) == self._trainable[1]
+        )
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether the same parameters are in the groups."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return list(map(len, groups)) == self._sizes and all(
+            map(is_, chain.from_iterable(groups), self._members)
         )
