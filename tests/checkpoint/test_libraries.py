@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfpeak.checkpoint import inspect, load, load_plain
+from support.forks import python
 from support.states import differences
 
 PROGRAM = Path(__file__).with_name("library_runs.py")
-SOURCE = Path(__file__).parents[2] / "src"
-
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -28,13 +24,7 @@ def run(
     """Train with the library to ``saved``, convert, resume from ``resumed``; returns what both ended with."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), library, saved, resumed, json.dumps(conversions)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = python(str(PROGRAM), library, saved, resumed, json.dumps(conversions))
     assert done.returncode == 0, done.stderr[-3000:]
     return load_plain("save.pt"), load_plain("resume.pt")
 

@@ -14,8 +14,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from distributed.launching import ENVIRONMENT
 from halfpeak.checkpoint import file as checkpoint
+from support.forks import ENVIRONMENT
 from support.states import differences
 
 STEPS = 40

@@ -1,44 +1,28 @@
 """Starting ranks: a process that imports torch once and forks them, and what each of them saw.
 
-The process is one for all tests of this process; it forks one for each script, which forks its ranks.
+It is forked from one that has: see ``support/forks.py``.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
-import importlib
 import json
 import multiprocessing
 import os
-import runpy
-import signal
-import subprocess
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer imports it: here once, rather than in every rank
 import torch.distributed as dist
 
-from laws.source import ROOT
+from support.forks import be_python, python
 
 Seen = dict[str, list[Any]]
 """By scenario, what each rank saw."""
-
-
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 
 def launch(script: str, ranks: int, folder: Path) -> Seen:
@@ -57,73 +41,10 @@ def run_as_torchrun(*commands: list[str]) -> list[str]:
     return _run_python(__file__, *map(json.dumps, commands)).split("\f")[:-1]
 
 
-PRELOADED = (
-    "halfpeak.cli.main",
-    "halfpeak.distributed",
-    "halfpeak.runner",
-    "torch.distributed.tensor.parallel",
-)
-
-
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    """What forks a process for each line of its input; it ends when that is closed."""
-    command = [sys.executable, __file__, "serve"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)
-    assert server.stdin is not None
-    atexit.register(server.stdin.close)
-    return server
-
-
 def _run_python(*arguments: str) -> str:
-    """What a script has printed, which must have ended well."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        server.stdin.write(json.dumps([folder, *arguments]) + "\n")
-        server.stdin.flush()
-        try:
-            status = server.stdout.readline()
-        except BaseException:  # the timeout of a test: a rank waits for ever
-            os.killpg(server.pid, signal.SIGKILL)
-            _server.cache_clear()
-            raise
-        printed, errors = (Path(folder, name).read_text() for name in ("out", "err"))
-    assert status.strip() == "0", errors
-    return printed
-
-
-def _serve() -> None:
-    for name in PRELOADED:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        folder, *arguments = json.loads(line)
-        child = os.fork()
-        if not child:
-            for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
-            _be_script(arguments)
-        print(os.waitpid(child, 0)[1], flush=True)
-
-
-def _be_script(arguments: list[str]) -> NoReturn:
-    """What ``python`` does with a script or ``-m`` and a module."""
-    status: Any = 0
-    try:
-        is_module = arguments[0] == "-m"
-        sys.argv = arguments[is_module:]
-        (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        status = error.code
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else status is not None)
+    done = python(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def fork_ranks(see: Callable[[int, int, Path], dict[str, Any]]) -> int:
@@ -171,7 +92,8 @@ def _be_a_rank(command: list[str], rank: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    _be_script(command)
+    os.dup2(1, 2)  # both are shown on one screen
+    be_python(command)
 
 
 def _main(commands: list[list[str]]) -> int:
@@ -184,7 +106,4 @@ def _main(commands: list[list[str]]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        _serve()
-    else:
-        sys.exit(_main([json.loads(command) for command in sys.argv[1:]]))
+    sys.exit(_main([json.loads(command) for command in sys.argv[1:]]))

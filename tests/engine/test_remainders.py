@@ -94,7 +94,7 @@ def test_training_is_that_of_float32_masters_bit_for_bit(
     masters = prepared(accumulate=accumulate, backend=backend, clip=clip)
     remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
     ties: list[tuple[Tensor, Tensor, Tensor]] = []
-    for index in range(100 if accumulate == 1 else 200):
+    for index in range(100 if accumulate == 1 else 120):
         if index == 40:
             state = copy.deepcopy(remainders.state_dict())
             remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")

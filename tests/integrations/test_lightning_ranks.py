@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from laws.source import ROOT
+from support.forks import python
 
 
 def test_ranks_agree_and_compute_what_one_does() -> None:
     pytest.importorskip("lightning.fabric")
     from integrations.lightning_ranks import train
 
-    script = Path(__file__).with_name("lightning_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "O2", "2"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = python(str(Path(__file__).with_name("lightning_ranks.py")), "O2", "2")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("WEIGHTS")]
     two = torch.tensor([float(word) for word in line.split()[1:]])

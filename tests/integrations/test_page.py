@@ -29,5 +29,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
     for script, (_, first, code) in zip(scripts, installed, strict=True):
         script.parent.mkdir()
         script.write_text("\n" * (first - 1) + code)
-    errors = errors_of(scripts, modules=sorted({package for package, _, _ in installed}))
+    errors = errors_of(scripts)
     assert not errors, f"{PAGE} (the tracebacks have the page's line numbers)\n{errors}"

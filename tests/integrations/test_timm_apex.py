@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from laws.source import ROOT
+from support.forks import python
 
 SCRIPT = """
 import importlib.util, json, sys
@@ -64,13 +61,7 @@ print(json.dumps([different(level) for level in ("O1", "O2")]))
 
 
 def test_the_run_is_the_engines_bit_for_bit() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = python("-c", SCRIPT)
     if "PackageNotFoundError" in done.stderr:
         pytest.skip("timm is not installed")
     assert done.returncode == 0, done.stderr

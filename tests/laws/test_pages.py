@@ -53,6 +53,7 @@ RUNNABLE = [page for page in PAGES if python_of(page.read_text(), run=True).stri
 
 
 CHUNKS = 3
+"""Of which each can be run by another process of the suite."""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -62,7 +63,7 @@ def test_code_blocks_run(chunk: int, tmp_path: Path) -> None:
     for script, page in zip(scripts, RUNNABLE, strict=True):
         script.parent.mkdir()
         script.write_text(python_of(page.read_text(), run=True))
-    errors = errors_of(scripts[chunk::CHUNKS], "-W", "error")
+    errors = errors_of(scripts[chunk::CHUNKS], strict=True)
     assert not errors, f"the tracebacks have the pages' line numbers\n{errors}"
 
 

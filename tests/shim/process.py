@@ -84,10 +84,3 @@ def run_python(
         text=True,
         timeout=240,
     )
-
-
-def halfpeak_run(
-    *arguments: str, folder: Path, extra_path: Sequence[Path] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """``python -m halfpeak run`` in ``folder``."""
-    return run_python(["-m", "halfpeak", "run", *arguments], folder, extra_path=extra_path, **environment)

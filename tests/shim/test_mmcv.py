@@ -22,7 +22,7 @@ from torch import nn
 import halfpeak.optim
 import halfpeak.runner
 import halfpeak.shim
-from shim.process import halfpeak_run
+from support.forks import python
 
 SCRIPT = Path(__file__).with_name("mmcv_detection")
 
@@ -267,7 +267,7 @@ def test_its_registry_is_given_back(mmcv_1: None, when: str) -> None:
 def detect(folder: Path, *arguments: str) -> dict[str, Any]:
     """Run the script as a person would."""
     options = ("--shim", "apex", "--shim", "mmcv", str(SCRIPT), "--work-dir", str(folder))
-    done = halfpeak_run(*options, *arguments, folder=folder.parent)
+    done = python("-m", "halfpeak", "run", *options, *arguments, folder=folder.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for path in folder.glob("*.log.json") for line in path.read_text().splitlines()]
     return {

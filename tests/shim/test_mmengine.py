@@ -24,7 +24,7 @@ import halfpeak.shim
 from halfpeak.core.errors import ConfigError, RegistryError
 from halfpeak.core.extras import MissingExtraError
 from optim.original import ConfigDict, mmengine
-from shim.process import run_python
+from support.forks import python
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -213,8 +213,8 @@ def run(shim: str, folder: Path, other: str | None = None) -> dict[str, Any]:
     """What ``mmengine_runs`` found."""
     # mmengine-lite 0.10.7 cannot read its own checkpoints with today's torch otherwise.
     environment = {} if other else {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    arguments = ["-W", "ignore", str(RUNS), shim, str(folder / "found.json")]
-    done = run_python(arguments, folder, extra_path=[Path(other)] if other else [], **environment)
+    path = [Path(other)] if other else []
+    done = python(str(RUNS), shim, str(folder / "found.json"), folder=folder, path=path, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
@@ -299,8 +299,7 @@ def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any]
 def test_a_script_runs_unedited(
     tmp_path: Path, options: tuple[str, ...], kind: str, owners: list[str]
 ) -> None:
-    command = ["-W", "ignore", "-m", "halfpeak", "run", *options, str(SCRIPT), kind, str(tmp_path)]
-    done = run_python(command, tmp_path)
+    done = python("-m", "halfpeak", "run", *options, str(SCRIPT), kind, str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["wrappers"] == owners

@@ -12,8 +12,10 @@ from zipfile import ZipFile
 import pytest
 import torch
 
+from distributed.launching import run_as_torchrun
 from halfpeak.cli.main import main
-from shim.process import changes, halfpeak_run, process_state, run_python
+from shim.process import changes, process_state, run_python
+from support.forks import python
 
 LOOKS = """
 import json, os, sys
@@ -74,7 +76,7 @@ def test_a_program_sees_what_python_would_show_it(
 def test_the_command_itself(project: Path) -> None:
     arguments = ["-m", "package.tool"]
     plain = run_python(arguments, project)
-    emulated = halfpeak_run(*arguments, folder=project)
+    emulated = python("-m", "halfpeak", "run", *arguments, folder=project)
     assert json.loads(emulated.stdout) == json.loads(plain.stdout), emulated.stderr
 
 
@@ -107,7 +109,7 @@ def test_errors_pass_through(
 
 def test_the_status_of_exit_passes_through(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit('enough')\n")
-    done = halfpeak_run("script.py", folder=tmp_path)
+    done = python("-m", "halfpeak", "run", "script.py", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == ["enough"]
 
@@ -214,7 +216,7 @@ if __name__ == "__main__":
 def test_spawned_processes_find_the_same_scope(tmp_path: Path) -> None:
     """They import the main script anew."""
     (tmp_path / "script.py").write_text(SPAWNS)
-    done = halfpeak_run("--device", "cpu", "script.py", str(tmp_path), folder=tmp_path)
+    done = run_python(["-m", "halfpeak", "run", "--device", "cpu", "script.py", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [float(torch.load(tmp_path / f"{rank}.pt", weights_only=True)) for rank in range(2)] == [0, 1]
 
@@ -249,10 +251,8 @@ torch.distributed.destroy_process_group()
 
 def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANKS)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfpeak"]
-    command = [*launcher, "run", "--device", "cpu", "script.py", str(tmp_path)]
-    done = run_python(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("halfpeak run: halfpeak") == 1
+    script = str(tmp_path / "script.py")
+    (printed,) = run_as_torchrun(["-m", "halfpeak", "run", "--device", "cpu", script, str(tmp_path)])
+    assert printed.count("halfpeak run: halfpeak") == 1
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

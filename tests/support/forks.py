@@ -1,51 +1,135 @@
-"""Scripts that are each run in a process of its own, which has imported what is slow already."""
+"""Programs that are each run in a process of its own, forked from one that has imported what is slow already."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
+import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from laws.source import ROOT
-
-PROGRAM = """
-import importlib, os, runpy, sys, traceback
-
-for name in sys.argv[1].split():
-    importlib.import_module(name)
-for script in sys.argv[2:]:
-    child = os.fork()
-    if not child:
-        os.chdir(os.path.dirname(script))
-        sys.argv = [script]
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(script, "failed", file=sys.stderr)
-"""
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = ("torch._dynamo", "torch.distributed.tensor.parallel", "halfpeak.cli.main", "halfpeak.distributed")
+"""What a program finds imported; an optimizer imports the first one."""
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
-def errors_of(scripts: Sequence[Path], *options: str, modules: Sequence[str] = ()) -> str:
-    """Run scripts, each in its folder; what they wrote to ``stderr``, if one of them failed.
+def python(
+    *arguments: str,
+    folder: Path | None = None,
+    path: Sequence[Path] = (),
+    strict: bool = False,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """What ``python`` does with a script, with ``-m`` and a module, or with ``-c`` and a program.
 
     Args:
-        scripts: each is ``__main__`` of its process.
-        options: of Python.
-        modules: what has been imported, beside torch and halfpeak.
+        arguments: of ``python``.
+        folder: where it runs.
+        path: where it looks for modules first.
+        strict: warnings are errors.
+        environment: added to that of all programs.
     """
-    names = " ".join(("torch", "torch._dynamo", "halfpeak.amp", "halfpeak.insight.doctor", *modules))
-    done = subprocess.run(
-        [sys.executable, *options, "-c", PROGRAM, names, *map(str, scripts)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as files:
+        told = [files, str(folder or os.getcwd()), list(map(str, path)), strict, environment, arguments]
+        server.stdin.write(json.dumps(told) + "\n")
+        server.stdin.flush()
+        try:
+            status = int(server.stdout.readline())
+        except BaseException:  # the timeout of a test
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+            raise
+        out, err = (Path(files, name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def errors_of(scripts: Sequence[Path], *, strict: bool = False) -> str:
+    """Run scripts, each in its folder; what those that failed wrote to ``stderr``."""
+    ended = [python(str(script), folder=script.parent, strict=strict) for script in scripts]
+    return "\n".join(f"{done.args[0]} failed\n{done.stderr}" for done in ended if done.returncode)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """What forks a process for each line of its input; it ends when that is closed."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "support.forks"],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
+        start_new_session=True,
     )
-    return done.stderr if done.returncode or " failed" in done.stderr else ""
+    assert server.stdin is not None
+    atexit.register(server.stdin.close)
+    return server
+
+
+def be_python(arguments: Sequence[str]) -> NoReturn:
+    """Run a program in this process, and end it."""
+    status: Any = 0
+    try:
+        first, *rest = arguments
+        sys.argv = rest if first == "-m" else [*arguments] if first != "-c" else ["-c", *rest[1:]]
+        sys.path.insert(0, os.path.dirname(first) if os.path.isfile(first) else os.getcwd())
+        if first == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif first == "-c":
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), vars(main))
+        else:
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as error:
+        status = error.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else status is not None)
+
+
+def _serve() -> None:
+    del sys.path[0]  # the folder in which the tests were started
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        files, folder, path, strict, environment, arguments = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.chdir(folder)
+            os.environ.update(environment)
+            sys.path[:0] = path
+            for number, name in enumerate((os.devnull, f"{files}/out", f"{files}/err")):
+                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+            warnings.resetwarnings()
+            warnings.simplefilter("error" if strict else "default")
+            be_python(arguments)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
