@@ -30,6 +30,8 @@ OVERVIEW = {
     ),
 }
 """What the first picture shows of a whole training step, and of what comes after its backward pass."""
+WIDTH = 8.0
+"""Of a picture in inches: its letters are as large as those of the page."""
 WIDEST = 2.6
 """Ratios above are cut off; what they are stands beside the bar."""
 
@@ -76,34 +78,51 @@ def overview_figure(results: dict[str, Rows]) -> Figure:
         ]
         for question, case in (("training", "GPT"), ("step", "a transformer"))
     ]
-    figure = Figure(figsize=(11.5, 2.6), layout="constrained")
-    for axes, rows in zip(figure.subplots(1, 2), chosen, strict=True):
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    heights = [len(rows) for rows in chosen]
+    for axes, rows in zip(figure.subplots(2, 1, height_ratios=heights), chosen, strict=True):
         draw_ratios(axes, rows)
-    figure.axes[0].set_title("a training step of a GPT", fontsize=9.5, fontweight="bold", loc="left")
+    figure.axes[0].set_title("a training step of a GPT", fontsize=10, fontweight="bold", loc="left")
     figure.axes[1].set_title(
-        "after the backward pass, 23 M parameters", fontsize=9.5, fontweight="bold", loc="left"
+        "its part after the backward pass, 23 M parameters", fontsize=10, fontweight="bold", loc="left"
     )
     return figure
 
 
 def ratio_figure(rows: Rows) -> Figure:
-    """A panel for each case: the time of each variant as a multiple of the baseline's, with its quartiles."""
+    """A panel for each case: the time of each variant as a multiple of the baseline's, with its quartiles.
+
+    Two stand side by side, and share the names, where they have the same variants.
+    """
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    panels = [[row for row in rows if row["case"] == case] for case in cases]
-    lines = -(-len(panels) // 2)
-    tallest = [max(map(len, panels[at : at + 2])) for at in range(0, len(panels), 2)]
-    figure = Figure(figsize=(11.5, sum(0.24 * count + 0.85 for count in tallest)), layout="constrained")
-    grid = figure.subplots(lines, 2, squeeze=False, height_ratios=[count + 2 for count in tallest])
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        draw_ratios(axes, panel)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
+    lines: list[list[Rows]] = []
+    for case in cases:
+        panel = [row for row in rows if row["case"] == case]
+        if lines and len(lines[-1]) == 1 and _variants(lines[-1][0]) == _variants(panel):
+            lines[-1].append(panel)
+        else:
+            lines.append([panel])
+    tallest = [len(line[0]) for line in lines]
+    figure = Figure(figsize=(WIDTH, sum(0.24 * count + 0.95 for count in tallest)), layout="constrained")
+    grid = figure.subplots(len(lines), 2, squeeze=False, height_ratios=[count + 3 for count in tallest])
+    for places, line in zip(grid, lines, strict=True):
+        for axes, panel in zip(places, line, strict=False):
+            draw_ratios(axes, panel)
+        if len(line) == 2:
+            places[1].set_yticks([])
+        else:
+            places[1].set_visible(False)
     return figure
+
+
+def _variants(rows: Rows) -> list[str]:
+    return [row["variant"] for row in rows]
 
 
 def draw_ratios(axes: Axes, rows: Rows) -> None:
     base = next(row["variant"] for row in rows if row["ratio"] == "1.0")
     widths = [min(float(row["ratio"]), WIDEST) for row in rows]
+    end = min(max(*widths, 1.0), WIDEST) * 1.8
     bars(axes, [row["variant"] for row in rows], widths, base)
     for at, row in enumerate(rows):
         low, middle, high = (float(row[name]) for name in ("ratio_q1", "ratio", "ratio_q3"))
@@ -111,24 +130,24 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
             axes.plot([low, min(high, WIDEST)], [at, at], color=INK, linewidth=1.2)
         more = " (cut)" if middle > WIDEST else ""
         axes.text(
-            max(min(high, WIDEST), widths[at]) + 0.03,
+            max(min(high, WIDEST), widths[at], 1.0) + 0.02 * end,
             at,
             f"{middle:.2f}x, {_ms(row['ms'])}{more}",
             va="center",
-            fontsize=7.5,
+            fontsize=8,
             color=INK,
         )
     axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
-    axes.set_xlim(0, min(max(*widths, 1.0), WIDEST) + 0.95)
+    axes.set_xlim(0, end)
     axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 32)), fontsize=9.5, fontweight="bold", loc="left")
-    axes.set_xlabel(f"time, as a multiple of: {base}", fontsize=8)
+    axes.set_xlabel("time, as a multiple of the dark bar's", fontsize=8)
 
 
 def plain_figure(
     rows: Rows, names: Sequence[str], columns: tuple[str, str, str], limit: float | None, unit: str
 ) -> Figure:
     """A bar for each row, as long as its value; the columns are the value and the ends of its line."""
-    figure = Figure(figsize=(9, 0.6 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.6 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     values, lows, highs = ([float(row[column]) for row in rows] for column in columns)
     bars(axes, names, values, "")
