@@ -42,7 +42,17 @@ KINDS = {
     "autoclass": ["   :members:"],
     "autoexception": [],
 }
-OF_EARLIER_RELEASES = "   :exclude-members: plan, index, taken, skipped, has_open_window"
+LEFT_OUT = {
+    # What front ends and tools call, and names of earlier releases.
+    "Engine": "adopt_scaled_grads close_windows_without_gradients has_scaled_grads window_state check_window_state "
+    "load_window_state window_buffers load_window_buffers tell replay plan index taken skipped has_open_window",
+    # What an engine calls of a fused optimizer.
+    "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "
+    "profile_hook_step has_master make_inner road",
+    "EnginePlugin": "holder",
+    "Accelerator": "holder",
+}
+"""Members of a class, and of those made from it, that are no part of its interface for a training script."""
 
 
 def setup(app: Sphinx) -> None:
@@ -68,9 +78,17 @@ def public(name: str, names: list[str]) -> str:
         kind = "autofunction" if callable(thing) else "autodata"
         if inspect.isclass(thing):
             kind = "autoexception" if issubclass(thing, Exception) else "autoclass"
-        lines += ["", f".. {kind}:: {one}", *KINDS[kind], *([OF_EARLIER_RELEASES] if one == "Engine" else [])]
+        lines += ["", f".. {kind}:: {one}", *KINDS[kind]]
         if kind == "autoclass":
-            # What the classes of torch and of others have is not described again.
-            others = [base.__name__ for base in thing.__mro__ if not base.__module__.startswith("halfpeak.")]
-            lines.append(f"   :inherited-members: {', '.join(others)}")
+            mro = thing.__mro__[1:]
+            # What the classes of torch and of others have is not described again, nor what public ones on this page have.
+            described = [
+                base for base in mro if base.__name__ in names or not base.__module__.startswith("halfpeak.")
+            ]
+            lines.append(f"   :inherited-members: {', '.join(base.__name__ for base in described)}")
+            if any(base.__name__ in names for base in mro):
+                lines.append("   :show-inheritance:")
+            left_out = [name for base in thing.__mro__ for name in LEFT_OUT.get(base.__name__, "").split()]
+            if left_out:
+                lines.append(f"   :exclude-members: {', '.join(left_out)}")
     return "\n".join(["```{eval-rst}", *lines, "```"])
