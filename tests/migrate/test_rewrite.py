@@ -437,6 +437,8 @@ def test_an_empty_optimizer_config_is_filled() -> None:
 
 def test_fp16_in_other_code_is_no_config() -> None:
     assert left("fp16 = dict(loss_scale=1)\n") == []
+    script = "optimizer_config = dict()\nfp16 = dict(loss_scale=1)\nHook(**optimizer_config, **fp16)\n"
+    assert (becomes(script), left(script)) == (script, [])
 
 
 @pytest.mark.parametrize(

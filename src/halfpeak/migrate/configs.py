@@ -26,7 +26,8 @@ def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Fin
     """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config``, where both stand in the file.
 
     mmcv's training tools made a ``Fp16OptimizerHook`` of the two. ``halfpeak.runner``, like mmcv, takes the hook by its
-    name from ``optimizer_config``. Wrappers of mmengine keep their names; an ``ApexOptimWrapper`` is reported.
+    name from ``optimizer_config``. A script that reads its ``fp16`` makes the hook itself, and keeps both. Wrappers of
+    mmengine keep their names; an ``ApexOptimWrapper`` is reported.
     """
     entries = _entries(module)
     wrapper = next((node for node in walk(module) if _is_apex_wrapper(node)), None)
@@ -34,7 +35,7 @@ def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Fin
     if wrapper is not None:
         write = "the config stays; before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
         findings.append(_finding(module, wrapper, "ApexOptimWrapper", "mmengine's own needs apex.amp", write))
-    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys():
+    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(module):
         return module, findings
     fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
     reason = None
@@ -88,6 +89,17 @@ def _assigned(line: cst.CSTNode) -> str | None:
         return None
     target = small.targets[0].target
     return target.value if isinstance(target, cst.Name) else None
+
+
+def _reads_fp16(module: cst.Module) -> bool:
+    """Whether ``fp16`` is more than the target of an assignment and the name of keywords."""
+    nodes = list(walk(module))
+    written = {id(node.target) for node in nodes if isinstance(node, cst.AssignTarget)}
+    keywords = {id(node.keyword) for node in nodes if isinstance(node, cst.Arg)}
+    return any(
+        isinstance(node, cst.Name) and node.value == "fp16" and id(node) not in written | keywords
+        for node in nodes
+    )
 
 
 def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
