@@ -183,6 +183,11 @@ def refusals(folder: Path) -> dict[str, str]:
         run.train(range(1))
         run.engine.state_dict()
 
+    def open_window_of_a_loop() -> None:
+        run = Run("shards", "O2", every=2)
+        run.train(range(1))
+        run.engine.loop_state_dict()
+
     def no_moments() -> None:
         run = Run("alone", "O2")
         run.train(range(1))
@@ -217,6 +222,7 @@ def refusals(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for call in (
         open_window,
+        open_window_of_a_loop,
         no_moments,
         lost_window,
         torch_by_names,

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.launching import fork_ranks
+from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedSGD
 
 STEPS = 5
@@ -109,10 +111,41 @@ def piped(rank: int, ranks: int, level: str, schedule: str, optimizer: str) -> d
     }
 
 
+BYPASSED = list(product(("DDP", "FSDP2", "pipeline"), ("O0", "O1", "O2", "O4", "O5")))
+"""What reduces gradients, and the level, where the user's own ``backward()`` goes past the engine."""
+
+
+def bypassed(rank: int, ranks: int, kind: str, level: str) -> str:
+    """What a step says to gradients that somebody else's backward pass has left; at O0 to inf ones."""
+    wrong = float("inf") if level == "O0" else 1.0
+    model, (x, y) = stages(ranks)[rank if kind == "pipeline" else 0], batch(0)
+    wrapped = fully_shard(model, level) if kind == "FSDP2" else model
+    engine = prepared(model, level, "SGD", group=None if kind != "pipeline" else "world")
+    with engine.forward():
+        if kind == "pipeline":
+            stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+            pipeline = ScheduleGPipe(
+                stage, 4, loss_fn=lambda out, target: nn.functional.mse_loss(out.float(), target) * wrong
+            )
+            pipeline.step(*([x] if rank == 0 else []), **({"target": y} if rank == ranks - 1 else {}))
+        else:
+            wrapped = DistributedDataParallel(model) if kind == "DDP" else wrapped
+            loss = nn.functional.mse_loss(wrapped(x).float(), y) * wrong
+    if kind != "pipeline":
+        loss.backward()
+    try:
+        return "stepped" if engine.step().stepped() else "skipped"
+    except halfpeak.OrderError as error:
+        return str(error)
+
+
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for case in cases():
         seen[" ".join(case)] = piped(rank, ranks, *case)
+        dist.barrier()
+    for kind, level in BYPASSED:
+        seen[f"{kind} {level}"] = bypassed(rank, ranks, kind, level)
         dist.barrier()
     return seen
 

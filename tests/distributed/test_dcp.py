@@ -91,6 +91,7 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
     ("name", "text"),
     [
         ("open_window", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
+        ("open_window_of_a_loop", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
         (
             "torch_by_names",
             "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",

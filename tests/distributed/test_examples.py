@@ -8,7 +8,7 @@ from pathlib import Path
 from distributed.launching import run_as_torchrun
 from laws.source import ROOT
 
-SCRIPTS = ("ddp.py", "fsdp2.py")
+SCRIPTS = ("ddp.py", "fsdp2.py", "pipeline.py")
 
 
 def test_a_script_learns_and_goes_on(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_script_learns_and_goes_on(tmp_path: Path) -> None:
             for steps in ("20", "60")
         )
     )
-    for first, more in (printed[:2], printed[2:]):
+    for first, more in zip(printed[::2], printed[1::2], strict=True):
         (before, after) = (
             {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
             for text in (first, more)

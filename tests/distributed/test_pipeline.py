@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distributed.launching import Seen, launch
-from distributed.pipeline_ranks import cases
+from distributed.pipeline_ranks import BYPASSED, cases
 
 CLOSE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 1e-2, "O5": 1e-2}
 
@@ -24,3 +24,11 @@ def test_stages_train_as_one_process_does(ranks: Seen, level: str, schedule: str
         assert one["norms"][:2] == seen[0]["norms"][:2]
         assert one["norms"][:2] == pytest.approx(one["expected"][:2], rel=CLOSE[level])
         assert one["distance"] < CLOSE[level] < one["moved"]
+
+
+@pytest.mark.parametrize(("kind", "level"), BYPASSED)
+def test_a_backward_pass_that_goes_past_the_engine_is_noticed(ranks: Seen, kind: str, level: str) -> None:
+    said = {"O0": "skipped"}.get(level, "no backward pass of this step went through halfpeak")
+    if level in ("O2", "O5") and kind != "FSDP2":
+        said = "its gradients never reached the float32 masters"
+    assert all(said in one for one in ranks[f"{kind} {level}"]), ranks[f"{kind} {level}"]
