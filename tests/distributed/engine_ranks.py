@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
@@ -19,6 +22,16 @@ from distributed.launching import fork_ranks
 WINDOWS = 3
 LEVELS = ("O0", "O1", "O2", "O5")
 PASSES = (4, 16, 256)
+HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "allreduce_hook": lambda: (None, allreduce_hook),
+    "fp16_compress_hook": lambda: (None, fp16_compress_hook),
+    "PowerSGD": lambda: (PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1), powerSGD_hook),
+}
+OPTIONS = [
+    *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), LEVELS),
+    *product(("PowerSGD",), ("O0", "O4")),
+]
+"""What is asked of ``DistributedDataParallel``, and the level."""
 
 
 def net() -> nn.Sequential:
@@ -60,17 +73,20 @@ def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
     }
 
 
-def parallel(rank: int, level: str, every: int, poisoned: int | None) -> dict[str, Any]:
+def parallel(rank: int, level: str, every: int, poisoned: int | None, option: str = "") -> dict[str, Any]:
     """DDP with ``no_sync`` inside windows; one rank's loss is inf in micro-batch ``poisoned`` of window 1."""
+    arguments: dict[str, Any] = {"gradient_as_bucket_view": True} if "views" in option else {}
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = halfpeak.ScaleConfig(init=1024.0)
     engine = halfpeak.prepare(model, optimizer, level, accumulate=every, clip=1.0, scale=scale)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, static_graph=option == "static_graph", **arguments)
+    if option in HOOKS:
+        wrapped.register_comm_hook(*HOOKS[option]())
     outcomes: list[bool] = []
     for step in range(WINDOWS * every):
         spoilt = rank == 1 and poisoned is not None and step == every + poisoned
-        with engine.forward(wrapped):
+        with engine.forward(None if "not told" in option else wrapped):
             loss = wrapped(batch(rank, step)).float().square().mean()
         # A loss of inf with finite activations: found_inf has to come from the gradients.
         engine.backward(loss * float("inf") if spoilt else loss)
@@ -94,6 +110,25 @@ def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
             engine.backward(loss * float("nan") if poisoned and rank == 1 and step == 1 else loss)
             outcomes.append(engine.step().stepped())
     return {**seen_of(engine, outcomes), "collectives": counting.count}
+
+
+def joined(rank: int, level: str) -> dict[str, Any]:
+    """One rank has fewer batches, and shadows the collectives of the other until its end."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=1024.0))
+    wrapped, outcomes, said = DistributedDataParallel(model), [], ""
+    with wrapped.join():
+        for step in range(WINDOWS + 2 * (rank == 0)):
+            with engine.forward(wrapped):
+                loss = wrapped(batch(rank, step)).float().square().mean()
+            engine.backward(loss)
+            outcomes.append(engine.step().stepped())
+    try:
+        engine.check_ranks()
+    except halfpeak.RankMismatchError as error:
+        said = str(error)
+    return {**seen_of(engine, outcomes), "said": said}
 
 
 def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
@@ -193,6 +228,13 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
                 table[name] = partial(parallel, level=level, every=every, poisoned=poisoned)
         for poisoned in (False, True):
             table[f"local {level} {poisoned}"] = partial(rank_local, level=level, poisoned=poisoned)
+    for option, level in OPTIONS:
+        every, poisoned = (1, 0) if option == "static_graph" else (3, None if option == "PowerSGD" else 1)
+        table[f"option {option} {level}"] = partial(
+            parallel, level=level, every=every, poisoned=poisoned, option=option
+        )
+    for level in LEVELS:
+        table[f"joined {level}"] = partial(joined, level=level)
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):

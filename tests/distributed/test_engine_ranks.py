@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LEVELS, PASSES, WINDOWS, scenarios
+from distributed.engine_ranks import LEVELS, OPTIONS, PASSES, WINDOWS, scenarios
 from distributed.launching import Seen, launch
+
+ROUNDING = ("bucket views, not told", "fp16_compress_hook")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,30 @@ def test_it_does_not_matter_which_micro_batch_overflowed(ranks: Seen, level: str
     assert same(runs[0]["parameters"], runs[1]["parameters"])
     assert same(runs[0]["parameters"], runs[2]["parameters"])
     assert not same(runs[0]["parameters"], ranks[f"parallel {level} 3 None"][0]["parameters"])
+
+
+@pytest.mark.parametrize(("option", "level"), OPTIONS)
+def test_options_of_ddp(ranks: Seen, option: str, level: str) -> None:
+    first, other = ranks[f"option {option} {level}"]
+    for part in ("parameters", "masters", "momentum"):
+        assert same(first[part], other[part])
+    assert first["outcomes"] == other["outcomes"] == [True, option == "PowerSGD", True]
+    if option == "PowerSGD":
+        return  # which is no sum
+    (plain, _) = ranks[f"parallel {level} {'1 0' if option == 'static_graph' else '3 1'}"]
+    # fp16_compress_hook rounds gradients, and passes that are each reduced are added up in another order.
+    tolerance = {"O0": 1e-3, "O1": 1e-3, "O2": 2e-3, "O5": 2e-2}[level] if option in ROUNDING else 0.0
+    for mine, theirs in zip(first["parameters"], plain["parameters"], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_join_weights_are_equal_and_the_rest_is_not(ranks: Seen, level: str) -> None:
+    first, other = ranks[f"joined {level}"]
+    assert same(first["parameters"], other["parameters"])
+    assert len(first["outcomes"]) == len(other["outcomes"]) + 2
+    for seen in (first, other):
+        assert "rank 1 differs from rank 0 in engine.micro_step 3 (not 5)" in seen["said"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
