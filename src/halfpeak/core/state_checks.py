@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
@@ -127,9 +128,29 @@ def copied(state: Any, what: str) -> Any:
         StateError: it cannot be copied: it is nested too deeply, or holds a tensor that is part of a graph.
     """
     try:
-        return copy.deepcopy(state)
+        try:
+            return copy.deepcopy(state)
+        except NotImplementedError:  # torchao's moments of few bits can be taken apart, and not cloned
+            return copy.deepcopy(state, {id(one): _put_together(one) for one in _wrappers_in(state)})
     except Exception as error:
         raise StateError(f"{what} cannot be copied: {str(error)[:200]}; pass plain data") from error
+
+
+def _wrappers_in(state: object) -> Iterator[Any]:
+    """The tensors of a state that are made of other tensors."""
+    if isinstance(state, (dict, list, tuple)):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _wrappers_in(part)
+    elif is_traceable_wrapper_subclass(state):
+        yield state
+
+
+def _put_together(tensor: Any) -> Any:
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _put_together(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 
 def _shown(value: object) -> str:

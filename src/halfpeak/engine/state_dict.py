@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.state_checks import copied
@@ -77,12 +78,24 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
         model.load_state_dict(saved)
     for optimizer, saved in zip(context.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(saved)
+        _keep_scalars_wide(optimizer, saved)
     for scaler, scale in zip(context.scalers, scales, strict=True):
         scaler.state = scale
     context.record.load_state_dict(state["counters"])
     context.stats.restore_saved(state["buffers"])
     context.train_step.poll_stuck()
     load_window(context, state["window"])
+
+
+def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """torch casts all state but ``step`` to the dtype of its parameter, and NAdam and ASGD keep single numbers in float32."""
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
+            if isinstance(value, Tensor) and value.dim() == 0 and isinstance(loaded, Tensor):
+                optimizer.state[parameter][name] = value.to(loaded.device)
 
 
 def save_loop_state(context: EngineContext) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""The table of docs/optimizers.md: other people's optimizers at every level. ``python -m compat.optimizers`` writes it."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import pytorch_optimizer
+import schedulefree
+import torch
+import torchao.optim
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+import halfpeak
+from halfpeak.core.state_checks import copied
+from laws.source import ROOT
+from support.nets import LEVELS
+from support.states import differences
+
+PAGE = ROOT / "docs" / "optimizers.md"
+BEGIN, END = "<!-- begin table -->\n", "<!-- end -->\n"
+
+Make = Callable[..., Any]
+
+RATES: dict[Any, dict[str, float]] = {
+    torch.optim: {
+        "ASGD": 0.1, "Adadelta": 1.0, "Adafactor": 2e-2, "Adagrad": 5e-2, "Adam": 1e-2, "AdamW": 1e-2, "Adamax": 1e-2,
+        "Muon": 2e-2, "NAdam": 1e-2, "RAdam": 1e-2, "RMSprop": 1e-3, "Rprop": 1e-3, "SGD": 0.1,
+    },
+    torchao.optim: {"AdamW8bit": 1e-2, "AdamW4bit": 1e-2},
+    schedulefree: {"AdamWScheduleFree": 1e-2, "RAdamScheduleFree": 1e-2, "SGDScheduleFree": 0.5},
+    pytorch_optimizer: {
+        "ADOPT": 1e-2, "Adan": 1e-2, "AdEMAMix": 1e-2, "CAME": 1e-3, "Lion": 3e-3, "MARS": 1e-2, "Prodigy": 1.0,
+        "ScalableShampoo": 1e-2, "Shampoo": 5e-2, "SOAP": 1e-2, "StableAdamW": 1e-2,
+    },
+}  # fmt: skip
+"""Learning rates at which each learns the task in float32."""
+
+ROWS: dict[str, Make] = {
+    f"{package.__name__}.{name}": partial(getattr(package, name), lr=rate)
+    for package, rates in RATES.items()
+    for name, rate in rates.items()
+}
+
+STEPS = 16
+CLOSE = 0.1
+"""How much more loss than in float32 is left after that."""
+
+
+class Run:
+    """Training at a level."""
+
+    def __init__(self, make: Make, level: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+        takes_eps = "eps" in inspect.signature(make).parameters and make.func is not torch.optim.Adafactor  # type: ignore[attr-defined]
+        # What the warning of prepare says to write: 1e-8 is zero in float16.
+        options = {"eps": 1e-4} if level == "O3" and takes_eps else {}
+        self.optimizer: Optimizer = make(self.model.parameters(), **options)
+        self.engine = halfpeak.prepare(self.model, self.optimizer, level, on_skip=None)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # type: ignore[attr-defined]
+
+    def train(self, numbers: Sequence[int], *, factor: float = 1.0) -> list[float]:
+        losses: list[float] = []
+        for number in numbers:
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number % 4))
+            with self.engine.forward():
+                loss = mse_loss(self.model(x).float(), x.roll(1, 1).tanh())
+            self.engine.backward(loss * factor)
+            self.engine.step()
+            losses.append(loss.item())
+        return losses
+
+    def values(self) -> list[Any]:
+        return [
+            copied(self.model.state_dict(), "weights"),
+            readable(copied(self.optimizer.state_dict()["state"], "moments")),
+        ]
+
+
+def readable(state: Any) -> Any:
+    """A state with moments of few bits as the numbers that they mean."""
+    if isinstance(state, dict):
+        return {key: readable(value) for key, value in state.items()}
+    return state.dequantize() if hasattr(state, "codes") else state
+
+
+def verdict(make: Make, level: str, fp32_loss: float) -> str:
+    """``yes`` where it trains as in float32, a skip moves nothing and a resume is exact; else what is not so."""
+    loss = sum(Run(make, level).train(range(STEPS))[-4:])
+    if not math.isfinite(loss):
+        return "NaN"
+    run = Run(make, level)
+    run.train(range(5))
+    found: list[str] = []
+    resumed, file = Run(make, level), io.BytesIO()
+    torch.save(run.engine.state_dict(), file)
+    file.seek(0)
+    try:
+        resumed.engine.load_state_dict(torch.load(file, weights_only=False))
+        if run.train(range(5, STEPS)) != resumed.train(range(5, STEPS)) or differences(
+            run.values(), resumed.values()
+        ):
+            found.append("a resume differs")
+    except halfpeak.StateError:
+        found.append("no resume: `StateError`")
+    if loss > fp32_loss * (1 + CLOSE):
+        found.append("trains worse")
+    before = run.values()
+    run.train([0], factor=math.inf)
+    if differences(before, run.values()) and "StateError" not in "".join(found):
+        found.append("a skip moves it")
+    return "; ".join(found) or "yes"
+
+
+def row(name: str) -> str:
+    """A line of the table."""
+    # Moments of few bits are compiled code otherwise, for minutes.
+    with torch.compiler.set_stance("force_eager"), redirect_stdout(io.StringIO()):
+        fp32 = sum(Run(ROWS[name], "O0").train(range(STEPS))[-4:])
+        cells = [verdict(ROWS[name], level, fp32) for level in LEVELS]
+    return f"| `{name}` | {' | '.join(cells)} |\n"
+
+
+def table_of(text: str) -> list[str]:
+    """The lines of the page that are made here, with its heading."""
+    return text.partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)
+
+
+def main() -> None:
+    heading = (
+        f"| optimizer | {' | '.join(f'`{level}`' for level in LEVELS)} |\n| --- |{' --- |' * len(LEVELS)}\n"
+    )
+    text = PAGE.read_text(encoding="utf-8")
+    start, rest = text.partition(BEGIN)[0], text.partition(END)[2]
+    lines = []
+    for name in ROWS:
+        lines.append(row(name))
+        print(lines[-1], end="", flush=True)
+    PAGE.write_text(start + BEGIN + heading + "".join(lines) + END + rest, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
