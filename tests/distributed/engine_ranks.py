@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,26 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
         if result.boundary:
             outcomes.append(result.stepped())
     return seen_of(engine, outcomes)
+
+
+def bad_losses(rank: int, group: Literal["world"] | None) -> dict[str, Any]:
+    """DDP; one rank's loss is nan in step 1, and infinite with finite gradients in step 3."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scale = halfpeak.ScaleConfig(init=1024.0, recovers=True)
+    engine = halfpeak.prepare(model, optimizer, "O2", scale=scale, group=group, on_skip=None)
+    wrapped = DistributedDataParallel(model)
+    outcomes: list[bool] = []
+    scales: list[float] = []
+    for step in range(5):
+        with engine.forward(wrapped):
+            loss = wrapped(batch(rank, step)).float().square().mean()
+        if rank == 1 and step in (1, 3):
+            loss = loss * float("nan") if step == 1 else loss + float("inf")
+        engine.backward(loss)
+        outcomes.append(engine.step().stepped())
+        scales.append(engine.read_scale())
+    return {**seen_of(engine, outcomes), "scales": scales}
 
 
 def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
@@ -235,6 +255,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         )
     for level in LEVELS:
         table[f"joined {level}"] = partial(joined, level=level)
+    for group in (None, "world"):
+        table[f"bad losses {group}"] = partial(bad_losses, group=group)
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):

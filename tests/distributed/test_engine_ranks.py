@@ -87,6 +87,20 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
     assert first["collectives"] == other["collectives"] == WINDOWS
 
 
+@pytest.mark.parametrize(
+    ("group", "skipped", "scale"), [(None, [1], 512.0), ("world", [1, 3], 1024.0)], ids=str
+)
+def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
+    ranks: Seen, group: str | None, skipped: list[int], scale: float
+) -> None:
+    """Gradients that DDP has summed do not tell such a loss from an overflow; what ``group=`` reduces does."""
+    first, other = ranks[f"bad losses {group}"]
+    for part in ("parameters", "masters", "momentum"):
+        assert same(first[part], other[part])
+    assert first["outcomes"] == other["outcomes"] == [step not in skipped for step in range(5)]
+    assert first["scales"] == other["scales"] == [1024.0] + [scale] * 4
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str) -> None:
     first, other = ranks[f"loaded by first {level}"]

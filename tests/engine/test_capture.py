@@ -237,6 +237,19 @@ def test_a_scale_that_cannot_fall_is_noticed(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_skips_of_replays_are_told_and_those_of_the_capture_are_not(device: str) -> None:
+    told: list[str] = []
+    run = Run(device, level="O5", on_skip=lambda engine, event: told.append(event.message))
+    captured = run.capture()
+    for index in range(40):
+        captured(*run.batch(index, float("nan") if index == 2 else 1.0))
+        if device == "cuda":
+            torch.cuda.synchronize()
+    step = 3 if device == "cpu" else 16
+    assert told == [f"step {step} was skipped, and no loss scale would help."]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_fit_is_refused(device: str) -> None:
     run = Run(device)
     captured = run.capture()

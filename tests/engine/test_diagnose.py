@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfpeak
+from halfpeak.optim import AmpOptimWrapper
 from support.nets import LEVELS, make_batch, make_net
 
 
@@ -274,6 +275,35 @@ def test_an_overflow_in_the_backward_pass_alone(level: str, slope: float, scale:
     found = halfpeak.diagnose(engine, lambda: model(torch.ones(1, 1)).sum() / 8)
     assert (found.where, found.module, found.tensor) == ("backward", "1", "grad_input[0]")
     assert (found.reason, found.largest_scale) == ("overflow", scale)
+
+
+def test_advice_is_such_that_the_front_end_can_follow_it() -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.Sequential(first, last)
+    nn.init.constant_(first.weight, 1.0)
+    nn.init.constant_(last.weight, 5e4)
+    wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+
+    def loss(factor: float) -> Tensor:
+        with wrapper.optim_context(model):
+            return model(torch.ones(2, 4)).float().square().sum() * factor
+
+    found = halfpeak.diagnose(_seen(wrapper, model), lambda: loss(1.0))
+    assert (found.where, found.module) == ("forward", "1")
+    assert found.suggestion.endswith(
+        """Compute '1' in float32, or go over to halfpeak.prepare(..., keep_fp32=["1"]), or use bfloat16."""
+    )
+    nn.init.constant_(last.weight, 1.0)
+    found = halfpeak.diagnose(model, lambda: loss(1e5))
+    assert found.where == "backward"
+    assert found.largest_scale is not None
+    assert found.largest_scale < 1
+    assert "take a mean in the place of a sum" in found.suggestion
+
+
+def _seen(wrapper: AmpOptimWrapper, model: nn.Module) -> nn.Module:
+    with wrapper.optim_context(model):
+        return model
 
 
 def test_the_report_is_a_table_a_page_and_json(tmp_path: Path) -> None:

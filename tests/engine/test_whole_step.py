@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 SCALE = halfpeak.ScaleConfig(init=2.0**10, interval=4)
+RECOVERS = halfpeak.ScaleConfig(init=2.0**10, recovers=True)
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -96,6 +97,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("fused", {"level": "O1", "scale": SCALE}),
     ("fused", {"level": "O2", "scale": SCALE}),
     ("torch's fused", {"level": "O2", "scale": SCALE, "accumulate": 2}),
+    ("sgd", {"level": "O2", "scale": RECOVERS}),
     ("sgd", {"level": "O3", "clip": None}),
     ("fused", {"level": "O4", "accumulate": 3, "clip": None}),
     ("fused", {"level": "O4", "op_lists": "torch", "clip": halfpeak.ClipValue(value=0.1)}),
@@ -117,6 +119,8 @@ def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_found_inf(
         graphs.append(counters["stats"]["unique_graphs"])
     assert_same(python.engine.state_dict(), whole.engine.state_dict())
     assert int(whole.engine.num_skipped) >= 1
+    if options.get("scale") is RECOVERS:
+        assert whole.engine.read_scale() == RECOVERS.init  # a loss that is not finite leaves it
     assert not counters["graph_break"]
     # One for passes inside a window, one for those that end it.
     assert graphs[-1] == min(2, options.get("accumulate", 1))

@@ -116,6 +116,10 @@ class StepEngine(Protocol):
         """Step or skip."""
         ...
 
+    def report(self, result: StepResult) -> None:
+        """Tell of a step."""
+        ...
+
     def scaled(
         self,
         loss: Tensor,

@@ -324,8 +324,7 @@ class Engine:
             raise
         if compares:
             self.check_ranks()
-        if self._after_step is not None:
-            self._after_step(self, result)
+        self.report(result)
         return result
 
     # The open window.
@@ -564,6 +563,11 @@ class Engine:
         self._after_step = after_step
         self.context.handles += handles
 
+    def report(self, result: StepResult) -> None:
+        """Tell of a step that was taken in another way than by :meth:`step`, such as by a graph."""
+        if self._after_step is not None:
+            self._after_step(self, result)
+
     def memory(self) -> Memory:
         """How many bytes are held now, by what they are for; see :class:`halfpeak.Memory`."""
         return measure(self.context)
@@ -675,7 +679,11 @@ class Engine:
             ConfigError: something that a graph cannot hold. The message says what to write.
             OrderError: a window is open.
         """
-        return capture(self, loss_function, inputs)
+        told, self._after_step = self._after_step, None  # nobody of iterations that move nothing
+        try:
+            return capture(self, loss_function, inputs)
+        finally:
+            self._after_step = told
 
     # What can be read without changing anything; only read_scale waits for the device.
 

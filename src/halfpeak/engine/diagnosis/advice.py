@@ -20,13 +20,19 @@ def suggestion_for(
     level: str,
     largest_scale: float | None,
 ) -> str:
-    """One or two sentences; see :class:`halfpeak.Diagnosis` for the arguments."""
+    """One or two sentences; see :class:`halfpeak.Diagnosis` for the arguments.
+
+    Args:
+        level: of :func:`halfpeak.prepare`; empty where another front end takes the steps, which has no ``keep_fp32``.
+    """
     name = f"'{module}'" if module else "the model"
     if reason != "overflow":
         return _for_fault(where, name, tensor, reason, operation)
     size = f"{value:.3g} is beyond what {dtype} holds ({torch.finfo(getattr(torch, dtype)).max:.3g})"
     keep = f'Write halfpeak.prepare(..., "{level}", keep_fp32=["{module}"])'
-    wider = _wider(policy)
+    if not level:
+        keep = f'Compute {name} in float32, or go over to halfpeak.prepare(..., keep_fp32=["{module}"])'
+    wider = _wider(dtype, policy, level)
     if where == "input":
         return f"{tensor}: {size}. Scale the data down before the model{wider}."
     if where == "loss":
@@ -36,6 +42,11 @@ def suggestion_for(
     if where == "backward":
         if largest_scale is None:
             advice = "No loss scale helps. "
+        elif largest_scale < 1:
+            advice = (
+                f"It takes a loss scale of {largest_scale:g} to fit this batch, so the loss itself is too large: take a mean "
+                "in the place of a sum, or divide it. "
+            )
         else:
             advice = (
                 f"A loss scale of {largest_scale:g} fits this batch; a dynamic scale finds it, or write "
@@ -47,10 +58,12 @@ def suggestion_for(
     return f"{size[0].upper()}{size[1:]}. {keep}{wider}."
 
 
-def _wider(policy: Policy) -> str:
+def _wider(dtype: str, policy: Policy, level: str) -> str:
     """The level with the range of float32, where this one has not got it."""
-    if policy.compute is not torch.float16 and policy.param is not torch.float16:
+    if "float16" not in (dtype, str(policy.compute)[6:], str(policy.param)[6:]):
         return ""
+    if not level:
+        return ", or use bfloat16"
     return ', or use bfloat16 ("O4")' if policy.per_op else ', or use bfloat16 ("O5")'
 
 

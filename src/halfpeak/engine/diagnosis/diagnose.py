@@ -105,7 +105,7 @@ class _Subject:
     Attributes:
         models: whose modules are named.
         policy: in which dtype things are.
-        level: its name.
+        level: its name; empty where another front end than ``prepare`` takes the steps.
         scale: what the loss is multiplied by.
         value: from a parameter to its value in float32.
         computing: the context of a forward pass as in training.
@@ -120,11 +120,13 @@ class _Subject:
 
 
 def _of_engine(engine: Engine) -> _Subject:
-    divisor = engine.config.accumulation.divisor(engine.micro_step)
+    config = engine.config
+    divisor = config.accumulation.divisor(engine.micro_step)
+    by_prepare = config.engine_steps and not config.caller_may_step
     return _Subject(
         engine.models,
         engine.policy,
-        engine.config.properties.opt_level or "O0",
+        (config.properties.opt_level or "") if by_prepare else "",
         engine.scale / divisor,
         lambda parameter: _or_else(engine.masters.value_of(parameter), parameter),
         engine.replay,

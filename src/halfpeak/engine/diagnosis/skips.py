@@ -213,7 +213,8 @@ class DiagnosingWatch(SkipWatch):
     """``on_skip="diagnose"``: writes ``diagnosis-<step>.html``, of the forward passes that the skipped step was made of.
 
     They are run again on the inputs they had, and backward from the gradients that their outputs got. Reads the counters after
-    every step, so it waits for the device, and keeps inputs and outputs of a step until the next.
+    every step, so it waits for the device, and keeps inputs and outputs of a step until the next. A CUDA graph calls no hooks,
+    so of its steps there is a line in the log alone.
 
     Where the loss scale falls after a loss that is not finite, as it does in other libraries' rules, that is told all the same.
 
@@ -268,6 +269,9 @@ class DiagnosingWatch(SkipWatch):
         return any(bool(fault.any()) for fault in faults)
 
     def _diagnose(self, engine: Engine, event: SkipEvent) -> None:
+        if not self._calls_of_models:  # a graph, which calls no hooks
+            log(engine, event)
+            return
         path = self._folder() / f"diagnosis-{event.step}.html"
         scales = [scale for call in self._calls_of_models for _, scale in call.grads.values()]
         self._is_replaying = True

@@ -49,7 +49,8 @@ class CompiledStep:
         scales: the loss scales, as the graph knows them.           # f32[] each
         ends: whether the next steps end an accumulation window, a window's length of them.
         position: how many steps the graph has taken.
-        pending: a backward pass that is not accumulated yet: numbers of loss and optimizers, numbers of weights, gradients.
+        pending: a backward pass that is not accumulated yet: numbers of loss and optimizers, the loss, numbers of weights,
+            gradients.
     """
 
     def __init__(self, engine: StepEngine) -> None:
@@ -65,7 +66,7 @@ class CompiledStep:
         self.scales: list[Tensor] = []
         self.ends: list[bool] = []
         self.position = 0
-        self.pending: tuple[list[int], list[int], list[Tensor]] | None = None
+        self.pending: tuple[list[int], Tensor, list[int], list[Tensor]] | None = None
         self.number = _register(self)
         self._versions: list[int] = []
         self.operators = _operators()
@@ -86,7 +87,8 @@ class CompiledStep:
         )
         grads: list[Tensor | None] = list(found)
         which = [index for index, grad in enumerate(grads) if grad is not None]
-        self.pending = ([loss_id, *numbers], which, [grad for grad in grads if grad is not None])
+        given = [grad for grad in grads if grad is not None]
+        self.pending = ([loss_id, *numbers], loss.detach(), which, given)
 
     def step(
         self,
@@ -104,12 +106,12 @@ class CompiledStep:
             raise ConfigError(
                 "a compiled step has no closure and keeps no gradients; leave them out, or write torch.compile(function)"
             )
-        backward, which, grads = self.pending or ([], [], [])
+        backward, loss, which, grads = self.pending or ([], torch.zeros_like(self.token), [], [])
         self.pending = None
         numbers = self._numbers_of(optimizers)
         with torch.no_grad():
             found_inf, scales, norm = self.operators.step(
-                self.number, self.token, backward, which, grads, numbers, self.written, self.buffers
+                self.number, self.token, backward, loss, which, grads, numbers, self.written, self.buffers
             )
         self.scales = list(scales.unbind())
         boundary = self.ends[self.position % self.every]
@@ -176,12 +178,19 @@ class CompiledStep:
 
     @torch.no_grad()
     def run_backward(
-        self, backward: Sequence[int], which: Sequence[int], grads: Sequence[Tensor], *, own: bool
+        self,
+        backward: Sequence[int],
+        loss: Tensor,
+        which: Sequence[int],
+        grads: Sequence[Tensor],
+        *,
+        own: bool,
     ) -> None:
         """Unscale and accumulate gradients.
 
         Args:
             backward: the number of the loss, and those of the optimizers.
+            loss: of which it is told whether it is finite.
             which: of the optimizers' weights have a gradient.
             grads: those gradients.
             own: whether their memory is free to be used until the step. The graph's is, until this returns.
@@ -194,7 +203,7 @@ class CompiledStep:
         weights = [weight for number in numbers for weight in self.weights[number]]
         delay = context.delays_unscaling()
         used, given = set[int](), set[int]()
-        with engine.scaled(torch.zeros_like(self.token), optimizers=optimizers, loss_id=loss_id, delay=delay):
+        with engine.scaled(loss, optimizers=optimizers, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
                 weight = weights[index]
                 if id(weight) in given:
@@ -221,6 +230,7 @@ class CompiledStep:
     def run_step(
         self,
         backward: Sequence[int],
+        loss: Tensor,
         which: Sequence[int],
         grads: Sequence[Tensor],
         numbers: Sequence[int],
@@ -247,7 +257,7 @@ class CompiledStep:
             ends = context.config.accumulation.is_boundary(context.record.micro_step) and set(
                 backward[1:]
             ) <= set(numbers)
-            self.run_backward(backward, which, grads, own=ends)
+            self.run_backward(backward, loss, which, grads, own=ends)
         else:
             self.sync_versions()
         result = engine.step(optimizers=[context.optimizers[number] for number in numbers])
@@ -340,7 +350,7 @@ def _require_compilable(context: EngineContext) -> None:
 
 _STEPS: Final[WeakValueDictionary[int, CompiledStep]] = WeakValueDictionary()
 
-_ENGINE = "int engine, Tensor(a!) token, int[] backward, int[] which, Tensor(b!)[] grads"
+_ENGINE = "int engine, Tensor(a!) token, int[] backward, Tensor loss, int[] which, Tensor(b!)[] grads"
 
 _SCHEMAS: Final = (
     f"backward({_ENGINE}) -> ()",
@@ -388,15 +398,18 @@ def _library() -> torch.library.Library:
     return library
 
 
-def _backward(engine: int, token: Tensor, backward: list[int], which: list[int], grads: list[Tensor]) -> None:
+def _backward(
+    engine: int, token: Tensor, backward: list[int], loss: Tensor, which: list[int], grads: list[Tensor]
+) -> None:
     token.add_(1)
-    _STEPS[engine].run_backward(backward, which, grads, own=False)
+    _STEPS[engine].run_backward(backward, loss, which, grads, own=False)
 
 
 def _step(
     engine: int,
     token: Tensor,
     backward: list[int],
+    loss: Tensor,
     which: list[int],
     grads: list[Tensor],
     optimizers: list[int],
@@ -404,7 +417,7 @@ def _step(
     buffers: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     token.add_(1)
-    return _STEPS[engine].run_step(backward, which, grads, optimizers, weights, buffers)
+    return _STEPS[engine].run_step(backward, loss, which, grads, optimizers, weights, buffers)
 
 
 def _fake_step(engine: int, token: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

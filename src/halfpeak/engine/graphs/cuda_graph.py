@@ -89,6 +89,7 @@ class CapturedFunction:
         self._tables.rewrite(optimizer.param_groups)
         self._graph.replay()
         context.record.micro_step += 1
+        self._engine.report(self._step.result)
         context.train_step.check_after_replay(context.prepared)
         return self._step
 
