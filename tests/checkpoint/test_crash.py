@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +16,7 @@ import torch
 from halfpeak.checkpoint import load, previous_path, save
 from halfpeak.checkpoint import temporary as temporary_module
 from halfpeak.core.errors import CheckpointError
-
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+from support.forks import python
 
 
 @pytest.fixture
@@ -39,16 +36,7 @@ def check_untouched(path: Path, step: int = 2) -> None:
 
 
 def test_killed_at_every_line_and_at_random(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("killed_writer.py")
-    done = subprocess.run(
-        [sys.executable, program, tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python(str(Path(__file__).with_name("killed_writer.py")), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "25 random moments" in done.stdout
 

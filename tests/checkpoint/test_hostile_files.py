@@ -11,8 +11,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 
 from halfpeak.checkpoint.conversion import TARGETS
 from support.damage import damaged
+from support.forks import python
 
 CASES = 400 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 8
 LIMITED = Path(__file__).with_name("limited.py")
@@ -103,8 +102,8 @@ def test_each_file_gets_an_answer(tmp_path: Path, kind: str) -> None:
         data = KINDS[kind](random.Random(f"{kind} {case}"))
         for form in ("read", *random.Random(case).sample(sorted(TARGETS), 3)):
             (tmp_path / f"{case}.{form}").write_bytes(data)
-    command = [sys.executable, str(LIMITED), *map(str, sorted(tmp_path.iterdir()))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=True)
+    done = python(str(LIMITED), *map(str, sorted(tmp_path.iterdir())))
+    assert done.returncode == 0, done.stderr
     ends = json.loads(done.stdout)
     assert len(ends) == 4 * CASES
     answered = ("CheckpointError: ", "StateError: ", "ConfigError: ", "[", "read")

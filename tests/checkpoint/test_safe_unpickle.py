@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,6 +37,7 @@ from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.checkpoint.open import open_any
 from halfpeak.checkpoint.safe_unpickle import Record, SafeUnpickler
 from halfpeak.core.errors import CheckpointError, HalfpeakError
+from support.forks import python
 
 VALUES = {name: value for name, value in {**CODE, **OTHER_TYPES}.items() if name != "deep"}
 
@@ -254,8 +254,8 @@ def test_small_files_cannot_take_for_ever_or_all_memory(tmp_path: Path) -> None:
             path = tmp_path / f"{number}.{kind}"
             path.write_bytes(data)
             names[path.name] = f"{name}, {kind}"
-    command = [sys.executable, str(LIMITED), *(str(tmp_path / file) for file in names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
+    done = python(str(LIMITED), *(str(tmp_path / file) for file in names))
+    assert done.returncode == 0, done.stderr
     ends = {names[file]: said for file, said in json.loads(done.stdout).items()}
     answered = ("CheckpointError: ", "StateError: ", "[")
     assert not {name: said for name, said in ends.items() if not said.startswith(answered)}
