@@ -143,9 +143,18 @@ def run_amp(
         amp._amp_state.handle._deactivate()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize(("zeroing", "scalers"), [("none", 1), ("model", 2), ("optimizer", 2)])
-@pytest.mark.parametrize("name", CASES)
+WAYS = (("none", 1), ("model", 2), ("optimizer", 2))
+"""How gradients are zeroed, and how many loss scalers there are: each at every level and in every case, in turn."""
+
+
+@pytest.mark.parametrize(
+    ("name", "zeroing", "scalers", "level"),
+    [
+        (name, *WAYS[(i + j) % 3], level)
+        for i, name in enumerate(CASES)
+        for j, level in enumerate(("O0", "O1", "O2", "O3"))
+    ],
+)
 def test_several_models_losses_and_optimizers(name: str, zeroing: str, scalers: int, level: str) -> None:
     """Gradients in clean iterations, which optimizers skip, and the final weights, exactly as plain SGD on the same models.
 
