@@ -79,7 +79,8 @@ def test_help_of_train_names_ten_options_and_help_all_every_one(capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'; write one of train"),
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["fly"], "unknown command 'fly'; write one of train, doctor"),
         (["train", "digit"], "did you mean digits?"),
         (["train", "--level", "02"], "letter O, not the digit zero"),
         (["train", "--level", "O1", "--master-weights", "true"], "makes no sense with opt_level='O1'"),

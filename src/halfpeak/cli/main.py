@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from types import MappingProxyType
 
 from halfpeak import __version__
 from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, RankLostError
+from halfpeak.core.short_repr import short_repr
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        return _fail("halfpeak", f"unknown command {name!r}; write one of {', '.join(COMMANDS)}", BAD_INPUT)
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(COMMANDS)}"
+        return _fail("halfpeak", f"unknown command {short_repr(name)}; {hint}", BAD_INPUT)
     return _guarded(name, rest)
 
 
