@@ -74,6 +74,41 @@ def test_they_add_up_and_keep_what_was_there() -> None:
     torch.testing.assert_close(model.last.bias.grad - once, once - 3.0)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "of", ["a network that nobody prepared", "what another engine does not step", "inputs"]
+)
+def test_what_is_not_the_engines_gets_what_it_would_without_a_scale(
+    level: str, accumulate: int, of: str
+) -> None:
+    grads: list[list[Tensor]] = []
+    for scale in (1.0, 1024.0):
+        model, critic, found = _Net(), _Net(), list[Tensor]()
+        engine = halfpeak.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            level,
+            loss_scale=scale,
+            accumulate=accumulate,
+        )
+        alive = [engine]
+        if of.startswith("what another"):
+            alive.append(halfpeak.prepare(critic, torch.optim.SGD(critic.first.parameters(), lr=0.1), "O0"))
+        for _ in range(2 * accumulate):
+            x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+            with engine.forward():
+                loss = critic.last(critic.first(model(x).float().repeat(1, 2))).float().square().sum()
+            engine.backward(loss)
+            engine.step()
+            found.append(x)
+        holders = found[accumulate - 1 :: accumulate] if of == "inputs" else list(critic.last.parameters())
+        grads.append([p.grad for p in holders if p.grad is not None])
+    assert len(grads[0]) == 2
+    for one, other_scale in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other_scale, rtol=2e-3, atol=1e-4)
+
+
 def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
     after: list[list[Tensor]] = []
     for apart in (True, False):

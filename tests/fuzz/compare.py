@@ -234,11 +234,13 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # One gets its master, and what was written through .data, when its optimizer next has something to do.
+                # One gets its master, and what was written into its weight, when its optimizer next has something to do.
                 if one.requires_grad:
                     value = ours.engine.masters.value_of(ours.model_of(one))
-                    late = self.config.in_turns and one.dtype in LOW
+                    pair = theirs.pairs.get(id(theirs.model_of(other)))
+                    other = other if pair is None else pair.value()
                     value = one if value is None else value
+                    late = self.config.in_turns and one.dtype in LOW
                     yield f"optimizer {o}, parameter {i}", value.to(other.dtype) if late else value, other
                 yield from _rows(
                     f"optimizer {o}, state {i}", left["state"].get(i, {}), right["state"].get(i, {})

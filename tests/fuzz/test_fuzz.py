@@ -116,6 +116,24 @@ FOUND: dict[str, Config] = {
             Planned(1, "before forward", "all weights through .data"),
         ),
     ),
+    "statistics loaded after a restart, and then a skip": Config(
+        seed=710000608,
+        parts=("batch norm",),
+        iterations=1,
+        events=(
+            Planned(0, "before forward", "restart"),
+            Planned(0, "before forward", "inf in the outputs", seed=862),
+            Planned(0, "before forward", "load_state_dict of the model"),
+        ),
+    ),
+    "weights of two optimizers written through .data, one of which has stepped": Config(
+        seed=710000734,
+        optimizers=("Adam fused", "SGD momentum"),
+        level="O5",
+        iterations=1,
+        in_turns=True,
+        events=(Planned(0, "before forward", "all weights through .data"),),
+    ),
     "weights written after a step that raised before it began": Config(
         seed=510006435,
         iterations=2,

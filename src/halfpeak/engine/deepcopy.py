@@ -34,7 +34,7 @@ class CopiedParts:
             new.config, new.state = old.config, old.state
         target.record.use_counters(source.record.num_steps, source.record.num_skipped)
         target.record.micro_step = source.record.micro_step
-        target.stats.restore_saved(source.stats.saved())
+        target.stats.restore_saved(source.stats.saved(), is_loaded=True)
         target.train_step.poll_stuck()
         load_window(target, save_window(source))
 

@@ -82,7 +82,7 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
     for scaler, scale in zip(context.scalers, scales, strict=True):
         scaler.state = scale
     context.record.load_state_dict(state["counters"])
-    context.stats.restore_saved(state["buffers"])
+    context.stats.restore_saved(state["buffers"], is_loaded=True)
     context.train_step.poll_stuck()
     load_window(context, state["window"])
 

@@ -42,6 +42,7 @@ from halfpeak.engine.gradients.window import (
     Unscaled,
     check_step,
     check_user_step,
+    is_unit,
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
@@ -144,7 +145,8 @@ class TrainStep:
                 )
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
-                [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)]
+                [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)],
+                None if is_unit(scaler) else loss.grad_fn,
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)

@@ -99,14 +99,15 @@ class BatchNormStats:
         for model in self._models:
             model.use_saved(rest)
 
-    def restore_saved(self, saved: Sequence[Tensor]) -> None:
+    def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool = False) -> None:
         """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now.
 
-        It holds until the next step, whether the model is loaded before or afterwards.
+        It holds until the next step, whether the model is loaded before or afterwards; where it ``is_loaded``, only until
+        something else is.
         """
         rest = list(saved)
         for model in self._models:
-            count = model.restore_saved(rest)
+            count = model.restore_saved(rest, is_loaded=is_loaded)
             del rest[:count]
 
 
@@ -177,14 +178,17 @@ class ModelStats:
         """Remember the statistics in the next of these very tensors."""
         self._saved.update({key: next(saved) for key in self._by_key() if key in self._saved})
 
-    def restore_saved(self, saved: Sequence[Tensor]) -> int:
+    def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool) -> int:
         """Take as many of ``saved`` as this model has; returns how many these are."""
         self.save()
-        self.has_begun = self._from_checkpoint = True
-        for key, flat in zip(list(self._saved), saved, strict=False):
-            if flat.shape == self._saved[key].shape:
+        live = dict(self._saved)
+        for key, flat in zip(live, saved, strict=False):
+            if flat.shape == live[key].shape:
                 self._saved[key] = flat.to(key[0], key[1], copy=True)
-        return len(self._saved)
+        self._from_checkpoint = not is_loaded
+        # Where both are the same, no forward pass had begun.
+        self.has_begun = not is_loaded or any(not torch.equal(live[key], self._saved[key]) for key in live)
+        return len(live)
 
     def _pairs(self) -> list[tuple[list[Tensor], Tensor]]:
         """What is live and what it was, where the one still fits the other."""

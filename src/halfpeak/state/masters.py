@@ -261,7 +261,9 @@ class Masters:
         if indices and indices is not self._watched:
             self._watched = indices
             index = max(indices, key=lambda index: self._high[index].numel())
-            self._samples[index] = _Sample(self._low[index], self._high[index], indices)
+            # Before another optimizer has stepped, it stands for the parameters of that one, too.
+            known = self._samples[index].indices if index in self._samples else ()
+            self._samples[index] = _Sample(self._low[index], self._high[index], [*indices, *known])
 
     def follow_masters(self) -> None:
         """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
