@@ -69,14 +69,13 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         return "a master is still frozen, because its parameter was unfrozen since the last pass: freezing it leaves no trace"
     if config.has_masters and planned.name == "weights through .data":
         return "a write through .data of one small weight leaves no trace"
-    inside, masters = reference.micro % config.accumulate > 0, subject.engine.masters
-    if planned.name == "masters written" and inside and config.has_masters:
-        if any(
-            masters.value_of(subject.model_of(main)) is not main
-            for main in mains
-            if subject.model_of(main) is not main
-        ):
-            return "masters that are written follow a write through .data of the same window only at its step"
+    pending = [
+        main
+        for main in mains
+        if (low := subject.model_of(main)) is not main and subject.engine.masters.value_of(low) is not main
+    ]
+    if planned.name == "masters written" and reference.micro % config.accumulate and pending:
+        return "masters that are written follow a write through .data of the same window only at its step"
     if planned.name == "add a group" and reference.sums_scaled:
         return "what earlier windows have left in its gradients is not stepped, and the rest is added in another order"
     if planned.name.startswith("gradients ") and config.is_fused and any(reference.found):
