@@ -52,8 +52,8 @@ class Run:
         if layout != "none":
             options.setdefault("clip", 1.0)
         # Without a wrapper, gradients are each rank's own and only found_inf is shared.
-        group = "world" if layout == "none" else None
-        self.engine = halfpeak.prepare(model, self.optimizer, "O2", group=group, **options)
+        options.setdefault("group", "world" if layout == "none" else None)
+        self.engine = halfpeak.prepare(model, self.optimizer, "O2", **options)
         self.model = model
         self.wrapped: Any = model if layout == "fsdp" else None
         if layout == "ddp":
@@ -143,16 +143,18 @@ def loaded(layout: str, older: bool) -> dict[str, Any]:
     return refused(run)
 
 
-def failing(layout: str) -> dict[str, Any]:
-    """The optimizer of one rank raises in the middle of its second step, and the rank goes on."""
-    options = {} if layout == "none" else {"check_ranks": 2}
+def failing(layout: str, where: str, **options: Any) -> dict[str, Any]:
+    """One rank raises in its second iteration, before gradients are reduced or when its optimizer steps, and goes on."""
     run, calls = Run(layout, **options), iter(range(STEPS))
 
     def fail(*_: Any) -> None:
         if next(calls) == 1 and dist.get_rank() == ODD:
             raise ArithmeticError("on one rank")
 
-    run.optimizer.register_step_pre_hook(fail)
+    if where == "optimizer":
+        run.optimizer.register_step_pre_hook(fail)
+    else:
+        run.model.head.register_full_backward_pre_hook(fail)
     for at in range(STEPS):
         try:
             run.step(at)
@@ -281,7 +283,11 @@ def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
         table[f"{layout} inf in a window"] = partial(
             train, layout, partial(poisoned, float("inf")), accumulate=last_window
         )
-        table[f"{layout} failed"] = partial(failing, layout)
+        options = {} if layout == "none" else {"check_ranks": 2}
+        table[f"{layout} failed"] = partial(failing, layout, "optimizer", **options)
+        if layout == "ddp":
+            table["ddp backward failed"] = partial(failing, layout, "backward", check_ranks=1)
+            table["ddp backward, group failed"] = partial(failing, layout, "backward", group="world")
     for layout in ("ddp", "none"):
         table[f"{layout} other scale"] = partial(differing, layout)
         table[f"{layout} other checkpoint"] = partial(loaded, layout, False)

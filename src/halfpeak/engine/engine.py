@@ -535,7 +535,7 @@ class Engine:
                 "engine.micro_step": self.micro_step,
                 "engine.num_steps": int(record.num_steps),
                 "engine.num_skipped": int(record.num_skipped),
-                "windows dropped": record.num_dropped,
+                "passes dropped": record.num_dropped,
                 **{f"the scale of loss {i}": self.read_scale(i) for i in range(len(context.scalers))},
             },
             tensors,

@@ -166,8 +166,10 @@ class TrainStep:
             others.rollback()
             if not scope.rollback():
                 self.drop_window(prepared)
-            elif scope.has_begun:
-                self._unmanaged.drop()
+            else:
+                self._record.num_dropped += 1
+                if scope.has_begun:
+                    self._unmanaged.drop()
             raise
         finally:
             if kept is not None:

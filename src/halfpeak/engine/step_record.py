@@ -35,7 +35,7 @@ class StepRecord:
         num_steps: steps in which the optimizers moved.       # i32[]
         num_skipped: steps that were skipped.                 # i32[]
         micro_step: steps and accumulated backward passes together.
-        num_dropped: windows that an exception or ``abort()`` has ended in this process.
+        num_dropped: passes and windows that an exception or ``abort()`` has ended in this process.
 
     Args:
         stats: the batch-norm statistics that a step keeps or puts back.

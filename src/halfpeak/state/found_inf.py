@@ -58,7 +58,7 @@ class FoundInfReducer:
 
         Args:
             found_infs: of this rank.
-            num_dropped: windows that an exception or ``abort()`` has ended on this rank.
+            num_dropped: passes and windows that an exception or ``abort()`` has ended on this rank.
             norm: by which its gradients were clipped, or None.
 
         Raises:
@@ -72,26 +72,34 @@ class FoundInfReducer:
             if norm is None
             else norm.nan_to_num(0, 0, 0).reshape(1).to(found_infs)
         )
-        reduced = torch.cat([found_infs, size, -size, found_infs.new_tensor([num_dropped, -num_dropped])])
+        # The number and the rank in one, exact below 2**24, so that their maximum says whose it is.
+        rank, count = rank_and_count()
+        dropped = num_dropped * count + rank
+        reduced = torch.cat([found_infs, size, -size, found_infs.new_tensor([dropped, -dropped])])
         self.all_reduce_(reduced)
         if self._differs is None:
             self._differs = AsyncScalar(found_infs.device)
         norms_differ = (reduced[-4:-2].sum() > 0) & (reduced[0] == 0)
-        self._differs.push((reduced[-2:].sum() > 0) + 2.0 * norms_differ)
+        most, least = reduced[-2], -reduced[-1]
+        parted = (most // count) > (least // count)
+        self._differs.push(torch.where(norms_differ, _NORMS, torch.where(parted, most, 0.0)))
         if self._differs.value == _NORMS:
             raise RankMismatchError(
                 "the ranks of group= have clipped by different norms, so weights that they share would part: mark the "
                 "parameters of a rank's own (experts, stages) by parameter.allreduce = False, and all ranks make one norm"
             )
         if self._differs.value > 0:
+            number, other = divmod(int(self._differs.value), count)
             raise RankMismatchError(
-                f"ranks that step together have dropped different numbers of windows, this one {num_dropped}: one has caught "
-                "an exception and gone on; engine.check_ranks() tells which. Go on from a checkpoint on all ranks"
+                f"rank {other} has dropped {number} passes or windows, and another rank fewer: it has caught an exception "
+                "and gone on alone. Go on from a checkpoint on all ranks, and let no rank catch an exception that the others "
+                "do not see"
             )
         return reduced[:-4]
 
 
-_NORMS: Final = 2.0
+_NORMS: Final = -1.0
+"""Stands for norms that differ, where other numbers are of a rank and its windows."""
 
 
 def is_multi_rank() -> bool:
