@@ -29,16 +29,19 @@ KINDS = ("shards", "copies", "alone")
 class Run:
     """A model of one kind with its engine."""
 
-    def __init__(self, kind: str, level: str, every: int = 1, order: int = 1) -> None:
+    def __init__(self, kind: str, level: str, every: int = 1, order: int = 1, mesh: Any = None) -> None:
         make = FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
         kind = kind.removeprefix("fused ")
-        self.parts = 1 if kind == "alone" else dist.get_world_size()
+        self.group = None if mesh is None else mesh.get_group()
+        self.parts = 1 if kind == "alone" else dist.get_world_size(self.group)
         self.part = dist.get_rank() % self.parts
-        self.model: nn.Module = fully_shard(net(), level) if kind == "shards" else net()
+        self.model: nn.Module = fully_shard(net(), level, mesh=mesh) if kind == "shards" else net()
         optimizer = make([*self.model.parameters()][::order], lr=1e-2)
         scale = halfpeak.ScaleConfig(init=1024.0)
         self.engine = halfpeak.prepare(self.model, optimizer, level, clip=0.5, scale=scale, accumulate=every)
-        self.wrapped = DistributedDataParallel(self.model) if kind == "copies" else self.model
+        self.wrapped = (
+            DistributedDataParallel(self.model, process_group=self.group) if kind == "copies" else self.model
+        )
         self.no_dist = kind == "alone"
 
     def train(self, steps: range) -> None:
@@ -50,11 +53,15 @@ class Run:
 
     def save(self, folder: Path) -> None:
         if not self.no_dist or dist.get_rank() == 0:
-            dcp.save({"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist)
-        dist.barrier()
+            dcp.save(
+                {"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist, process_group=self.group
+            )
+        dist.barrier(self.group)
 
     def load(self, folder: Path) -> None:
-        dcp.load({"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist)
+        dcp.load(
+            {"engine": self.engine}, checkpoint_id=folder, no_dist=self.no_dist, process_group=self.group
+        )
 
     def by_params(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.wrapped, self.engine.state_dict_optimizers())
@@ -89,6 +96,14 @@ BY_PARAMS = (
     *product(("O2",), ("alone", "fused shards", "fused copies")),
 )
 """Level and kind of the runs that torch's own functions save and load."""
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs have seen the same, bitwise."""
+    numbers = all(one[key] == other[key] for key in ("counters", "scale", "steps"))
+    return numbers and all(
+        torch.equal(a, b) for key in ("values", "moments") for a, b in zip(one[key], other[key], strict=True)
+    )
 
 
 def cases() -> Iterator[tuple[str, str, str]]:

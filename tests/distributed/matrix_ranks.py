@@ -51,9 +51,14 @@ class Outcome(NamedTuple):
     moved: list[bool]
 
 
-def cells() -> Iterator[Cell]:
-    yield from map(Cell._make, product(("engine",), ("O2",), LAYOUTS, (3,), (True,)))
-    others = LAYOUTS if THOROUGH else ("DDP", "FSDP2")
+def layouts(ranks: int) -> tuple[str, ...]:
+    """All with two ranks; with four those in which both dimensions of a mesh are then larger than one."""
+    return LAYOUTS if ranks == 2 else ("HSDP", "2-D")
+
+
+def cells(ranks: int = 2) -> Iterator[Cell]:
+    yield from map(Cell._make, product(("engine",), ("O2",), layouts(ranks), (3,), (True,)))
+    others = layouts(ranks) if THOROUGH else ("DDP", "FSDP2") if ranks == 2 else ()
     for cell in product(FRONT_ENDS, LEVELS, others, (1, 3), (False, True)):
         if THOROUGH or (cell[0] != "engine" and cell[1] in ("O2", "O5") and cell[4]):
             yield Cell(*cell)
@@ -150,13 +155,15 @@ def name_of(cell: Cell) -> str:
     return " ".join(map(str, cell))
 
 
-def table(folder: Path) -> str:
+def table(ranks: int, folder: Path) -> str:
+    columns = layouts(ranks)
     seen = torch.load(folder / "rank0.pt", weights_only=True)
-    lines = [f"| front end | level | {' | '.join(LAYOUTS)} |", "| --- " * (2 + len(LAYOUTS)) + "|"]
+    lines = [f"| front end | level | {' | '.join(columns)} |", "| --- " * (2 + len(columns)) + "|"]
     for front_end, level in product(FRONT_ENDS, LEVELS):
         row = []
-        for layout in LAYOUTS:
-            distances = [seen[name_of(c)]["distance"] for c in cells() if c[:3] == (front_end, level, layout)]
+        for layout in columns:
+            alike = (cell for cell in cells(ranks) if cell[:3] == (front_end, level, layout))
+            distances = [seen[name_of(cell)]["distance"] for cell in alike]
             row.append(f"{max(distances):.0e}")
         lines.append(f"| {front_end} | {level} | {' | '.join(row)} |")
     bitwise, moved = (
@@ -169,11 +176,11 @@ def table(folder: Path) -> str:
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    return {name_of(cell): measured(cell) for cell in cells()}
+    return {name_of(cell): measured(cell) for cell in cells(ranks)}
 
 
 if __name__ == "__main__":
     failed = fork_ranks(see)
     if THOROUGH and not failed:
-        print(table(Path(sys.argv[2])))
+        print(table(int(sys.argv[1]), Path(sys.argv[2])))
     sys.exit(failed)

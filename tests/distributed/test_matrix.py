@@ -14,13 +14,17 @@ CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 3e-3, "O4": 5e-3, "O5": 5e-3}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("matrix_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    return {ranks: launch("matrix_ranks.py", ranks, tmp_path_factory.mktemp("ranks")) for ranks in (2, 4)}
 
 
-@pytest.mark.parametrize("cell", dict.fromkeys(cells()), ids=name_of)
-def test_ranks_are_one_process(ranks: Seen, cell: Cell) -> None:
-    for seen in ranks[name_of(cell)]:
+@pytest.mark.parametrize(
+    ("count", "cell"),
+    [(count, cell) for count in (2, 4) for cell in dict.fromkeys(cells(count))],
+    ids=lambda one: name_of(one) if isinstance(one, Cell) else f"{one} ranks",
+)
+def test_ranks_are_one_process(ranks: dict[int, Seen], count: int, cell: Cell) -> None:
+    for seen in ranks[count][name_of(cell)]:
         assert seen["distance"] < CLOSE[cell.level]
         assert seen["same"]
         assert seen["moved"] == seen["alone"] == [not (cell.poisoned and step == 1) for step in range(STEPS)]

@@ -204,7 +204,9 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
                 )
             _check_gradient(grad, f"gradient {index} ({name})", pairs[index], name == "scaled")
     held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
-    if phase != "CLEAN" and held != (num_grads if num_grads is not None else held or None):
+    if num_grads is not None:
+        require_count(num_grads, "the number of gradients of the state's window")
+    if phase != "CLEAN" and held != (held or None if num_grads is None else num_grads):
         raise StateError(
             f"the state was saved inside a window, and of its gradients {held} are here; a distributed checkpoint is read into "
             "the tensors that are there: save at the end of a window, or with torch.save"
