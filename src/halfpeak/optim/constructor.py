@@ -10,20 +10,13 @@ from torch import Tensor, nn
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from halfpeak.optim.metrics_sink import current_logger
-from halfpeak.optim.paramwise import (
-    Place,
-    check_custom_options,
-    check_paramwise,
-    custom_key,
-    decay_multiplier,
-    is_dcn,
-    lr_multiplier,
-)
+from halfpeak.optim.param_groups import ParamGroups, is_in, members_of
+from halfpeak.optim.paramwise import Place, check_custom_options, decay_multiplier, lr_multiplier
 from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-class DefaultOptimWrapperConstructor:
+class DefaultOptimWrapperConstructor(ParamGroups):
     """Build the optimizer over the model's parameters, then the wrapper around it.
 
     Without ``paramwise_cfg`` there is one group with every parameter. With it every parameter that requires a gradient
@@ -84,10 +77,7 @@ class DefaultOptimWrapperConstructor:
             raise ConfigTypeError(
                 f"optimizer must be a dict, such as dict(type='SGD', lr=0.1), not {type(self.optimizer_cfg).__name__}"
             )
-        self.paramwise_cfg: Mapping[str, Any] = {} if paramwise_cfg is None else paramwise_cfg
-        self.base_lr: Any = self.optimizer_cfg.get("lr")
-        self.base_wd: Any = self.optimizer_cfg.get("weight_decay")
-        check_paramwise(self.paramwise_cfg, self.base_lr, self.base_wd, strict=not self._is_customised())
+        self._read(paramwise_cfg)
 
     def __call__(self, model: nn.Module) -> Any:
         """Build the optimizer and its wrapper. A parallel wrapper around the model is looked through.
@@ -107,52 +97,25 @@ class DefaultOptimWrapperConstructor:
         optimizer = self._optimizers.build({**self.optimizer_cfg, argument: groups})
         return self._wrappers.build(wrapper_cfg, default_args={"optimizer": optimizer})
 
-    def add_params(
-        self,
-        params: list[dict[str, Any]],
-        module: nn.Module,
-        prefix: str = "",
-        is_dcn_module: bool | None = None,
-    ) -> None:
-        """Append the groups of a module and of everything in it to ``params``.
-
-        Args:
-            params: changed.
-            prefix: the path of ``module`` in the model.
-            is_dcn_module: whether ``module`` is part of a deformable convolution.
-        """
-        bypass = self.paramwise_cfg.get("bypass_duplicate", False)
-        for name, parameter in module.named_parameters(recurse=False):
-            place = Place(name, module, prefix, bool(is_dcn_module))
-            if bypass and any(parameter is other for group in params for other in _members(group)):
-                current_logger().warning(
-                    "%s is duplicate. It is skipped since bypass_duplicate=True", place.full_name
-                )
-            elif not parameter.requires_grad:
-                current_logger().warning("%s is skipped since its requires_grad=False", place.full_name)
-            else:
-                options = self._options(parameter, place)
-                params.append({"params": [parameter], **options})
-                for key, value in options.items():
-                    current_logger().info("paramwise_options -- %s:%s=%s", place.full_name, key, value)
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
-
-    def _options(self, parameter: nn.Parameter, place: Place) -> dict[str, Any]:
-        custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
-        key = custom_key(custom, place)
-        if key is not None:
-            lr, decay = custom[key].get("lr_mult", 1.0), custom[key].get("decay_mult", 1.0)
+    def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
+        if self.paramwise_cfg.get("bypass_duplicate") and is_in(parameter, params):
+            current_logger().warning(
+                "%s is duplicate. It is skipped since bypass_duplicate=True", place.full_name
+            )
+        elif not parameter.requires_grad:
+            current_logger().warning("%s is skipped since its requires_grad=False", place.full_name)
         else:
-            lr = lr_multiplier(self.paramwise_cfg, place)
-            decay = decay_multiplier(self.paramwise_cfg, place, parameter.ndim)
-        options: dict[str, Any] = {}
-        if lr is not None and self.base_lr is not None:
-            options["lr"] = self.base_lr * lr
-        if decay is not None and self.base_wd is not None:
-            options["weight_decay"] = self.base_wd * decay
-        return options if key is None else {**options, **custom[key]}
+            key, options = self._options(parameter, place)
+            options |= {} if key is None else self.paramwise_cfg["custom_keys"][key]
+            params.append({"params": [parameter], **options})
+            for name, value in options.items():
+                current_logger().info("paramwise_options -- %s:%s=%s", place.full_name, name, value)
+
+    def _multipliers(self, parameter: nn.Parameter, place: Place) -> tuple[float | None, float | None]:
+        return (
+            lr_multiplier(self.paramwise_cfg, place),
+            decay_multiplier(self.paramwise_cfg, place, parameter.ndim),
+        )
 
     def _groups(self, model: nn.Module) -> list[Any]:
         if not self.paramwise_cfg:
@@ -183,10 +146,6 @@ class DefaultOptimWrapperConstructor:
             check_custom_options(self.paramwise_cfg, options)
         return argument
 
-    def _is_customised(self) -> bool:
-        base = DefaultOptimWrapperConstructor
-        return type(self).add_params is not base.add_params or type(self).__call__ is not base.__call__
-
 
 def _inner(model: nn.Module) -> nn.Module:
     """``model.module`` if that holds every parameter, as in DistributedDataParallel; else the model."""
@@ -199,7 +158,7 @@ def _inner(model: nn.Module) -> nn.Module:
 def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
     seen: set[int] = set()
     for group in groups:
-        own = _ids(_members(group))
+        own = _ids(members_of(group))
         if seen & own:
             shared = [
                 name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in seen & own
@@ -209,11 +168,6 @@ def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
                 "paramwise_cfg=dict(bypass_duplicate=True) to keep the first group"
             )
         seen |= own
-
-
-def _members(group: Mapping[str, Any]) -> Iterable[Tensor]:
-    members = group["params"]
-    return [members] if isinstance(members, Tensor) else members
 
 
 def _ids(tensors: Iterable[Tensor]) -> set[int]:

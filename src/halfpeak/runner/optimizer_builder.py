@@ -6,19 +6,20 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.optim import OPTIMIZERS, Registry
+from halfpeak.optim.param_groups import ParamGroups, is_in
 from halfpeak.optim.paramwise import (
+    DECAY_RULES,
+    LR_RULES,
     PARAMWISE_KEYS,
     Place,
-    check_paramwise,
-    custom_key,
-    is_dcn,
+    decay_multiplier,
     is_depthwise,
-    is_norm,
+    lr_multiplier,
 )
 from halfpeak.optim.registry import unknown_key
 from halfpeak.optim.unwrap import unwrap
@@ -30,7 +31,7 @@ _KEYS: Final = tuple(key for key in PARAMWISE_KEYS if key != "flat_decay_mult")
 
 
 @OPTIMIZER_BUILDERS.register_module()
-class DefaultOptimizerConstructor:
+class DefaultOptimizerConstructor(ParamGroups):
     """Build the optimizer over the model's parameters.
 
     Without ``paramwise_cfg`` there is one group with every parameter. With it every parameter has a group of its own, in
@@ -65,13 +66,8 @@ class DefaultOptimizerConstructor:
                 f"optimizer_cfg must be a dict, not {type(optimizer_cfg).__name__}; write dict(type='SGD', lr=0.1)"
             )
         self.optimizer_cfg = optimizer_cfg
-        self.paramwise_cfg: Mapping[str, Any] = {} if paramwise_cfg is None else paramwise_cfg
-        self.base_lr: Any = optimizer_cfg.get("lr")
-        self.base_wd: Any = optimizer_cfg.get("weight_decay")
-        base = DefaultOptimizerConstructor
-        is_custom = type(self).add_params is not base.add_params or type(self).__call__ is not base.__call__
-        check_paramwise(self.paramwise_cfg, self.base_lr, self.base_wd, strict=not is_custom)
-        if "flat_decay_mult" in self.paramwise_cfg and not is_custom:
+        self._read(paramwise_cfg)
+        if "flat_decay_mult" in self.paramwise_cfg and not self._is_customised():
             raise ConfigTypeError(unknown_key("paramwise_cfg", "flat_decay_mult", _KEYS))
 
     def __call__(self, model: nn.Module) -> Optimizer:
@@ -89,64 +85,21 @@ class DefaultOptimizerConstructor:
             params.extend(inner.parameters())
         return OPTIMIZERS.build({**self.optimizer_cfg, "params": params})
 
-    def add_params(
-        self,
-        params: list[dict[str, Any]],
-        module: nn.Module,
-        prefix: str = "",
-        is_dcn_module: bool | None = None,
-    ) -> None:
-        """Append the groups of a module and of everything in it to ``params``.
-
-        Args:
-            params: changed.
-            prefix: the path of ``module`` in the model.
-            is_dcn_module: whether ``module`` is part of a deformable convolution.
-        """
-        for name, parameter in module.named_parameters(recurse=False):
-            place = Place(name, module, prefix, bool(is_dcn_module))
-            if not parameter.requires_grad:
-                params.append({"params": [parameter]})
-            elif self.paramwise_cfg.get("bypass_duplicate") and _is_in(parameter, params):
-                warnings.warn(
-                    f"{prefix} is duplicate. It is skipped since bypass_duplicate=True", stacklevel=2
-                )
-            else:
-                params.append({"params": [parameter], **self._options(place)})
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
-
-    def _options(self, place: Place) -> dict[str, Any]:
-        custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
-        key = custom_key(custom, place)
-        if key is not None:
-            lr, decay = custom[key].get("lr_mult", 1.0), custom[key].get("decay_mult", 1.0)
+    def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
+        if not parameter.requires_grad:
+            params.append({"params": [parameter]})
+        elif self.paramwise_cfg.get("bypass_duplicate") and is_in(parameter, params):
+            warnings.warn(
+                f"{place.prefix} is duplicate. It is skipped since bypass_duplicate=True", stacklevel=3
+            )
         else:
-            lr, decay = self._lr(place), self._decay(place)
-        options: dict[str, Any] = {}
-        if lr is not None and self.base_lr is not None:
-            options["lr"] = self.base_lr * lr
-        if decay is not None and self.base_wd is not None:
-            options["weight_decay"] = self.base_wd * decay
-        return options
+            params.append({"params": [parameter], **self._options(parameter, place)[1]})
 
-    def _lr(self, place: Place) -> float | None:
-        if place.in_dcn and "conv_offset" in place.prefix and isinstance(place.module, nn.Conv2d):
-            return self._multiplier("dcn_offset_lr_mult")
-        is_bias = place.name == "bias" and not place.in_dcn and not is_norm(place.module)
-        return self._multiplier("bias_lr_mult") if is_bias else None
-
-    def _decay(self, place: Place) -> float | None:
-        if is_norm(place.module):
-            return self._multiplier("norm_decay_mult")
+    def _multipliers(self, parameter: nn.Parameter, place: Place) -> tuple[float | None, float | None]:
+        cfg = {**dict.fromkeys((*LR_RULES, *DECAY_RULES), 1.0), **self.paramwise_cfg, "flat_decay_mult": None}
         if is_depthwise(place.module):
-            return self._multiplier("dwconv_decay_mult")
-        is_bias = place.name == "bias" and not place.in_dcn
-        return self._multiplier("bias_decay_mult") if is_bias else None
-
-    def _multiplier(self, key: str) -> float:
-        return self.paramwise_cfg.get(key, 1.0)
+            cfg["bias_decay_mult"] = None
+        return lr_multiplier(cfg, place), decay_multiplier(cfg, place, parameter.ndim)
 
 
 def build_optimizer_constructor(cfg: Mapping[str, Any]) -> Any:
@@ -177,7 +130,3 @@ def build_optimizer(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
     return build_optimizer_constructor(
         {"type": constructor, "optimizer_cfg": optimizer_cfg, "paramwise_cfg": paramwise_cfg}
     )(model)
-
-
-def _is_in(parameter: Tensor, params: list[dict[str, Any]]) -> bool:
-    return any(parameter is other for group in params for other in group["params"])
