@@ -301,6 +301,22 @@ def test_advice_is_such_that_the_front_end_can_follow_it() -> None:
     assert "take a mean in the place of a sum" in found.suggestion
 
 
+def test_only_what_overflowed_is_marked() -> None:
+    """Not the gradient of the output, though that of the weight is transposed on its way."""
+    model = nn.Linear(4, 1)
+    found = halfpeak.diagnose(model, lambda: model(torch.full((2, 4), 1e3)).mean() / 100, level="O2")
+    assert (found.where, found.tensor) == ("backward", "weight.grad")
+    assert [line.split()[1] for line in str(found).splitlines() if line.startswith(">")] == ["weight.grad"]
+
+
+def test_a_row_that_is_masked_as_a_whole_gets_advice_of_its_own() -> None:
+    model = nn.Softmax(-1)
+    mask = torch.full((2, 3), -torch.inf, requires_grad=True)
+    found = halfpeak.diagnose(model, lambda: model(mask).sum())
+    assert (found.where, found.reason) == ("input", "inf")
+    assert "torch.finfo(torch.float32).min" in found.suggestion
+
+
 def _seen(wrapper: AmpOptimWrapper, model: nn.Module) -> nn.Module:
     with wrapper.optim_context(model):
         return model

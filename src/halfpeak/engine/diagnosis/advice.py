@@ -16,6 +16,7 @@ def suggestion_for(
     *,
     dtype: str,
     operation: str,
+    is_mask_like: bool,
     policy: Policy,
     level: str,
     largest_scale: float | None,
@@ -27,7 +28,7 @@ def suggestion_for(
     """
     name = f"'{module}'" if module else "the model"
     if reason != "overflow":
-        return _for_fault(where, name, tensor, reason, operation)
+        return _for_fault(where, name, tensor, reason, operation, is_mask_like=is_mask_like)
     size = f"{value:.3g} is beyond what {dtype} holds ({torch.finfo(getattr(torch, dtype)).max:.3g})"
     keep = f'Write halfpeak.prepare(..., "{level}", keep_fp32=["{module}"])'
     if not level:
@@ -67,7 +68,12 @@ def _wider(dtype: str, policy: Policy, level: str) -> str:
     return ', or use bfloat16 ("O4")' if policy.per_op else ', or use bfloat16 ("O5")'
 
 
-def _for_fault(where: str, name: str, tensor: str, reason: str, operation: str) -> str:
+def _for_fault(where: str, name: str, tensor: str, reason: str, operation: str, *, is_mask_like: bool) -> str:
+    if where == "input" and is_mask_like:
+        return (
+            f"{tensor} holds minus infinity. A softmax takes it away where a row keeps other values, and is nan where a row "
+            "holds nothing else: leave one value in each row, or write torch.finfo(torch.float32).min for minus infinity."
+        )
     if where == "input":
         return f"The batch itself is not finite ({tensor} holds {reason}). Check the data; torch.isfinite(x).all() finds it."
     if where == "weight":

@@ -284,6 +284,7 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
             value,
             dtype=suspect.event.summary.dtype if suspect.event.summary else "",
             operation=suspect.event.operation,
+            is_mask_like=suspect.event.is_mask_like,
             policy=replay.subject.policy,
             level=replay.subject.level,
             largest_scale=scale,

@@ -125,7 +125,8 @@ class Diagnosis:
         if self.where is None:
             return "halfpeak.diagnose: loss and gradients are finite"
         name = f"'{self.module}'" if self.module else "the model itself or around it"
-        text = f"halfpeak.diagnose: {self.reason} in {IN_WORDS[self.where]}, at {name}, {self.tensor}"
+        text = f"halfpeak.diagnose: {self.reason} in {IN_WORDS[self.where]}"
+        text += ", where all outputs are finite" if self.where == "loss" else f", at {name}, {self.tensor}"
         return text + (f" (float32: {self.value:.4g})" if self.reason == "overflow" else "")
 
 

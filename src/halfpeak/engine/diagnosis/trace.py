@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -336,7 +336,8 @@ class Tracer:
             number = node._sequence_nr()
             call = _innermost(calls, number)
             module, count = ("", 0) if call is None else (call.module, call.number)
-            key = Key(module, count, "grad_output[0]")
+            to = self._gradient_name(node, call, 0) if operation in _REARRANGING else ""
+            key = Key(module, count, to if to.endswith(".grad") else "grad_output[0]")
             names = [self._gradient_name(after, call, i) for i, (after, _) in enumerate(node.next_functions)]
 
         def look(made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
@@ -365,6 +366,10 @@ class Tracer:
                 break
             node = node.next_functions[0][0]
         return f"grad_input[{index}]"
+
+
+_REARRANGING: Final = frozenset({"T", "Transpose", "Permute", "View", "ToCopy"})
+"""What a weight goes through before it is used; the gradient there is the weight's."""
 
 
 def _names_of(models: Sequence[nn.Module]) -> dict[int, list[str]]:
