@@ -107,8 +107,7 @@ def joined() -> Generator[Ranks]:
     try:
         yield Ranks(rank, count, int(os.environ.get("LOCAL_RANK", "0")), has_group=True)
     except RuntimeError as error:
-        # Those of gloo have no class of their own.
-        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+        if isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO):
             raise RankLostError(
                 f"rank {rank} could not reach another rank, which has died or hangs: the report of torchrun names it. Start "
                 "all of them again, from the last checkpoint"
@@ -131,6 +130,9 @@ def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
         seen = starts
         time.sleep(_PAUSE)
 
+
+_OF_GLOO: Final = ("gloo/", "caused pair closure")
+"""In errors of gloo, which have no class of their own: the file that names its cause, or nothing but that it has timed out."""
 
 _PAUSE: Final = 0.02
 """Seconds between two looks at the store."""
