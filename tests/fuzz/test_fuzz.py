@@ -134,6 +134,13 @@ FOUND: dict[str, Config] = {
         in_turns=True,
         events=(Planned(0, "before forward", "all weights through .data"),),
     ),
+    "a restart after the first optimizer's turn, which keeps no moments": Config(
+        seed=810000502,
+        optimizers=("SGD fused", "Adam fused"),
+        iterations=1,
+        in_turns=True,
+        events=(Planned(0, "before forward", "restart"),),
+    ),
     "weights written after a step that raised before it began": Config(
         seed=510006435,
         iterations=2,

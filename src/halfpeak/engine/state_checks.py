@@ -81,12 +81,12 @@ def check_loop_state(context: EngineContext, state: object) -> None:
 
 
 def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
-    """A state in which optimizers have stepped holds what one of them keeps from step to step.
+    """A state in which optimizers have stepped holds what one of them keeps from step to step; which one is not known.
 
     Raises:
         StateError: it does not: the run would go on with moments of zero.
     """
-    if taken and not any(state["state"] for state in saved) and any(map(has_moments, optimizers)):
+    if taken and not any(state["state"] for state in saved) and all(map(has_moments, optimizers)):
         raise StateError(
             f"the state is of {taken} steps and holds no moments of any optimizer; a distributed checkpoint is read into the "
             "tensors that are there: call torch.distributed.init_process_group before dcp.load"
