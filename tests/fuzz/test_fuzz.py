@@ -141,6 +141,13 @@ FOUND: dict[str, Config] = {
         in_turns=True,
         events=(Planned(0, "before forward", "restart"),),
     ),
+    "weights of two optimizers written through .data before their first step": Config(
+        seed=810003500,
+        optimizers=("NAdam", "Adam"),
+        iterations=3,
+        accumulate=3,
+        events=(Planned(1, "before forward", "all weights through .data"),),
+    ),
     "weights written after a step that raised before it began": Config(
         seed=510006435,
         iterations=2,

@@ -350,7 +350,15 @@ class Masters:
             optimizer: whose parameters are compared.
         """
         indices = self._indices(optimizer)
-        if any(s.is_low_written() for s in self._samples.values() if not s.indices.isdisjoint(indices)):
+        stand_in = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
+        written = [s.indices for s in stand_in if s.is_low_written()]
+        if written:
+            # Taking the sample anew must not forget what it stands for besides.
+            others = set[int]().union(*written) - set(indices) - self._stepped
+            indices = [
+                *indices,
+                *(i for i in sorted(others) if self._high_versions.is_unchanged(i, self._high[i])),
+            ]
             with torch.no_grad():
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
