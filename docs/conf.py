@@ -42,6 +42,8 @@ KINDS = {
     "autoclass": ["   :members:"],
     "autoexception": [],
 }
+DATA = {"LEVELS": "Every :class:`Level` by its name, O0 to O5."}
+"""What autodoc does not find: the words beside a name that is imported from another module."""
 LEFT_OUT = {
     # What front ends and tools call, and names of earlier releases.
     "Engine": "adopt_scaled_grads close_windows_without_gradients has_scaled_grads window_state check_window_state "
@@ -79,6 +81,8 @@ def public(name: str, names: list[str]) -> str:
         if inspect.isclass(thing):
             kind = "autoexception" if issubclass(thing, Exception) else "autoclass"
         lines += ["", f".. {kind}:: {one}", *KINDS[kind]]
+        if kind == "autodata":
+            lines += ["", f"   {DATA.get(one, '')}"]
         if kind == "autoclass":
             mro = thing.__mro__[1:]
             # What the classes of torch and of others have is not described again, nor what public ones on this page have.
