@@ -481,8 +481,17 @@ class Reference:
             if name in state["masters"]:
                 pair.main.detach().copy_(state["masters"][name])
             pair.agree()
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        for o, saved in enumerate(state["optimizers"]):
+            self.optimizers[o].load_state_dict(saved)
+            for i, main in enumerate(self._mains(o)):
+                # Torch casts numbers, too, to the dtype of weights.
+                numbers = {
+                    k: v
+                    for k, v in saved["state"].get(i, {}).items()
+                    if isinstance(v, Tensor) and not v.dim()
+                }
+                if numbers:
+                    self.optimizers[o].state[main].update(copy.deepcopy(numbers))
         for scale, saved in zip(self.scales, state["scales"], strict=True):
             vars(scale).update(saved)
         self.micro, self.num_steps, self.num_skipped = state["counts"]
