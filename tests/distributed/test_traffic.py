@@ -40,10 +40,9 @@ def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str)
         assert first == other
         return {"small": 0, **first["calls"]}
 
-    plain = calls(Case(layout, level))
-    one_more = {**plain, "small": plain["small"] + 1}
-    for case in (Case(layout, level, group="world"), Case(layout, level, check_ranks=1)):
-        assert calls(case) == one_more
+    plain, unclipped = calls(Case(layout, level)), calls(Case(layout, level, clip=None))
     # DistributedDataParallel leaves whole gradients on every rank, of which each knows the norm.
-    clips = layout == "FSDP2"
-    assert calls(Case(layout, level, clip=None)) == {**plain, "small": plain["small"] - clips}
+    assert unclipped == {**plain, "small": plain["small"] - (layout == "FSDP2")}
+    assert calls(Case(layout, level, check_ranks=1)) == {**plain, "small": plain["small"] + 1}
+    of_group = calls(Case(layout, level, clip=None, group="world"))
+    assert of_group == {**unclipped, "small": unclipped["small"] + 1}

@@ -161,7 +161,7 @@ def cases() -> list[Case]:
     for layout, level in product(LAYOUTS, LEVELS):
         table += [
             Case(layout, level, clip=None),
-            Case(layout, level, group="world"),
+            Case(layout, level, clip=None, group="world"),
             Case(layout, level, check_ranks=1),
         ]
     return table
