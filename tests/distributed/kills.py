@@ -21,10 +21,12 @@ from support.states import differences
 STEPS = 40
 
 
-def start(folder: Path, *, restarts: int = 0, ranks: int = 2, shard: bool = False) -> subprocess.Popen[str]:
-    """A run with skipped steps and windows of two passes, which is saved after every step."""
+def start(
+    folder: Path, *, restarts: int = 0, ranks: int = 2, shard: bool = False, monitor: float = 0.1
+) -> subprocess.Popen[str]:
+    """A run with skipped steps and windows of two passes, saved after every step; torchrun looks after it in intervals."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    launcher += ["--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    launcher += [f"--monitor-interval={monitor}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     return subprocess.Popen(
         [sys.executable, *launcher, *command(folder, shard=shard)],
         env=ENVIRONMENT,

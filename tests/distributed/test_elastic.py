@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.kills import STEPS, changed, command, kill, start, wait_for_rows
+from distributed.kills import STEPS, changed, command, kill, ranks_of, start, wait_for_rows
 from distributed.launching import run_as_torchrun
 
 KILLS = 20 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 3
@@ -26,10 +26,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(1800)
 def test_killed_ranks_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    done, printed = kill(tmp_path / "run", KILLS)
+    done, _ = kill(tmp_path / "run", KILLS)
     assert done == KILLS
     assert changed(undisturbed, tmp_path / "run") == set()
-    assert "could not reach another rank, which has died or hangs" in printed
+
+
+def test_who_is_left_says_in_one_line_that_a_rank_has_died(tmp_path: Path) -> None:
+    # Before torchrun looks again, which would end it.
+    run = start(tmp_path / "run", monitor=10)
+    wait_for_rows(run, tmp_path / "run", 0)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    printed, _ = run.communicate(timeout=120)
+    assert printed.count("could not reach another rank, which has died or hangs") == 1
+    assert "RuntimeError" not in printed
 
 
 def test_ranks_that_are_asked_to_end_save_first(undisturbed: Path, tmp_path: Path) -> None:

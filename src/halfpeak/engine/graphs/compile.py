@@ -306,11 +306,14 @@ class CompiledFunction(Generic[P, R]):
         engine, step = self._engine, self._step
         step.refresh()
         engine.compiled_step = step
+        has_grad = torch.is_grad_enabled()
         try:
             # A hook that a module gets later is in the next graph, or refused by the compiler.
             with torch._dynamo.config.patch(trace_autograd_ops=True, skip_nnmodule_hook_guards=False):
                 return self._compiled(*args, **kwargs)
         finally:
+            # What raises within the step leaves its no_grad behind, where the backend runs the graph line by line.
+            torch.set_grad_enabled(has_grad)
             engine.compiled_step = None
             step.sync_versions()
 
