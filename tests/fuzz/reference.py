@@ -463,7 +463,7 @@ class Reference:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "scales": [vars(scale) for scale in self.scales],
                 "counts": (self.micro, self.num_steps, self.num_skipped),
-                "grads": {name: _or_none(main.grad) for name, main in self._managed()},
+                "grads": {name: grad for (name, _), grad in zip(self._managed(), self._window_grads(), strict=True)},
                 "found": (self.found, self.found_by_loss, self.bad_losses),
                 "window": (self.window, self.had_gradients),
                 "stats": self.stats,
@@ -523,8 +523,8 @@ class Reference:
         self.sync()
         twin = copy.deepcopy(self)
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
-        for (_, ours), (_, theirs) in zip(self._managed(), twin._managed(), strict=True):
-            theirs.grad = _or_none(ours.grad)
+        for grad, (_, theirs) in zip(self._window_grads(), twin._managed(), strict=True):
+            theirs.grad = grad
         for o, left in enumerate(self.left):
             # What was edited since it was read is read again there, too.
             if left is not None:
@@ -532,6 +532,11 @@ class Reference:
         return twin
 
     # The parts of it.
+
+    def _window_grads(self) -> list[Tensor | None]:
+        """A copy of the gradients of the open window: torch saves and copies none that a step has kept."""
+        kept = {id(main) for o, left in enumerate(self.left) if left is None for main in self._mains(o)}
+        return [None if id(main) in kept else _or_none(main.grad) for _, main in self._managed()]
 
     def _convert(self, model: nn.Module) -> None:
         dtype = self.properties.cast_model_type or None
