@@ -463,7 +463,9 @@ class Reference:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "scales": [vars(scale) for scale in self.scales],
                 "counts": (self.micro, self.num_steps, self.num_skipped),
-                "grads": {name: grad for (name, _), grad in zip(self._managed(), self._window_grads(), strict=True)},
+                "grads": {
+                    name: grad for (name, _), grad in zip(self._managed(), self._window_grads(), strict=True)
+                },
                 "found": (self.found, self.found_by_loss, self.bad_losses),
                 "window": (self.window, self.had_gradients),
                 "stats": self.stats,

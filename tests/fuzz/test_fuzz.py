@@ -37,6 +37,15 @@ def can_happen(config: Config, name: str) -> bool:
 
 
 FOUND: dict[str, Config] = {
+    "masters written before the first step, and then all weights through .data": Config(
+        seed=1010003687,
+        heads=2,
+        iterations=3,
+        events=(
+            Planned(0, "before forward", "masters written", 6),
+            Planned(1, "after step", "all weights through .data", 279),
+        ),
+    ),
     "masters that were written, and then copied": Config(
         seed=8,
         events=(

@@ -330,12 +330,11 @@ class Masters:
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
-        if not self._stepped and self._versions.unchanged(self._low):
-            return
-        self.follow_masters()
-        for index, low in enumerate(self._low):
-            if not self._versions.is_unchanged(index, low):
-                self._follow(index)
+        if self._stepped or not self._versions.unchanged(self._low):
+            self.follow_masters()
+            for index, low in enumerate(self._low):
+                if not self._versions.is_unchanged(index, low):
+                    self._follow(index)
         if not self._samples:
             # Before the first step, which may be skipped.
             self._sample(list(range(len(self._low))))
