@@ -186,6 +186,8 @@ class Comparison:
             if text in str(error):
                 self.counts.refused[f"{name}: {text}"] += 1
                 return
+        if self._may_be_refused(error):
+            raise Refused from error
         raise error
 
     def _same_results(self, ours: Any, theirs: Any) -> None:
@@ -234,14 +236,14 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # One gets its master, and what was written into its weight, when its optimizer next has something to do.
+                # One gets its master, and what was written into its weight, when its optimizer next has a pass of its own.
                 if one.requires_grad:
                     value = ours.engine.masters.value_of(ours.model_of(one))
                     pair = theirs.pairs.get(id(theirs.model_of(other)))
                     other = other if pair is None else pair.value()
                     value = one if value is None else value
-                    late = self.config.in_turns and one.dtype in LOW
-                    yield f"optimizer {o}, parameter {i}", value.to(other.dtype) if late else value, other
+                    value = value.to(other.dtype) if one.dtype in LOW else value
+                    yield f"optimizer {o}, parameter {i}", value, other
                 yield from _rows(
                     f"optimizer {o}, state {i}", left["state"].get(i, {}), right["state"].get(i, {})
                 )

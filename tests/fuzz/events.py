@@ -335,8 +335,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("load_state_dict of the optimizers", ANY, refusals=(SCALED,))
 def _(run: Run, pick: random.Random) -> None:
-    for optimizer in run.optimizers:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run.load_optimizers([copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers])
 
 
 @event("swap weights in and out", OUTSIDE)

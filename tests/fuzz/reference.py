@@ -498,12 +498,22 @@ class Reference:
             vars(scale).update(saved)
         self.micro, self.num_steps, self.num_skipped = state["counts"]
         for name, main in self._managed():
+            if state["grads"].get(name) is not None and main.dtype != state["grads"][name].dtype:
+                self._pair(self.model_of(main), main)
+        self._adopt()
+        for name, main in self._managed():
             self.model_of(main).grad = None
             main.grad = state["grads"].get(name)
         self.found, self.found_by_loss, self.bad_losses = state["found"]
         self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]
         self.left = [None] * len(self.optimizers)
+
+    def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
+        """``load_state_dict()`` of each, which keeps the float32 state of those that are frozen."""
+        self._keep_trained(states)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     def structure(self) -> Structure | None:
         """Which parameters stand where, and which are trainable; None where the optimizers' are not the model's any more."""

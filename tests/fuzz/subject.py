@@ -100,6 +100,10 @@ class Subject:
     def load(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
 
+    def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
     def structure(self) -> Structure | None:
         return structure_of(self)
 

@@ -184,6 +184,16 @@ FOUND: dict[str, Config] = {
             Planned(0, "after step", "weights assigned to .data", seed=178),
         ),
     ),
+    "a restart in a window in which a parameter with a gradient has been frozen": Config(
+        seed=1010002902,
+        parts=(),
+        iterations=2,
+        accumulate=3,
+        events=(
+            Planned(0, "before step", "freeze", seed=765),
+            Planned(1, "before step", "restart"),
+        ),
+    ),
 }
 
 

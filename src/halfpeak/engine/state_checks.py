@@ -202,7 +202,7 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
                 raise StateError(
                     f"gradient {short_repr(index)} ({name}) of the state's window fits no parameter"
                 )
-            _check_gradient(grad, f"gradient {index} ({name})", pairs[index], name == "scaled")
+            _check_gradient(grad, f"gradient {index} ({name})", pairs[index], prepared, name == "scaled")
     held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
     if num_grads is not None:
         require_count(num_grads, "the number of gradients of the state's window")
@@ -219,16 +219,24 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
             raise StateError(f"a waiting scale must be finite and above zero, not {float(value)}")
 
 
-def _check_gradient(grad: object, what: str, pair: ParamPair, is_scaled: bool) -> None:
+def _check_gradient(
+    grad: object, what: str, pair: ParamPair, prepared: PreparedOptimizer, is_scaled: bool
+) -> None:
     owner = pair.model if is_scaled else pair.main
-    # Sums of several passes wait in float32.
-    allowed = {owner.dtype, torch.float32} if owner is not pair.main else {owner.dtype}
+    # A parameter that froze inside the window gets its master when the window is loaded.
+    late = prepared.masters.is_frozen(pair.model)
+    if is_scaled and (late or pair.model is not pair.main):
+        # Sums of several passes wait in float32.
+        allowed = {owner.dtype, torch.float32}
+    else:
+        allowed = {torch.float32 if late else owner.dtype}
     if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == owner.shape:
         is_it = grad.dtype in allowed and grad.device.type != "meta"
     else:
         is_it = require_tensor(grad, what, like=owner).dtype in allowed
     if not is_it:
-        raise StateError(f"{what} is {short_repr(grad)} in the state and its parameter is {owner.dtype}")
+        kinds = " or ".join(sorted(map(str, allowed)))
+        raise StateError(f"{what} is {short_repr(grad)} in the state; allowed: {kinds}")
 
 
 def _require_loss(index: object, losses: int) -> None:

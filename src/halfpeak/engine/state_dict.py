@@ -216,6 +216,11 @@ def _load_one(
 ) -> None:
     prepared.drop()
     table = prepared.table()
+    # A parameter that froze inside the window goes on with its gradient, which its master holds.
+    holding = sorted({*saved["true_sized"], *saved["scaled"]})
+    trained = {id(table.all_pairs[index].model) for index in holding}
+    prepared.masters.adopt(prepared.optimizer, trained=trained)
+    table = prepared.table()
     for index, grad in saved["true_sized"].items():
         main = table.all_pairs[index].main
         main.grad = grad.detach().to(main.device, copy=True)
@@ -230,7 +235,6 @@ def _load_one(
         model = table.all_pairs[index].model
         stashed[id(model)] = grad.detach().to(model.device, copy=True)
     found_inf = saved["found_inf"].to(prepared.found_inf.device, torch.float32, copy=True)
-    holding = sorted({*saved["true_sized"], *saved["scaled"]})
     pairs = table.pairs_of(ParamPairs(table.all_pairs[index] for index in holding))
     if saved["phase"] == "UNSCALED":
         prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient())))

@@ -158,7 +158,7 @@ class Masters:
     ) -> None:
         """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
 
-        A frozen one gets its master when it is unfrozen, or given a value or a state that its dtype cannot hold.
+        A frozen one gets its master when it is unfrozen, or given a value, a state or a gradient that its dtype cannot hold.
 
         State that the optimizer holds for the parameter moves to the master, in float32, and so does its gradient. An
         optimizer that keeps remainders of its low parameters is given the values instead.
@@ -168,7 +168,7 @@ class Masters:
             values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
                 low parameter widened.
             move_grads: False leaves gradients where they are, because they are scaled.
-            trained: frozen parameters, by ``id``, that get a master all the same.
+            trained: frozen parameters, by ``id``, that get a master all the same: they have a state, or a gradient.
         """
         store = remainder_store_of(optimizer)
         if store is not None and not any(known is store for known in self._stores):
@@ -220,6 +220,10 @@ class Masters:
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether several optimizers step the master of a low parameter."""
         return id(parameter) in self._shared
+
+    def is_frozen(self, parameter: Tensor) -> bool:
+        """Whether a low parameter in the groups has no master yet, because it is frozen."""
+        return id(parameter) in self._frozen
 
     def is_grad_retained(self, master: Tensor) -> bool:
         """Whether an optimizer still has to step the gradient of a master."""
