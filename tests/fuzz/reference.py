@@ -303,6 +303,9 @@ class Reference:
             return Result(False, scale=self.scales[0].scale)
         self.sync()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
+        for o in chosen:
+            if self.left[o] != self._seen_grads(o):
+                self._look_at_unseen(o)
         found = any(self.found[o] for o in chosen)
         has_gradients = any(self.grads_of(o) for o in chosen)
         norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
@@ -651,8 +654,14 @@ class Reference:
         grads = self.grads_of(o)
         if not grads:
             self.found[o] = False
-        elif self.left[o] is not None and self.left[o] != self._seen_grads(o):
-            self.found[o] = self.found[o] and not all(bool(grad.isfinite().all()) for grad in grads)
+        elif self.left[o] is None:
+            self._look_at_unseen(o)
+        elif self.left[o] != self._seen_grads(o):
+            self.found[o] = not all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _look_at_unseen(self, o: int) -> None:
+        """Gradients that no pass for the optimizer has left: those of a group that has joined are there since long ago."""
+        self.found[o] = self.found[o] or not all(bool(grad.isfinite().all()) for grad in self.grads_of(o))
 
     def _seen_grads(self, o: int) -> list[tuple[int, int]]:
         return [(id(main.grad), -1 if main.grad is None else main.grad._version) for main in self._mains(o)]

@@ -175,6 +175,58 @@ FOUND: dict[str, Config] = {
         clip=("norm", 0.3),
         events=(Planned(0, "before step", "freeze", seed=108),),
     ),
+    "a step of the optimizer that was refused, and another engine's loss": Config(
+        seed=1010020442,
+        parts=(),
+        level="O4",
+        iterations=1,
+        events=(
+            Planned(0, "before step", "optimizer.step() instead", seed=362),
+            Planned(0, "before step", "another engine's loss reaches the model", seed=867),
+        ),
+    ),
+    "a loss that is not finite, and then a copy inside the window": Config(
+        seed=1010019526,
+        level="O1",
+        iterations=3,
+        accumulate=3,
+        scale=(("recovers", True),),
+        events=(
+            Planned(0, "before forward", "inf in the batch", seed=312),
+            Planned(1, "before step", "go on with a deep copy", seed=401),
+        ),
+    ),
+    "a group whose gradients an overflow has reached while nobody stepped them": Config(
+        seed=1010012613,
+        parts=(),
+        iterations=4,
+        held_out=True,
+        events=(
+            Planned(0, "before forward", "inf in the outputs", seed=614),
+            Planned(2, "after step", "add a group", seed=536),
+        ),
+    ),
+    "the same group, between the backward pass and the step": Config(
+        seed=1010012613,
+        parts=(),
+        iterations=4,
+        held_out=True,
+        events=(
+            Planned(0, "before forward", "inf in the outputs", seed=614),
+            Planned(2, "before step", "add a group", seed=536),
+        ),
+    ),
+    "the same group, inside a window": Config(
+        seed=1010012613,
+        parts=(),
+        iterations=9,
+        accumulate=3,
+        held_out=True,
+        events=(
+            Planned(0, "before forward", "inf in the outputs", seed=614),
+            Planned(6, "after step", "add a group", seed=536),
+        ),
+    ),
     "weights written after a skip that was the first step of a fused optimizer": Config(
         seed=510003263,
         optimizers=("FusedLAMB",),

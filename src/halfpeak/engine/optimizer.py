@@ -210,6 +210,7 @@ class PreparedOptimizer:
         if isinstance(window, Unscaled):
             # Their gradients are looked at like any that somebody else has written.
             self.window = replace(window, pairs=table.pairs_of(window.pairs))
+            self.check_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
             self.check_unseen_grads()
             self.set_window(after_backward(self.window, table.pairs, self.window.found_inf))
@@ -458,16 +459,16 @@ class PreparedOptimizer:
         self._callbacks.end_step(self)
 
     def _follow_edits(self, window: Unscaled, pairs: ParamPairs) -> None:
-        """After ``zero_grad()`` or an edit of gradients, ``found_inf`` holds only if they still are not finite."""
+        """After ``zero_grad()`` or an edit of gradients, ``found_inf`` says whether they are not finite now."""
         if window.snapshot.unchanged():
             return
         grads = pairs.main_grads()
         if not grads:
             self.empty_window()
             return
-        still = torch.zeros_like(window.found_inf)
-        foreach.check_(grads, still)
-        self.window = replace(window, found_inf=torch.minimum(window.found_inf, still))
+        found_inf = torch.zeros_like(window.found_inf)
+        foreach.check_(grads, found_inf)
+        self.window = replace(window, found_inf=found_inf)
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:

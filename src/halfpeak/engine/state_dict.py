@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.state_checks import copied
 from halfpeak.distributed.optimizer_state import named, with_initial_moments
 from halfpeak.engine.context import EngineContext
@@ -142,7 +143,7 @@ def save_window(context: EngineContext) -> dict[str, Any]:
         "lanes": [_save_one(prepared, context.scalers) for prepared in context.prepared],
         "losses": {
             context.scalers.index(scaler): found_inf.clone()
-            for scaler, found_inf in context.record.found_inf_per_scaler
+            for scaler, found_inf in context.record.found_inf_of_window
         },
         **({"rank": rank_and_count()} if context.holds_local_grads and is_multi_rank() else {}),
     }
@@ -161,9 +162,10 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         _load_one(prepared, saved, context.scalers, scales)
     context.record.discard()
     for index, found_inf in state["losses"].items():
-        context.record.add_found_inf(
-            context.scalers[index], found_inf.to(context.device, torch.float32, copy=True)
-        )
+        found_inf = found_inf.to(context.device, torch.float32, copy=True)
+        context.record.add_found_inf(context.scalers[index], found_inf)
+        # A fused step that decides on the device looks for such a loss here.
+        context.record.add_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
 
 
 def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:

@@ -396,7 +396,12 @@ class TrainStep:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
         config = self._config
-        check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
+        try:
+            check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
+        except OrderError:
+            # No step has begun, so what the passes of the window have found stays.
+            prepared.end_running()
+            raise
         prepared.begin_step()
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.

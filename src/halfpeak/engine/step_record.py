@@ -61,6 +61,13 @@ class StepRecord:
             for scaler, of_passes in self._found_infs
         ]
 
+    @property
+    def found_inf_of_window(self) -> list[tuple[LossScaler, Tensor]]:
+        """:attr:`found_inf_per_scaler`, and of losses whose gradients still wait scaled what they were themselves."""
+        used = [scaler for scaler, _ in self._found_infs]
+        waiting = [(one, self.with_loss(one, found)) for one, found in self._losses if one not in used]
+        return [*self.found_inf_per_scaler, *waiting]
+
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember that a backward pass used ``scaler``; the value may be written when its gradients are read."""
         for known, of_passes in self._found_infs:
