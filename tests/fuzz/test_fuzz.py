@@ -37,6 +37,14 @@ def can_happen(config: Config, name: str) -> bool:
 
 
 FOUND: dict[str, Config] = {
+    "all weights through .data, and then one of them assigned": Config(
+        seed=2020005225,
+        level="O5",
+        events=(
+            Planned(3, "before forward", "all weights through .data", 743),
+            Planned(3, "before forward", "weights assigned to .data", 466),
+        ),
+    ),
     "masters written before the first step, and then all weights through .data": Config(
         seed=1010003687,
         heads=2,

@@ -336,9 +336,10 @@ class Masters:
         """
         if self._stepped or not self._versions.unchanged(self._low):
             self.follow_masters()
-            for index, low in enumerate(self._low):
-                if not self._versions.is_unchanged(index, low):
-                    self._follow(index)
+            written = {i for i, low in enumerate(self._low) if not self._versions.is_unchanged(i, low)}
+            # A write that left its trace on one may have come after one through .data to all.
+            for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
+                self._follow(index)
         if not self._samples:
             # Before the first step, which may be skipped.
             self._sample(list(range(len(self._low))))
