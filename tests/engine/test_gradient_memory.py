@@ -170,3 +170,12 @@ def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) 
 def test_a_switch_that_is_none() -> None:
     with pytest.raises(ConfigError, match="keep_gradient_memory=1 must be True, False or None"):
         prepared("AdamW, fused", keep_gradient_memory=1)
+
+
+def test_another_engine_is_neither_held_nor_counted() -> None:
+    engines = [prepared("AdamW, foreach") for _ in range(2)]
+    for engine in engines:
+        backward(engine, 0)
+        engine.step()
+    first, second = (engine.memory() for engine in engines)
+    assert first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -169,7 +170,7 @@ class UnmanagedGrads:
         self._passes, self._walks, self._may_walk = 0, False, True
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
-        self._known_pairs: list[ParamPairs] = []
+        self._known_pairs: list[weakref.ref[ParamPairs]] = []
         self._tables: list[dict[str, Any]] = []
         self._values: list[object] = []
         # Unscaled gradients from before, for as long as scaled ones lie in their place.
@@ -245,7 +246,10 @@ class UnmanagedGrads:
 
     def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
-        if _same(pairs, self._known_pairs) and _same(_values(self._tables), self._values):
+        # Held weakly: those of other engines, which may be gone by now, are among them.
+        if _same(pairs, [known() for known in self._known_pairs]) and _same(
+            _values(self._tables), self._values
+        ):
             return
         stepped = {id(parameter) for own in pairs for parameter in own.model_params}
         own = {id(p): p for model in self._models for p in model.parameters()}
@@ -256,7 +260,7 @@ class UnmanagedGrads:
         self._own = [parameter for key, parameter in own.items() if key not in stepped]
         # Gathered weights of shards are leaves, too, and their gradients are on their way.
         self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
-        self._known_pairs = pairs
+        self._known_pairs = [weakref.ref(own) for own in pairs]
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._values = _values(self._tables)
 
