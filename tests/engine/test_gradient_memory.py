@@ -173,9 +173,11 @@ def test_a_switch_that_is_none() -> None:
 
 
 def test_another_engine_is_neither_held_nor_counted() -> None:
-    engines = [prepared("AdamW, foreach") for _ in range(2)]
-    for engine in engines:
-        backward(engine, 0)
-        engine.step()
+    engines: list[halfpeak.Engine] = []
+    for _ in range(2):
+        engines.append(prepared("AdamW, foreach"))
+        for step in (0, 2):
+            backward(engines[-1], step)
+            engines[-1].step()
     first, second = (engine.memory() for engine in engines)
     assert first == second
