@@ -83,8 +83,11 @@ class Comparison:
         for at in range(self.config.iterations):
             try:
                 self._iteration(at)
-            except (Injected, NextIteration):
+            except NextIteration:
                 continue
+            except Injected as error:
+                if error.zeroes:
+                    self._event(Planned(at, "after an exception", "zero_grad of the optimizer"))
             except Collapse:
                 self._check()
         self._check_values()

@@ -30,11 +30,12 @@ class Injected(RuntimeError):
 
     Attributes:
         is_late: whether an optimizer had ended its own code.
+        zeroes: whether who catches it calls ``zero_grad()`` before the next batch.
     """
 
-    def __init__(self, is_late: bool = False) -> None:
+    def __init__(self, *, is_late: bool = False, zeroes: bool = False) -> None:
         super().__init__()
-        self.is_late = is_late
+        self.is_late, self.zeroes = is_late, zeroes
 
 
 class NextIteration(Exception):
@@ -424,29 +425,61 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("exception in forward", (BEFORE,))
 def _(run: Run, pick: random.Random) -> None:
-    once(lambda fire: pick.choice(list(run.model.parts)).register_forward_hook(lambda *_: fire()))
+    once(pick, lambda fire: pick.choice(list(run.model.parts)).register_forward_hook(lambda *_: fire()))
 
 
 @event("exception in backward", (BEFORE, FORWARDED))
 def _(run: Run, pick: random.Random) -> None:
     if trainable := [parameter for parameter in parameters(run) if parameter.requires_grad]:
         chosen = pick.choice(trainable)
-        once(lambda fire: chosen.register_hook(lambda grad: fire()))
+        once(pick, lambda fire: chosen.register_hook(lambda grad: fire()))
 
 
 @event("exception before the optimizer", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
-    once(lambda fire: pick.choice(run.optimizers).register_step_pre_hook(lambda *_: fire()))
+    once(pick, lambda fire: pick.choice(run.optimizers).register_step_pre_hook(lambda *_: fire()))
+
+
+# Where torch reads the rate while it makes the state of a parameter, that is left half made, and fails from then on. Its
+# fused SGD counts neither steps nor versions, so nobody can tell that some groups have been stepped.
+@event(
+    "exception in the optimizer",
+    (BEFORE, BETWEEN),
+    fits=lambda config: not {"ASGD", "Rprop", "SGD fused"} & set(config.optimizers),
+)
+def _(run: Run, pick: random.Random) -> None:
+    optimizer = pick.choice(run.optimizers)
+    at = pick.randrange(len(optimizer.param_groups))
+    optimizer.param_groups[at] = Failing(optimizer.param_groups[at])
+    once(pick, optimizer.param_groups[at].fail_with)
+
+
+class Failing(dict[str, Any]):
+    """A parameter group whose learning rate cannot be read the first time: those before it are stepped by then."""
+
+    fire: Callable[[], None] | None = None
+
+    def fail_with(self, fire: Callable[[], None]) -> Failing:
+        self.fire = fire
+        return self
+
+    def remove(self) -> None:
+        self.fire = None
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "lr" and self.fire is not None:
+            self.fire()
+        return super().__getitem__(key)
 
 
 @event("exception after the optimizer", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
-    once(lambda fire: pick.choice(run.optimizers).register_step_post_hook(lambda *_: fire()), late=True)
+    once(pick, lambda fire: pick.choice(run.optimizers).register_step_post_hook(lambda *_: fire()), late=True)
 
 
 @event("exception between", ANY)
 def _(run: Run, pick: random.Random) -> None:
-    raise Injected
+    raise Injected(zeroes=pick.random() < 0.5)
 
 
 # Other passes through the model.
@@ -793,12 +826,13 @@ def through_data(grad: Tensor, factor: float) -> Tensor:
     return grad
 
 
-def once(register: Callable[[Callable[[], None]], Any], *, late: bool = False) -> None:
+def once(pick: random.Random, register: Callable[[Callable[[], None]], Any], *, late: bool = False) -> None:
     """Raise from a hook, the first time that it is called; ``late``: when the optimizer has ended."""
     handles: list[Any] = []
 
     def fire() -> None:
         handles[0].remove()
-        raise Injected(late)
+        raise Injected(is_late=late, zeroes=zeroes)
 
     handles.append(register(fire))
+    zeroes = pick.random() < 0.5

@@ -327,7 +327,7 @@ class Reference:
             if getattr(error, "stepped", False) and len(ended) + 1 == len(chosen):
                 self._end(chosen, found, counts=has_gradients)
             else:
-                self.abort()
+                self.abort(chosen)
             raise
         self._end(chosen, found, counts=has_gradients, keep=keep)
         if found and any(scale.is_exhausted for scale in used):
@@ -396,10 +396,10 @@ class Reference:
         if self.window == "scaled":
             self.window = "read"
 
-    def abort(self) -> None:
+    def abort(self, optimizers: Iterable[int] | None = None) -> None:
         """Drop the window."""
         self.micro -= self.micro % self.config.accumulate
-        for o in range(len(self.optimizers)):
+        for o in range(len(self.optimizers)) if optimizers is None else optimizers:
             self._drop(o)
         self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
@@ -651,13 +651,10 @@ class Reference:
 
     def _recheck(self, o: int) -> None:
         """Gradients that somebody has edited since they were read are read again, before more are added."""
-        grads = self.grads_of(o)
-        if not grads:
-            self.found[o] = False
-        elif self.left[o] is None:
+        if self.left[o] is None:
             self._look_at_unseen(o)
         elif self.left[o] != self._seen_grads(o):
-            self.found[o] = not all(bool(grad.isfinite().all()) for grad in grads)
+            self.found[o] = not all(bool(grad.isfinite().all()) for grad in self.grads_of(o))
 
     def _look_at_unseen(self, o: int) -> None:
         """Gradients that no pass for the optimizer has left: those of a group that has joined are there since long ago."""
@@ -674,10 +671,11 @@ class Reference:
             for grad in grads:
                 grad.clamp_(-limit, limit)
             return None
-        if not grads:
-            return 0.0
         # In float32 whatever they are, as everything that is done with gradients.
-        norms = torch._foreach_norm([grad.float() for grad in grads if grad.numel()])
+        filled = [grad.float() for grad in grads if grad.numel()]
+        if not filled:
+            return 0.0
+        norms = torch._foreach_norm(filled)
         norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for grad in grads:

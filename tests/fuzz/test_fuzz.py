@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,48 @@ def can_happen(config: Config, name: str) -> bool:
     return EVENTS[name].fits(config) and masters_follow
 
 
+JOINING = Config(
+    seed=1010012613,
+    parts=(),
+    iterations=4,
+    held_out=True,
+    events=(
+        Planned(0, "before forward", "inf in the outputs", seed=614),
+        Planned(2, "after step", "add a group"),
+    ),
+)
+"""A group that joins, whose gradients an overflow has reached while nobody stepped them."""
+
+
+def joining(at: int, moment: str) -> tuple[Planned, ...]:
+    return (JOINING.events[0], Planned(at, moment, "add a group"))
+
+
 FOUND: dict[str, Config] = {
+    "a group with infinite gradients": JOINING,
+    "the same, between the backward pass and the step": replace(JOINING, events=joining(2, "before step")),
+    "the same, inside a window": replace(
+        JOINING, iterations=9, accumulate=3, events=joining(6, "after step")
+    ),
+    "gradients kept after a step, and then frozen": Config(
+        seed=4040005533,
+        parts=(),
+        level="O4",
+        iterations=2,
+        clip=("norm", 100.0),
+        events=(
+            Planned(0, "before step", "gradients kept after the step"),
+            Planned(1, "before forward", "freeze through the groups", seed=316),
+        ),
+    ),
+    "a first step that raised when its state was made, and nothing had moved": Config(
+        seed=900000010,
+        parts=(),
+        optimizers=("Adam fused",),
+        level="O5",
+        iterations=2,
+        events=(Planned(0, "before step", "exception in the optimizer", seed=486),),
+    ),
     "all weights through .data, and then one of them assigned": Config(
         seed=2020005225,
         level="O5",
@@ -202,37 +244,6 @@ FOUND: dict[str, Config] = {
         events=(
             Planned(0, "before forward", "inf in the batch", seed=312),
             Planned(1, "before step", "go on with a deep copy", seed=401),
-        ),
-    ),
-    "a group whose gradients an overflow has reached while nobody stepped them": Config(
-        seed=1010012613,
-        parts=(),
-        iterations=4,
-        held_out=True,
-        events=(
-            Planned(0, "before forward", "inf in the outputs", seed=614),
-            Planned(2, "after step", "add a group", seed=536),
-        ),
-    ),
-    "the same group, between the backward pass and the step": Config(
-        seed=1010012613,
-        parts=(),
-        iterations=4,
-        held_out=True,
-        events=(
-            Planned(0, "before forward", "inf in the outputs", seed=614),
-            Planned(2, "before step", "add a group", seed=536),
-        ),
-    ),
-    "the same group, inside a window": Config(
-        seed=1010012613,
-        parts=(),
-        iterations=9,
-        accumulate=3,
-        held_out=True,
-        events=(
-            Planned(0, "before forward", "inf in the outputs", seed=614),
-            Planned(6, "after step", "add a group", seed=536),
         ),
     ),
     "weights written after a skip that was the first step of a fused optimizer": Config(

@@ -41,9 +41,9 @@ class StepProgress:
     def _versions(self, optimizer: Optimizer) -> tuple[list[int], list[object]]:
         """Versions of the parameters, or with torch's fused kernels, which count none there, of the step counters.
 
-        Such a kernel is given a group as a whole, so one look into its state tells.
+        Such a kernel is given a group as a whole, so one look into its state tells. A counter that was only made is 0, too.
         """
-        steps = [optimizer.state.get(parameter, {}).get("step") for parameter in self._first_of_groups]
+        steps = [optimizer.state.get(parameter, {}).get("step", 0) for parameter in self._first_of_groups]
         versions = list(map(_VERSION, self._changing))
         return versions, [step._version if isinstance(step, Tensor) else step for step in steps]
 

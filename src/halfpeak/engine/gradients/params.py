@@ -80,7 +80,7 @@ class ParamTable:
             itself, or the placeholder of a remainder.
         model_params: for each, the low parameter it is the master of, or itself.
         all_pairs: every pair once, frozen parameters included.
-        pairs: the trainable ones.
+        pairs: the trainable ones, and those frozen with a gradient that a step has kept: optimizers step that, too.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
@@ -92,7 +92,9 @@ class ParamTable:
         self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self._members))
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
-        self.pairs = ParamPairs(pair for pair in self.all_pairs if pair.model.requires_grad)
+        self.pairs = ParamPairs(
+            pair for pair in self.all_pairs if pair.model.requires_grad or pair.main.grad is not None
+        )
 
     def pairs_of(self, window: ParamPairs | None) -> ParamPairs:
         """The trainable pairs, and those frozen inside ``window`` whose gradients still belong to it."""

@@ -159,7 +159,9 @@ class CompiledStep:
             context.masters.adopt(optimizer)
             if has_remainders and isinstance(optimizer, FusedOptimizer) and optimizer.remainders is not None:
                 optimizer.remainders.refresh()
-        self.weights = [list(one.table().pairs.model_params) for one in context.prepared]
+        self.weights = [
+            [w for w in one.table().pairs.model_params if w.requires_grad] for one in context.prepared
+        ]
         self.written = list({id(weight): weight for weights in self.weights for weight in weights}.values())
         self.buffers = context.stats.live()
         self.scales = [scaler.state.scale for scaler in context.scalers]
