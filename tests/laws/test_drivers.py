@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing, through_a_file
-from support.nets import LEVELS, MASTERED, make_batch
+from support.nets import LEVELS, MASTERED, make_batch, make_net
 from support.snapshot import values
 from support.states import differences
 
@@ -244,6 +244,33 @@ def test_a_closure_is_an_ordinary_step(case: Case) -> None:
 def stepped(run: Run) -> list[Any]:
     """What the optimizer steps and its state."""
     return values(run.optimizer)
+
+
+@pytest.mark.parametrize("case", cases(windows=((1, None),)) + EVERY_KIND, ids=ids)
+def test_the_default_dtype_of_torch_is_that_of_no_scalar_of_a_step(case: Case) -> None:
+    """Scripts set it to build a model. A step count in bfloat16 would stay at 256, and torch's kernels refuse such a flag."""
+
+    def under(dtype: torch.dtype, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return call(*given)
+            finally:
+                torch.set_default_dtype(before)
+
+        return called
+
+    batch = under(torch.float32, make_batch)
+
+    def end() -> list[Any]:
+        run = replace(case, make_net=under(torch.float32, make_net)).run()
+        for number in range(2 * case.every):
+            with overflowing(run, really=number == 0):
+                run.train(number, batch=batch)
+        return [run.values(), run.scale()]
+
+    assert under(torch.bfloat16, end)() == end()
 
 
 class Stop(Exception):

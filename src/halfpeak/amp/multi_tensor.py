@@ -323,7 +323,7 @@ def _upcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check(tensors: Sequence[Tensor], noop_flag: Tensor) -> None:
-    found_inf = torch.zeros((), device=tensors[0].device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
     foreach.check_([tensor.detach() for tensor in tensors], found_inf)
     noop_flag.copy_(torch.maximum(noop_flag, found_inf.to(noop_flag)))
 
@@ -332,7 +332,7 @@ def _norms(
     tensors: list[Tensor] | tuple[Tensor, ...], noop_flag: Tensor, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     if not tensors:
-        return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_zeros(0, dtype=torch.float32)
     norms = torch.stack([norm.to(noop_flag.device, torch.float32) for norm in torch._foreach_norm(tensors)])
     norm = torch.linalg.vector_norm(norms).reshape(1)
     noop_flag.copy_(torch.maximum(noop_flag, (~torch.isfinite(norm)).to(noop_flag).reshape(noop_flag.shape)))

@@ -31,7 +31,11 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 def hand_over_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> None:
     """Let the optimizer's coming step do nothing if found_inf is 1.  # f32[] or bool"""
     # What the host knows stays there, wherever new tensors go by default.
-    flag = found_inf if isinstance(found_inf, Tensor) else torch.tensor(float(found_inf), device="cpu")
+    flag = (
+        found_inf
+        if isinstance(found_inf, Tensor)
+        else torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
+    )
     optimizer.__dict__.update(found_inf=flag, grad_scale=None)
 
 

@@ -56,7 +56,7 @@ class CollapseReport:
         named = self._grads(prepared)[::-1]
         if not named:
             return None
-        flags = [torch.zeros((), device=grad.device) for _, grad in named]
+        flags = [torch.zeros((), dtype=torch.float32, device=grad.device) for _, grad in named]
         for (_, grad), flag in zip(named, flags, strict=True):
             foreach.check_([grad], flag)
         return NonfiniteGrads(

@@ -362,7 +362,7 @@ class Engine:
         waiting = [one.window for one in prepared if isinstance(one.window, Scaled)]
         if waiting and self.context.synchronised and self.config.accumulation.every > 1:
             with self.context.train_step.backward(
-                torch.zeros((), device=self.device),
+                torch.zeros((), dtype=torch.float32, device=self.device),
                 waiting[0].scaler,
                 prepared,
                 delay=False,
@@ -380,7 +380,7 @@ class Engine:
         for one in self.context.prepared:
             if isinstance(one.window, Empty):
                 one.window = scaled_by_user(one.window, one.table().pairs, self.scaler(loss_id))
-        with self.scaled(torch.zeros((), device=self.device), loss_id=loss_id):
+        with self.scaled(torch.zeros((), dtype=torch.float32, device=self.device), loss_id=loss_id):
             pass
 
     def abort(self, optimizers: Optimizers = None) -> None:

@@ -103,7 +103,7 @@ class PreparedOptimizer:
         self._callbacks = callbacks
         self.masters = masters
         self.num_optimizers = num_optimizers
-        self._empty = Empty(torch.zeros((), device=device))
+        self._empty = Empty(torch.zeros((), dtype=torch.float32, device=device))
         self.window: Window = self._empty
         self.running: StepCall | None = None
         self.ended: StepCall | None = None

@@ -287,7 +287,7 @@ class FusedOptimizer(Optimizer, ABC):
     def _own_inputs(self) -> StepInputs:
         targets = params_of(self)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        one = torch.ones((), device=targets[0].device if targets else None)
+        one = torch.ones((), dtype=torch.float32, device=targets[0].device if targets else None)
         grads = gradients_of(targets) if self.remainders is None else self.remainders.gradients_of(targets)
         return StepInputs(
             local_gradients(grads, targets), targets, one if grad_scale is None else grad_scale.reciprocal()

@@ -203,7 +203,7 @@ class GradScaler(GradScalerAttrs):
             LossScaleCollapse: the closure's gradients stay non-finite although the scale cannot fall.
         """
         if not self._enabled:
-            self.last = StepResult(torch.zeros(()), torch.ones(()))
+            self.last = StepResult(torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32))
             return optimizer.step(*args, **kwargs)
         closure, rebuild = take_closure((optimizer, *args), kwargs)
         if closure is not None:

@@ -122,6 +122,6 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether every element is finite. Waits for the device."""
-    found_inf = torch.zeros((), device=tensor.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=tensor.device)
     foreach.check_([tensor], found_inf)
     return not bool(found_inf)

@@ -307,7 +307,7 @@ def _norm(
         norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
     norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
     if not norms:
-        return torch.zeros((), device=home)
+        return torch.zeros((), dtype=torch.float32, device=home)
     home = norms[0].device
     together = norms if len(groups) + len(rest) == 1 else [norm.to(home) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(together), norm_type)
@@ -330,14 +330,14 @@ def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     if found_inf.device == device:
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device))
         return
-    local = torch.zeros((), device=device)
+    local = torch.zeros((), dtype=torch.float32, device=device)
     torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device))
     _raise_flag_(found_inf, local)
 
 
 def _check_group_(group: list[Tensor], device: torch.device, dtype: torch.dtype, found_inf: Tensor) -> None:
     if _has_amp_kernel(device, dtype):
-        _amp_(group, torch.ones((), device=device), found_inf)
+        _amp_(group, torch.ones((), dtype=torch.float32, device=device), found_inf)
     else:
         largest = torch.stack(torch._foreach_norm(group, float("inf"))).max()
         _raise_flag_(found_inf, ~torch.isfinite(largest))

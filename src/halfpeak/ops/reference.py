@@ -78,7 +78,7 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The ``norm_type`` norm of all elements together, in float32; 0 where there are none."""  # f32[]
     filled = [values for values in map(_values, grads) if values.numel() > 0]
     if not filled:
-        return torch.zeros((), device=grads[0].device if grads else None)
+        return torch.zeros((), dtype=torch.float32, device=grads[0].device if grads else None)
     norms = [torch.linalg.vector_norm(_wide(values), norm_type).to(torch.float32) for values in filled]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 

@@ -104,7 +104,7 @@ class LossScaler:
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:
             return False
-        found_inf = torch.zeros((), device=grads[0].device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
         foreach.check_(grads, found_inf)
         return bool(found_inf)
 
@@ -113,7 +113,7 @@ class LossScaler:
         if not self._scaler.config.dynamic:
             return
         overflow = bool(overflow)
-        self._scaler.update(torch.tensor(float(overflow)))
+        self._scaler.update(torch.tensor(float(overflow), dtype=torch.float32))
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1

@@ -49,7 +49,7 @@ class LossScaler:
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if not grads:
             return False
-        found_inf = torch.zeros((), device=grads[0].device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
         foreach.check_(grads, found_inf)
         return bool(found_inf)
 
@@ -117,7 +117,7 @@ class DynamicLossScaler(LossScaler):
     def update_scale(self, overflow: bool) -> None:
         """Move the scale by one update."""
         state = ScaleState(
-            scale=torch.tensor(self.cur_scale),
+            scale=torch.tensor(self.cur_scale, dtype=torch.float32),
             clean=torch.tensor((self.cur_iter - self.last_overflow_iter - 1) % self._rule.interval),
             grace=torch.tensor(self._rule.hysteresis),
             stuck=torch.tensor(0),

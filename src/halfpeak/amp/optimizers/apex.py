@@ -421,7 +421,9 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
                 if "exp_avg_sq" in row:
                     norms[not is_low(parameter)].append(row.pop("exp_avg_sq"))
             if any(norms):
-                group["exp_avg_sq"] = [torch.stack(one) if one else torch.zeros(0) for one in norms]
+                group["exp_avg_sq"] = [
+                    torch.stack(one) if one else torch.zeros(0, dtype=torch.float32) for one in norms
+                ]
             group["norm_type"] = 0 if group["norm_type"] == math.inf else group["norm_type"]
         return state
 
@@ -440,7 +442,7 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
             known = [pair for pair in zip(group["params"], own["params"], strict=False) if pair[0] in state]
             for norms, low in zip(group.pop("exp_avg_sq"), (True, False), strict=True):
                 members = [index for index, parameter in known if is_low(parameter) == low]
-                norms = torch.zeros(0) if norms is None else norms
+                norms = torch.zeros(0, dtype=torch.float32) if norms is None else norms
                 if len(norms) != len(members):
                     raise StateError(
                         f"exp_avg_sq holds {len(norms)} norms for {len(members)} {'low' if low else 'float32'} parameters "

@@ -111,7 +111,9 @@ class ContribStep(FusedOptimizer):
                 grad if own == multiplier else None
                 for grad, own in zip(read, _spread(multipliers, self.param_groups), strict=True)
             ]
-            self.set_step_inputs(StepInputs(chosen, model_params, torch.tensor(multiplier)))
+            self.set_step_inputs(
+                StepInputs(chosen, model_params, torch.tensor(multiplier, dtype=torch.float32))
+            )
             try:
                 super().step()
             finally:
@@ -375,7 +377,7 @@ class FP16_Optimizer:
 
 def _grad_norm(grads: list[Tensor]) -> Tensor:
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack([grad.float().norm() for grad in grads]))
 
 

@@ -106,7 +106,7 @@ def _empty_window() -> dict[str, Any]:
     """Between two windows there are no gradients. The keys are those of engine state version 1."""
     return {
         "phase": "CLEAN",
-        "found_inf": torch.zeros(()),
+        "found_inf": torch.zeros((), dtype=torch.float32),
         "true_sized": {},
         "scaled": {},
         "frozen": None,

@@ -340,7 +340,7 @@ def _keep(grads: dict[int, tuple[Tensor, float]], number: int, engine: Engine, g
 
 def _replay(calls: Sequence[_Call]) -> Tensor:
     """A loss whose gradients with respect to the outputs are those that were kept, without the loss scale."""
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32)
     for call in calls:
         with call.casts:
             leaves = _float_leaves(call.model(*call.args, **call.kwargs))

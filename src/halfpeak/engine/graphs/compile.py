@@ -58,7 +58,7 @@ class CompiledStep:
         self.num_losses = len(engine.context.scalers)
         self.every = engine.context.config.accumulation.every
         self.tells_norm = isinstance(engine.context.config.clip, ClipNorm)
-        self.token = torch.zeros((), device=engine.context.device)
+        self.token = torch.zeros((), dtype=torch.float32, device=engine.context.device)
         self.optimizers: list[Optimizer] = []
         self.weights: list[list[Tensor]] = []
         self.written: list[Tensor] = []

@@ -62,7 +62,7 @@ class TritonBackend(DeviceBackend):
         self.device = device
         self._tables: AddressTables | None = None
         self._ready: _Ready | None = None
-        self._zero = torch.zeros((), device=device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._no_rows = torch.empty((0, 3), dtype=torch.int64, device=device)
         self._no_hyper = torch.empty((0, self._kernels.HYPER), dtype=torch.float64, device=device)
 

@@ -56,7 +56,7 @@ def step_counts_of(
             num_steps = float((groups[group] if where == "group" else row).get("step", 0.0))
         key = (group, target.device, num_steps)
         if key not in counters:
-            counters[key] = StepCount(torch.full((), num_steps, device=target.device))
+            counters[key] = StepCount(torch.full((), num_steps, dtype=torch.float32, device=target.device))
         found[index] = counters[key]
         if where == "group":
             groups[group]["step"] = counters[key].step

@@ -164,5 +164,5 @@ class FusedAdagrad(FusedOptimizer):
             if index not in state["state"]:
                 wide = torch.promote_types(target.dtype, torch.float32)
                 total = torch.full_like(target, start, dtype=wide, requires_grad=False)
-                state["state"][index] = {"step": torch.zeros(()), "sum": total}
+                state["state"][index] = {"step": torch.zeros((), dtype=torch.float32), "sum": total}
         return state

@@ -83,7 +83,7 @@ def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before:
             if value is not None and value.is_floating_point() and len(codec.storage) > 1:
                 like = target.detach() if is_dense(target) else target.detach().contiguous()
                 ordered = torch.empty_like(like, dtype=torch.float32).copy_(value)
-                parts = codec.encode(flat(ordered), torch.zeros((), device=value.device))
+                parts = codec.encode(flat(ordered), torch.zeros((), dtype=torch.float32, device=value.device))
                 row[name] = parts[0].as_strided(like.shape, like.stride())
                 row.update({name + p.name: t for p, t in zip(codec.storage[1:], parts[1:], strict=True)})
 

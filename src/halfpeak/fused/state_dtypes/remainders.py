@@ -71,7 +71,7 @@ class Remainders:
                 f"a weight of shape {tuple(parameter.shape)} cannot take a value of shape {tuple(value.shape)}"
             )
         wide = value.detach().to(parameter.device, torch.float32)
-        low, remainder = self._codec.encode(wide, torch.zeros((), device=wide.device))
+        low, remainder = self._codec.encode(wide, torch.zeros((), dtype=torch.float32, device=wide.device))
         known = self._remainder_of(parameter)
         if known is None:
             own = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False)
@@ -88,7 +88,9 @@ class Remainders:
         """A float32 tensor of a weight's shape and of no memory, whose ``grad`` is stepped if there is one."""
         known = self._placeholders.get(id(parameter))
         if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
-            zero = self._zeros.setdefault(parameter.device, torch.zeros((), device=parameter.device))
+            zero = self._zeros.setdefault(
+                parameter.device, torch.zeros((), dtype=torch.float32, device=parameter.device)
+            )
             known = self._placeholders[id(parameter)] = (parameter, zero.expand(parameter.shape))
         return known[1]
 

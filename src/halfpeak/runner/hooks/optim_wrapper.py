@@ -65,7 +65,7 @@ class OptimWrapperHook(Hook):
         wrapper.update_params(loss)
         result = wrapper.last_result
         if result is None:
-            nothing = torch.zeros((), device=loss.device)
+            nothing = torch.zeros((), dtype=torch.float32, device=loss.device)
             runner.step_result = StepResult(nothing, nothing, boundary=False)
             return
         runner.step_result = result
