@@ -201,7 +201,6 @@ def test_control_moves_the_loss_scale_as_the_schedule_does(name: str, device: st
         assert bool(decision.found_inf) is bad
         assert [part.dtype for part in state] == [part.dtype for part in expected]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(state, expected, strict=True))
-        assert float(decision.stuck) == int(state.stuck)
     assert int(counts["num_steps"]) + int(counts["num_skipped"]) == 25
 
 

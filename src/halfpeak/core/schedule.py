@@ -17,7 +17,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 
 NONFINITE_LOSS: Final = 2.0
 """``found_inf`` where the loss itself was not finite: with :attr:`ScaleConfig.recovers`, the scale stays."""
@@ -194,8 +194,9 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     >>> scales
     [8.0, 16.0, 8.0]
     """
-    if is_on_host(*state, found_inf):
-        return _advance_on_host(config, state, found_inf)
+    known = host_values(*state, found_inf)
+    if known is not None:
+        return _advance_on_host(config, *known)
     overflow = found_inf != 0
     clean = torch.where(overflow, 0, state.clean + 1)
     if not config.dynamic:
@@ -239,17 +240,18 @@ def _recovering(
     return ScaleState(*(torch.where(is_loss, old, new) for old, new in zip(stays, changed, strict=True)))
 
 
-def _advance_on_host(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:
+def _advance_on_host(
+    config: ScaleConfig, scale: float, clean: int, grace: int, stuck: int, overflow: float
+) -> ScaleState:
     """:func:`advance` in plain numbers, for a state in host memory: thirty tiny operations are a step's largest cost."""
-    scale, clean, grace, stuck = map(read_host, state)
-    recovers, overflow = config.recovers and config.dynamic, read_host(found_inf)
+    recovers = config.recovers and config.dynamic
     # Worked out where it may be needed alone: most steps are clean.
     recovery = config.recovery if overflow or clean + 1 >= config.interval else None
     if recovery is not None and overflow == NONFINITE_LOSS:
         stuck += 1
     elif overflow:
         failed = recovery is not None and clean >= recovery.after_growth
-        clean, grace = 0, int(grace) - 1 if config.dynamic else int(grace)
+        clean, grace = 0, grace - 1 if config.dynamic else grace
         lowered = max(_single(scale * _single(config.backoff)), _single(config.floor))
         falls = config.dynamic and grace <= 0
         stuck = stuck + 1 if not config.dynamic or (falls and lowered >= scale) else stuck

@@ -23,24 +23,20 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
 }
 
 
-def is_on_host(*scalars: Tensor) -> bool:
-    """Whether :func:`read_host` can read all of them: plain float32 or int32 scalars on the CPU, not being traced."""
+def host_values(*scalars: Tensor) -> list[Any] | None:
+    """The values of plain float32 or int32 scalars on the CPU; None if one is something else, or being traced.
+
+    No tensor operation that could wait for a device is called.
+
+    >>> host_values(torch.tensor(3, dtype=torch.int32), torch.tensor(0.5))
+    [3, 0.5]
+    """
     if is_compiling():
-        return False
+        return None
     for scalar in scalars:
         if type(scalar) is not Tensor or not scalar.is_cpu or scalar.dim() or scalar.dtype not in _TYPES:
-            return False
-    return True
-
-
-def read_host(scalar: Tensor) -> float | int:
-    """The value of a scalar that :func:`is_on_host`. No tensor operation that could wait for a device is called.
-
-    >>> read_host(torch.tensor(3, dtype=torch.int32))
-    3
-    """
-    value: float | int = _TYPES[scalar.dtype].from_address(scalar.data_ptr()).value
-    return value
+            return None
+    return [_TYPES[scalar.dtype].from_address(scalar.data_ptr()).value for scalar in scalars]
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

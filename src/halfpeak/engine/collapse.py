@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.engine.gradients.window import Pending
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach
@@ -104,4 +104,4 @@ def is_known_to_skip(found_inf: Tensor | bool) -> bool:
     """Whether the host knows, without waiting, that a step is skipped."""
     if isinstance(found_inf, bool):
         return found_inf
-    return is_on_host(found_inf) and bool(read_host(found_inf))
+    return any(host_values(found_inf) or ())

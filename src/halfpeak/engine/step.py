@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
@@ -231,7 +231,7 @@ class TrainStep:
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
             self._close(prepared, keep_gradients=keep_gradients)
-            self.poll_stuck(None if decision is None else decision.stuck)
+            self.poll_stuck()
             if collapse is not None:
                 raise collapse
         return StepResult(result, self._scale, norm, has_gradients=has_gradients, grads=nonfinite)
@@ -352,9 +352,9 @@ class TrainStep:
         if self._stuck.value > 0 or not all(takes_found_inf(one.optimizer) for one in prepared):
             # The one place where a step waits for the device.
             found_inf = bool(found_infs[0])
-        elif is_on_host(found_infs[0]):
+        elif (known := host_values(found_inf)) is not None:
             # A kernel that is given found_inf counts its step and takes that back, parameter by parameter.
-            found_inf = bool(read_host(found_infs[0]))
+            found_inf = bool(known[0])
         self._record.begin(found_infs, found_inf, _params_of(prepared), has_gradients=has_gradients)
         return found_inf
 
@@ -519,12 +519,10 @@ class TrainStep:
 
     # Loss scales that cannot fall any further.
 
-    def poll_stuck(self, stuck: Tensor | None = None) -> None:
-        """Start reading how many overflows in a row could not lower a loss scale: ``stuck``, where that is known."""
-        if stuck is None:
-            counts = [scaler.state.stuck for scaler in self._scalers]
-            stuck = counts[0] if len(counts) == 1 else torch.stack(counts).max()
-        self._stuck.push(stuck)
+    def poll_stuck(self) -> None:
+        """Start reading how many overflows in a row could not lower a loss scale."""
+        counts = [scaler.state.stuck for scaler in self._scalers]
+        self._stuck.push(counts[0] if len(counts) == 1 else torch.stack(counts).max())
 
     def sync_stuck(self) -> None:
         """:meth:`poll_stuck`, and wait for the value.
@@ -574,7 +572,8 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
     """A total norm that is not finite skips the step. Where no gradient was found to have overflowed, all scales answer."""
-    if is_on_host(norm) and math.isfinite(read_host(norm)):
+    known = host_values(norm)
+    if known is not None and math.isfinite(known[0]):
         return
     infinite = (~torch.isfinite(norm)).to(found_infs)
     found_infs.copy_(torch.maximum(found_infs, infinite * (1 - found_infs[0])))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 
 
 class StepInputs(NamedTuple):
@@ -57,7 +57,6 @@ class StepDecision(NamedTuple):
         grad_norm: norm of the unscaled gradients.            # f32[]
         multiplier: unscales and clips gradients.             # f32[]
         scale_state: the loss scale after the step.
-        stuck: the last field of ``scale_state`` as a float.  # f32[]
         num_steps: steps taken after this one.                # i32[]
         num_skipped: steps skipped after this one.            # i32[]
     """
@@ -66,7 +65,6 @@ class StepDecision(NamedTuple):
     grad_norm: Tensor
     multiplier: Tensor
     scale_state: ScaleState
-    stuck: Tensor
     num_steps: Tensor
     num_skipped: Tensor
 
@@ -96,39 +94,27 @@ def decide_on_host(
         >>> decision.grad_norm, decision.multiplier
         (tensor(4.), tensor(0.0312))
     """
-    if not is_on_host(
-        sum_squares,
-        found_inf,
-        multiplier,
-        inputs.num_steps,
-        inputs.num_skipped,
-        inputs.found_inf,
-        *inputs.state,
-    ):
-        return None
+    known = host_values(found_inf, inputs.found_inf, multiplier, inputs.num_steps, inputs.num_skipped)
     # The tensor's sqrt and not math.sqrt: kernels differ in the last bit, and the norm must match the other path.
     root = sum_squares.sqrt()
-    norm, times = float(read_host(root)), float(read_host(multiplier))
-    skips = bool(read_host(found_inf) or read_host(inputs.found_inf))
+    norms = host_values(root)
+    if known is None or norms is None or host_values(*inputs.state) is None:
+        return None
+    measured, found_before, times, num_steps, num_skipped = known
+    skips, (norm,) = bool(measured or found_before), norms
     if inputs.max_norm is not None:
         skips = skips or not math.isfinite(norm)
         # torch divides a number by a tensor as the reciprocal of the tensor times the number.
         coef = _single(_single(1 / _single(norm + _single(1e-6))) * _single(inputs.max_norm))
         times = _single(times * min(coef, 1.0))
     skip = _float(skips)
-    state = advance(inputs.config, inputs.state, inputs.found_inf if read_host(inputs.found_inf) else skip)
-    num_steps, num_skipped = (
-        int(read_host(inputs.num_steps)) + (not skips),
-        int(read_host(inputs.num_skipped)) + skips,
-    )
     return StepDecision(
         skip,
         root,
         _float(times),
-        state,
-        _float(read_host(state.stuck)),
-        torch.scalar_tensor(num_steps, dtype=torch.int32, device="cpu"),
-        torch.scalar_tensor(num_skipped, dtype=torch.int32, device="cpu"),
+        advance(inputs.config, inputs.state, inputs.found_inf if found_before else skip),
+        torch.scalar_tensor(num_steps + (not skips), dtype=torch.int32, device="cpu"),
+        torch.scalar_tensor(num_skipped + skips, dtype=torch.int32, device="cpu"),
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
+
+from halfpeak.core.torch_compat import host_values
 
 
 class AsyncCopy:
@@ -89,6 +89,6 @@ class AsyncScalar:
         if self._copy is not None:
             if not self._copy.is_ready():
                 return False
-            # Read as memory: Tensor.item() would count, and on some backends act, as a synchronisation.
-            self._value = float(ctypes.c_float.from_address(self._buffer.data_ptr()).value)
+            # Tensor.item() would count, and on some backends act, as a synchronisation.
+            (self._value,) = host_values(self._buffer) or (self._value,)
         return True

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.ops import reference, shards
 
 CHUNK = 2**16
@@ -159,7 +159,7 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
     norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
     factor = reference.clip_coef(norm, max_norm)
     # Multiplying by one changes no bit.
-    if not (is_on_host(factor) and read_host(factor) == 1):
+    if host_values(factor) != [1]:
         _scale_(groups, rest, factor)
     return norm
 
@@ -199,7 +199,8 @@ def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
 
 def cannot_overflow(inv_scale: Tensor) -> bool:
     """Whether the host knows, without asking a device, that what is finite stays so when it is multiplied.  # f32[]"""
-    return is_on_host(inv_scale) and read_host(inv_scale) <= 1
+    known = host_values(inv_scale)
+    return known is not None and known[0] <= 1
 
 
 def matching_vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.ops.versions import TensorVersions
 
 
@@ -77,8 +77,8 @@ class BatchNormStats:
             found_inf: a scalar on the device, which is not waited for, or a bool where the host knows already.
             models: which models the step was of (:meth:`models_of`); None means all.
         """
-        if isinstance(found_inf, Tensor) and is_on_host(found_inf):
-            found_inf = bool(read_host(found_inf))
+        if isinstance(found_inf, Tensor) and (known := host_values(found_inf)) is not None:
+            found_inf = bool(known[0])
         for number, model in enumerate(self._models):
             if models is None or number in models:
                 model.end_step(found_inf)

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.core.state_checks import require_count, require_mapping
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 
 
 class LossScaler:
@@ -116,7 +116,8 @@ def nonfinite_loss(loss: Tensor) -> Tensor | None:
 
     Does not wait.
     """  # f32[]
-    if is_on_host(loss) and math.isfinite(read_host(loss)):
+    known = host_values(loss)
+    if known is not None and math.isfinite(known[0]):
         return None
     value = loss.detach().float()
     return torch.nan_to_num(value - value, nan=NONFINITE_LOSS).reshape(())

@@ -17,7 +17,7 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.core.torch_compat import is_on_host, read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.engine.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.ops.async_scalar import AsyncCopy
@@ -94,8 +94,9 @@ class SkipWatch:
         self._calls += 1
         scalars = [engine.num_steps, engine.num_skipped]
         scalars += [s.state.scale for s in engine.scalers] + [s.state.clean for s in engine.scalers]
-        if is_on_host(*scalars):
-            self._judge(engine, result, list(map(read_host, scalars)), self._calls)
+        known = host_values(*scalars)
+        if known is not None:
+            self._judge(engine, result, known, self._calls)
         elif self._waits:
             self._judge(engine, result, torch.stack([one.float() for one in scalars]).tolist(), self._calls)
         elif not (engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -150,7 +151,7 @@ class SkipWatch:
         self, engine: Engine, result: StepResult, last: _Counters, now: _Counters, step: int
     ) -> None:
         configs = [scaler.config for scaler in engine.scalers]
-        names = result.nonfinite() if is_on_host(result.found_inf) or self._waits else ()
+        names = () if host_values(result.found_inf) is None and not self._waits else result.nonfinite()
         shown = f" Not finite: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
         was_clean = [clean + now.num_steps - last.num_steps for clean in last.clean]
         stayed = now.scales == last.scales and (not configs[0].dynamic or list(now.clean) == was_clean)

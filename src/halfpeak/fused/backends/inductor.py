@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from halfpeak.core.torch_compat import read_host
+from halfpeak.core.torch_compat import host_values
 from halfpeak.fused.backends.base import Backend, GradStats, UpdateArgs
 from halfpeak.fused.backends.kernels import flat_update_of, measure, squares
 from halfpeak.fused.flat.buffers import FlatBuffer, flat
@@ -238,7 +238,8 @@ class InductorBackend(Backend):
         total = torch.stack(sums).sum() if sums else torch.zeros_like(multiplier)
         found_inf = torch.zeros_like(total)
         # A sum is not finite if anything in it is not, but also where finite numbers are too many or too large.
-        if not math.isfinite(read_host(total)):
+        known = host_values(total)
+        if known is None or not math.isfinite(known[0]):
             bad = [measure(self._packer(slice_.buffer, grads), multiplier)[1] for slice_ in slices]
             found_inf.copy_(torch.stack(bad).any())
         return GradStats(total, found_inf)

@@ -84,11 +84,11 @@ class TritonBackend(DeviceBackend):
             rows, hyper = tables.rows(step.groups), tables.hyper(step.groups)
             step = step._replace(found_inf=inputs.found_inf)
             floats, ints, numbers = self._control(step, measured, rows, hyper, inputs)
-        found_inf, norm, multiplier, _, scale, stuck = floats.unbind()
+        found_inf, norm, multiplier, _, scale = floats.unbind()
         clean, grace, patience, num_steps, num_skipped = ints.unbind()
         self._ready = _Ready(step._replace(multiplier=multiplier), found_inf, hyper, rows, numbers, measured)
         state = ScaleState(scale, clean, grace, patience)
-        return StepDecision(found_inf, norm, multiplier, state, stuck, num_steps, num_skipped)
+        return StepDecision(found_inf, norm, multiplier, state, num_steps, num_skipped)
 
     def run(self, step: DeviceStep) -> None:
         """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
@@ -182,7 +182,7 @@ class TritonBackend(DeviceBackend):
         *,
         judges: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        floats = torch.empty(6, dtype=torch.float32, device=self.device)
+        floats = torch.empty(5, dtype=torch.float32, device=self.device)
         ints = torch.empty(5, dtype=torch.int32, device=self.device)
         width = self._kernels.NUMBERS
         numbers = torch.empty((len(rows), width), dtype=torch.float32, device=self.device)

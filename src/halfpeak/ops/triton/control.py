@@ -95,7 +95,7 @@ def control_kernel(
         rows: hyper-parameters, address of the step count, of the learning rate or 0.  # i64[count, 3]
         hyper: sign, lr, weight decay and what the rule has.                   # f64[groups, HYPER]
         numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
-        floats: result: found_inf, norm, factor, squares, scale, stuck.        # f32[6]
+        floats: result: found_inf, norm, factor, squares, scale.               # f32[5]
         ints: result: clean, grace, stuck, num_steps, num_skipped.                     # i32[5]
         max_norm: of the norm, with ``CLIPS``.
         own_max_norm: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
@@ -155,7 +155,6 @@ def control_kernel(
             patience = tl.where(overflow, patience + 1, 0)
         skips = overflow.to(tl.int32)
         tl.store(floats + 4, was)
-        tl.store(floats + 5, patience.to(tl.float32))
         tl.store(ints, calm)
         tl.store(ints + 1, spare)
         tl.store(ints + 2, patience)
