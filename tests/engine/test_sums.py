@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import halfpeak
-from halfpeak.engine.gradients.accumulate import AccumulateKernels, kernels_for
+from halfpeak.engine.gradients.accumulate import CompiledKernels, kernels_for
 from halfpeak.fused import FusedSGD
 from halfpeak.ops import foreach
 from support.nets import make_batch, make_net
@@ -53,7 +53,7 @@ def test_sums_and_first_addends(dtype: torch.dtype, scale: float, size: float) -
     grads, inv_scale = gradients(dtype, size), torch.tensor(scale)
     totals: list[list[Tensor]] = []
     flags: list[tuple[float, float]] = []
-    for sums in (AccumulateKernels(compiles=True), foreach):
+    for sums in (CompiledKernels(), foreach):
         first, later = torch.zeros(()), torch.zeros(())
         fresh = sums.unscaled(grads, [torch.float32] * len(grads), inv_scale, first)  # type: ignore[union-attr]
         into = [total.neg() * 0.7 for total in fresh]
@@ -70,7 +70,7 @@ def test_sums_and_first_addends(dtype: torch.dtype, scale: float, size: float) -
 def test_one_bad_element_raises_the_flag_for_good(dtype: torch.dtype, value: float, where: int) -> None:
     grad = torch.ones(2**14 + 3, dtype=dtype)
     grad[where] = value
-    sums, found_inf, one = AccumulateKernels(compiles=True), torch.zeros(()), torch.ones(())
+    sums, found_inf, one = CompiledKernels(), torch.zeros(()), torch.ones(())
     sums.accumulate_([torch.zeros(grad.shape)], [grad], one, found_inf)
     assert found_inf.item() == 1.0
     sums.accumulate_([torch.zeros(grad.shape)], [torch.ones_like(grad)], one, found_inf)
@@ -82,7 +82,7 @@ def test_one_bad_element_raises_the_flag_for_good(dtype: torch.dtype, value: flo
 
 def test_a_product_that_overflows_is_found_and_a_sum_is_not() -> None:
     found_inf, large = torch.zeros(()), torch.full((2**14,), 3e38)
-    sums = AccumulateKernels(compiles=True)
+    sums = CompiledKernels()
     sums.accumulate_([large.clone()], [large.bfloat16()], torch.ones(()), found_inf)
     assert found_inf.item() == 0.0
     sums.accumulate_([torch.zeros(2**14)], [large.bfloat16()], torch.tensor(4.0), found_inf)
@@ -93,7 +93,7 @@ def test_who_gets_kernels() -> None:
     large, small = torch.nn.Parameter(torch.zeros(2**18)), torch.nn.Parameter(torch.zeros(8))
 
     def compiles(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-        return kernels_for([optimizer], [parameter])._compiles
+        return isinstance(kernels_for([optimizer], [parameter]), CompiledKernels)
 
     assert compiles(FusedSGD([large], lr=0.1), large)
     assert not compiles(FusedSGD([small], lr=0.1), small)

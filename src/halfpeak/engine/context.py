@@ -79,7 +79,10 @@ class EngineContext:
 
     def catch_up(self) -> None:
         """Before a forward pass: end a step that an exception has left, and follow who wrote masters or statistics since."""
-        self.train_step.catch_up(self.prepared)
+        for one in self.prepared:
+            one.finish_if_mutated()
+        if not any(one.running is not None for one in self.prepared):
+            self.record.apply_pending()
         self.masters.agree_on_requires_grad()
         self.masters.follow_masters()
         self.stats.begin_forward()

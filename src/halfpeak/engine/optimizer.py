@@ -318,8 +318,7 @@ class PreparedOptimizer:
         if isinstance(window, Empty):
             window, grads = self._empty, pairs.main_grads()
         elif isinstance(window, Unscaled):
-            known = set(map(id, window.snapshot.holders))
-            unseen = [*window.snapshot.changed(), *(h for h in pairs.with_gradient() if id(h) not in known)]
+            unseen = window.snapshot.changed_or_new(pairs.with_gradient())
             grads = [holder.grad for holder in unseen if holder.grad is not None]
         else:
             return

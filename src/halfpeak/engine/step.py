@@ -294,10 +294,11 @@ class TrainStep:
             if self._config.policy.compute not in (None, torch.float32):
                 for one in prepared:
                     refuse_only_unseen_backward(one.window, one.pairs())
-            has_gradients = not self.reducer.is_local or bool(_main_grads(prepared))
+            grads = _main_grads(prepared)
+            has_gradients = not self.reducer.is_local or bool(grads)
             if is_known_to_skip(found_infs[0]):
                 nonfinite = self._collapse.nonfinite_grads(prepared)
-            norm = self._clip(prepared)
+            norm = self._clip(grads, prepared)
         else:
             (one,) = prepared
             squares, found_inf = fused.measure()
@@ -311,9 +312,9 @@ class TrainStep:
             _find_infinite(norm, found_infs)
         return found_infs, norm, has_gradients, nonfinite
 
-    def _clip(self, prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
+    def _clip(self, grads: list[Tensor], prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
         """Clip what the optimizers will read; with ``group=`` by one norm, in which what all ranks have counts once."""
-        grads, clip = _main_grads(prepared), self._config.clip
+        clip = self._config.clip
         if self.reducer.is_local or not isinstance(clip, ClipNorm):
             return clip(grads)
         own_ids = {id(pair.main.grad) for one in prepared for pair in one.pairs() if is_own(pair.model)}
@@ -449,7 +450,7 @@ class TrainStep:
 
     def _accept_closure(self, prepared: PreparedOptimizer) -> None:
         """A closure's gradients are finite and about to be used: clip them."""
-        self._clip([prepared])
+        self._clip(prepared.main_grads(), [prepared])
 
     def _retry_closure(self, prepared: PreparedOptimizer) -> None:
         """A closure's gradients were not finite and it is about to run again: lower the scale.
@@ -496,13 +497,6 @@ class TrainStep:
                 if one.ended is None:
                     self._record.discard()
         self._record.apply_pending()
-
-    def catch_up(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Before a forward pass: what a step decided and an exception kept from happening happens now."""
-        for one in prepared:
-            one.finish_if_mutated()
-        if not any(one.running is not None for one in prepared):
-            self._record.apply_pending()
 
     def abort(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """After an exception from anywhere; see :meth:`halfpeak.Engine.abort`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -101,30 +101,45 @@ class GradAccumulator:
         return unscaled if total is None else total + unscaled
 
 
-class AccumulateKernels:
-    """The operations of :mod:`halfpeak.ops.foreach` that accumulate gradients, compiled where the optimizer's kernels are.
-
-    The results are the same to the bit. A compiled kernel reads a gradient once and its sum once, where torch's operations go
-    over every chunk three times.
-
-    Args:
-        compiles: whether there are kernels for large tensors.
-    """
-
-    def __init__(self, *, compiles: bool = False) -> None:
-        self._compiles = compiles
+class AccumulateKernels(Protocol):
+    """The operations that accumulate gradients: those of :mod:`halfpeak.ops.foreach`, or :class:`CompiledKernels`."""
 
     def accumulate_(
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     ) -> None:
         """``into += grad * inv_scale``; see :func:`halfpeak.ops.reference.accumulate_`."""
-        into, grads = self._run_compiled(_add, into, grads, inv_scale, found_inf)
-        foreach.accumulate_(into, grads, inv_scale, found_inf)
+        ...
 
     def unscaled(
         self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
     ) -> list[Tensor]:
         """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
+        ...
+
+    def unscale_into(
+        self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """``into = grad * inv_scale`` of low, dense gradients; see :func:`halfpeak.ops.foreach.unscale_into`."""
+        ...
+
+
+class CompiledKernels:
+    """The same results to the bit, with compiled kernels for large tensors.
+
+    Such a kernel reads a gradient once and its sum once, where torch's operations go over every chunk three times.
+    """
+
+    def accumulate_(
+        self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        """See :class:`AccumulateKernels`."""
+        into, grads = _run_all(_add, into, grads, inv_scale, found_inf)
+        foreach.accumulate_(into, grads, inv_scale, found_inf)
+
+    def unscaled(
+        self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
+    ) -> list[Tensor]:
+        """See :class:`AccumulateKernels`."""
         if any(dtype is not torch.float32 or not _is_low(g) for g, dtype in zip(grads, dtypes, strict=True)):
             return foreach.unscaled(grads, dtypes, inv_scale, found_inf)
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
@@ -134,29 +149,15 @@ class AccumulateKernels:
     def unscale_into(
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     ) -> None:
-        """``into = grad * inv_scale`` of low, dense gradients; see :func:`halfpeak.ops.foreach.unscale_into`."""
-        into, grads = self._run_compiled(_set, into, grads, inv_scale, found_inf)
+        """See :class:`AccumulateKernels`."""
+        into, grads = _run_all(_set, into, grads, inv_scale, found_inf)
         foreach.unscale_into(into, grads, inv_scale, found_inf)
-
-    def _run_compiled(
-        self,
-        operation: Callable[..., tuple[()]],
-        into: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        inv_scale: Tensor,
-        found_inf: Tensor,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Run the kernel of ``operation`` on the tensors it has one for, and return the others."""
-        if not self._compiles:
-            return into, grads
-        ran = [_run(operation, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
-        left = [not has_run for has_run in ran]
-        return list(compress(into, left)), list(compress(grads, left))
 
 
 def kernels_for(optimizers: Iterable[Optimizer], main_params: Sequence[Tensor]) -> AccumulateKernels:
     """What accumulates gradients of ``main_params``, which these optimizers step."""
-    return AccumulateKernels(compiles=all(_compiles(optimizer, main_params) for optimizer in optimizers))
+    compiles = all(_compiles(optimizer, main_params) for optimizer in optimizers)
+    return CompiledKernels() if compiles else foreach
 
 
 def _compiles(optimizer: Optimizer, targets: Sequence[Tensor]) -> bool:
@@ -167,6 +168,19 @@ def _compiles(optimizer: Optimizer, targets: Sequence[Tensor]) -> bool:
     # Before its first step "auto" is undecided. This is close to what it will choose, and the bits are the same either way.
     on_host = all(target.device.type == "cpu" for target in targets)
     return on_host and sum(map(Tensor.numel, targets)) >= MIN_COMPILED and has_compiler()
+
+
+def _run_all(
+    operation: Callable[..., tuple[()]],
+    into: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Run the kernel of ``operation`` on the tensors it has one for, and return the others."""
+    ran = [_run(operation, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
+    left = [not has_run for has_run in ran]
+    return list(compress(into, left)), list(compress(grads, left))
 
 
 def _run(

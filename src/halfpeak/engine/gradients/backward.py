@@ -59,13 +59,14 @@ class StashedGrads:
         self, parameters: list[Tensor], waiting: Mapping[int, Tensor | None] = NOTHING_STASHED
     ) -> None:
         self.parameters, self.grads = parameters, gradients_of(parameters)
-        if waiting or not are_none(self.grads):
+        self.is_empty = are_none(self.grads)
+        if waiting or not self.is_empty:
             for index, parameter in enumerate(parameters):
                 if id(parameter) in waiting:
                     self.grads[index] = waiting[id(parameter)]
                 else:
                     self.grads[index], parameter.grad = _detached_from_bucket(self.grads[index]), None
-        self.is_empty = are_none(self.grads)
+            self.is_empty = are_none(self.grads)
 
     def put_back(self) -> None:
         """Everything as it was; what has been written since is dropped."""

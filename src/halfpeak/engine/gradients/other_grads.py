@@ -165,7 +165,6 @@ class UnmanagedGrads:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
         self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
-        self._found: list[Tensor] = []
         self._own: list[Tensor] = []
         self._passes, self._walks, self._may_walk = 0, False, True
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
@@ -173,8 +172,8 @@ class UnmanagedGrads:
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
         self._tables: list[dict[str, Any]] = []
         self._values: list[object] = []
-        # Unscaled gradients from before, for as long as scaled ones lie in their place.
-        self._stashed = StashedGrads([])
+        # Of all that is looked after: unscaled gradients from before, while scaled ones lie in their place.
+        self._stashed = _NOTHING
 
     def add_model(self, model: nn.Module) -> None:
         """Look after one more model."""
@@ -198,14 +197,14 @@ class UnmanagedGrads:
         waits = not are_none(gradients_of(before.parameters))
         waiting = dict(zip(map(id, before.parameters), before.grads, strict=True)) if waits else {}
         self._search(pairs)
-        self._found = [*self._own, *self._others(graph, pairs, before.parameters if waits else [])]
-        self._stashed = StashedGrads(self._found, waiting)
+        others = self._others(graph, pairs, before.parameters if waits else [])
+        self._stashed = StashedGrads([*self._own, *others], waiting)
 
     @untraced
     def rollback(self) -> None:
         """Everything as it was before :meth:`stash`; what has been written since is dropped."""
         self._stashed.put_back()
-        self._stashed = StashedGrads([])
+        self._stashed = _NOTHING
 
     def drop(self) -> None:
         """:meth:`rollback`, and drop what the models hold of the window out of the optimizers' sight."""
@@ -217,11 +216,12 @@ class UnmanagedGrads:
     @untraced
     def accumulate(self, scale: Tensor) -> None:
         """Unscale the new gradients and add what was set aside."""
-        fresh = [(p, p.grad) for p in self._found if p.grad is not None]
-        before = self._stashed.by_id()
+        stashed = self._stashed
+        fresh = [(p, p.grad) for p in stashed.parameters if p.grad is not None]
         self.rollback()
         if not fresh:
             return
+        before = stashed.by_id()
         inv_scale, unused = scale.reciprocal(), torch.zeros_like(scale)
         foreach.unscale_([grad for _, grad in fresh if not grad.requires_grad], inv_scale, unused)
         for parameter, grad in fresh:
@@ -276,6 +276,8 @@ class UnmanagedGrads:
                 "it and would move nothing; call fully_shard or parallelize_module first, build the optimizer, then prepare"
             )
 
+
+_NOTHING: Final = StashedGrads([])
 
 WALK_EVERY: Final = 128
 """Backward passes from one search for tensors that are nobody's to the next."""

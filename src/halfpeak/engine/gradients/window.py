@@ -61,6 +61,13 @@ class GradSnapshot:
             if (grad is not None and grad._version != version) or not _is_same(holder.grad, grad)
         ]
 
+    def changed_or_new(self, holders: list[Tensor]) -> list[Tensor]:
+        """:meth:`changed`, and those of ``holders`` that had no gradient then."""
+        if len(holders) == len(self.holders) and all(map(is_, holders, self.holders)):
+            return self.changed()
+        known = set(map(id, self.holders))
+        return [*self.changed(), *(holder for holder in holders if id(holder) not in known)]
+
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether a gradient is what it was, or lies elsewhere: ``DistributedDataParallel`` moves those in its buckets once."""
@@ -305,15 +312,15 @@ def unwatched(window: Unscaled) -> Unscaled | None:
     sentinel = window.sentinel
     if sentinel is None:
         return window
-    if sentinel.is_zeroed():
-        return None
-    written = not sentinel.unchanged() and sentinel.holder.grad is sentinel.grad
-    if written and not window.pairs.has_low_gradient(sentinel.grad):
-        raise OrderError(
-            "the gradients of model.parameters() were written, but here the float32 masters have them: "
-            "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
-            "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
-        )
+    if not sentinel.unchanged():
+        if is_zero(sentinel.holder.grad):
+            return None
+        if sentinel.holder.grad is sentinel.grad and not window.pairs.has_low_gradient(sentinel.grad):
+            raise OrderError(
+                "the gradients of model.parameters() were written, but here the float32 masters have them: "
+                "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
+                "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
+            )
     sentinel.remove()
     return replace(window, sentinel=None)
 
