@@ -79,6 +79,12 @@ FOUND: dict[str, Config] = {
         iterations=2,
         events=(Planned(0, "before step", "exception in the optimizer", seed=486),),
     ),
+    "a transform of a model in which a parameter has been frozen": Config(
+        seed=5010000243,
+        parts=("embedding",),
+        iterations=1,
+        events=(Planned(0, "before step", "freeze", seed=934), Planned(0, "after step", "torch.func.grad")),
+    ),
     "all weights through .data, and then one of them assigned": Config(
         seed=2020005225,
         level="O5",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
@@ -87,8 +89,14 @@ class BeforeForward(_WeakHook):
     @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up; a compiled or traced forward pass leaves it to the next backward pass."""
-        if self._method is not None and not is_compiling() and not torch.jit.is_tracing():
+        if self._method is None or is_compiling() or torch.jit.is_tracing():
+            return
+        if peek_interpreter_stack() is None:
             self._call()
+        else:
+            # A transform of torch.func lets nobody write parameters, or freeze them.
+            with temporarily_clear_interpreter_stack():
+                self._call()
 
 
 class AfterLoad(_WeakHook):
