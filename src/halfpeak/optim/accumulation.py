@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halfpeak.core.errors import ConfigError
-from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_count
 from halfpeak.optim.metrics_sink import current_logger
 
 
@@ -35,7 +33,7 @@ class BackwardCounts:
     """
 
     def __init__(self, every: int) -> None:
-        self.every = _require_int("accumulative_counts", every, least=1)
+        self.every = require_count("accumulative_counts", every, 1, "; write accumulative_counts=1")
         self.done = 0
         self.total = -1
 
@@ -45,8 +43,8 @@ class BackwardCounts:
         Raises:
             ConfigError: a number is not an integer, or too small.
         """
-        done = _require_int("init_counts", done, least=0)
-        self.total = _require_int("max_counts", total, least=-1)
+        done = require_count("init_counts", done, 0, "; write init_counts=1")
+        self.total = require_count("max_counts", total, -1, "; write max_counts=1")
         self.done = done
 
     @property
@@ -145,15 +143,3 @@ class CountsAccumulation:
     @property
     def _remainder_counts(self) -> int:
         return self._counts.remainder
-
-
-def _require_int(name: str, value: object, *, least: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ConfigError(
-            f"{name}={short_repr(value)} must be an integer of {least} or more; write {name}={max(least, 1)}"
-        )
-    return number

@@ -20,6 +20,7 @@ from halfpeak.core.state_checks import require_mapping
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim import resume_state
+from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.base import is_optimizer
 from halfpeak.optim.loss_scale import parse_loss_scale
 from halfpeak.optim.wrapper import OptimWrapper
@@ -70,8 +71,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.cast_dtype = _parse_cast_dtype(dtype)
         self._scale_config = parse_loss_scale(loss_scale)
         self._is_default = isinstance(loss_scale, str)
-        if not isinstance(use_fsdp, bool):
-            raise ConfigTypeError(f"use_fsdp={short_repr(use_fsdp)} must be True or False")
+        require_flag("use_fsdp", use_fsdp)
         try:
             self._agreement = FoundInfReducer("world" if use_fsdp else None)
         except ConfigError:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfpeak.checkpoint.scaler_states import from_apex, to_apex
 from halfpeak.core.dtypes import parse_dtype
-from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table, overflow_line
 from halfpeak.core.policy import NormRule
@@ -21,6 +21,7 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
+from halfpeak.optim.arguments import require_choice
 from halfpeak.optim.skip_count import SkipCount
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
@@ -89,10 +90,7 @@ class ApexOptimWrapper(OptimWrapper):
             raise ConfigTypeError(f"enabled={short_repr(enabled)} must be True or False")
         if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):
             raise ConfigTypeError(f"verbosity={short_repr(verbosity)} must be an integer; write verbosity=1")
-        if norms not in get_args(NormRule):
-            raise ConfigError(
-                f"norms={short_repr(norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
-            )
+        require_choice("norms", norms, get_args(NormRule))
         self.opt_level = opt_level
         self.loss_scale = loss_scale
         self.enabled = enabled

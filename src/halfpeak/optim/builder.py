@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from halfpeak.optim.wrapper import OptimWrapper
@@ -36,10 +37,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     >>> build_optim_wrapper(nn.Linear(2, 1), cfg).get_lr()
     {'lr': [0.1]}
     """
-    if not isinstance(cfg, Mapping):
-        raise ConfigTypeError(
-            f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='OptimWrapper', optimizer=dict(...))"
-        )
+    require_dict("cfg", cfg, "dict(type='OptimWrapper', optimizer=dict(...))")
     wrapper_cfg = dict(_copied(cfg, {}))
     paramwise_cfg = wrapper_cfg.pop("paramwise_cfg", None)
     constructor = wrapper_cfg.pop("constructor", None)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from halfpeak.optim.metrics_sink import current_logger
 from halfpeak.optim.param_groups import ParamGroups, is_in, members_of
 from halfpeak.optim.paramwise import Place, check_custom_options, decay_multiplier, lr_multiplier
-from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
+from halfpeak.optim.registry import Factory, keywords_of, name_of
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -56,27 +57,17 @@ class DefaultOptimWrapperConstructor(ParamGroups):
     [(0.5, 0.25)]
     """
 
-    _optimizers: ClassVar[Registry] = OPTIMIZERS
-    _wrappers: ClassVar[Registry] = OPTIM_WRAPPERS
-
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
-        if not isinstance(optim_wrapper_cfg, Mapping):
-            raise ConfigTypeError(
-                f"optim_wrapper_cfg must be a dict, not {type(optim_wrapper_cfg).__name__}; write "
-                "dict(optimizer=dict(type='SGD', lr=0.1))"
-            )
+        require_dict("optim_wrapper_cfg", optim_wrapper_cfg, "dict(optimizer=dict(type='SGD', lr=0.1))")
         if "optimizer" not in optim_wrapper_cfg:
             raise ConfigError(
                 "`optim_wrapper_cfg` must contain 'optimizer'; write dict(optimizer=dict(type='SGD', lr=0.1))"
             )
         self.optim_wrapper_cfg: dict[str, Any] = dict(optim_wrapper_cfg)
         self.optimizer_cfg: Mapping[str, Any] = self.optim_wrapper_cfg.pop("optimizer")
-        if not isinstance(self.optimizer_cfg, Mapping):
-            raise ConfigTypeError(
-                f"optimizer must be a dict, such as dict(type='SGD', lr=0.1), not {type(self.optimizer_cfg).__name__}"
-            )
+        require_dict("optimizer", self.optimizer_cfg, "dict(type='SGD', lr=0.1)")
         self._read(paramwise_cfg)
 
     def __call__(self, model: nn.Module) -> Any:
@@ -90,12 +81,12 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         wrapper_cfg = {"type": "OptimWrapper", **self.optim_wrapper_cfg}
-        self._wrappers.resolve(wrapper_cfg)
-        factory = self._optimizers.resolve(self.optimizer_cfg)
+        OPTIM_WRAPPERS.resolve(wrapper_cfg)
+        factory = OPTIMIZERS.resolve(self.optimizer_cfg)
         argument = self._check_options(factory)
         groups = self._groups(_inner(model))
-        optimizer = self._optimizers.build({**self.optimizer_cfg, argument: groups})
-        return self._wrappers.build(wrapper_cfg, default_args={"optimizer": optimizer})
+        optimizer = OPTIMIZERS.build({**self.optimizer_cfg, argument: groups})
+        return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"optimizer": optimizer})
 
     def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
         if self.paramwise_cfg.get("bypass_duplicate") and is_in(parameter, params):

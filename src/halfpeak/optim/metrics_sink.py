@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_count
 
 
 class Sink(Protocol):
@@ -39,9 +40,7 @@ class ScalarHistory:
     """
 
     def __init__(self, limit: int = 10_000) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ConfigError(f"limit={short_repr(limit)} must be an integer of 1 or more")
-        self._limit = limit
+        self._limit = require_count("limit", limit)
         self._values: dict[str, deque[Tensor]] = {}
 
     def update_scalar(self, key: str, value: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_dict, require_flag
 from halfpeak.optim.registry import unknown_key
 
 LR_RULES: Final = ("bias_lr_mult", "dcn_offset_lr_mult")
@@ -107,8 +108,7 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
     for key in cfg:
         if strict and key not in PARAMWISE_KEYS:
             raise ConfigTypeError(unknown_key("paramwise_cfg", key, PARAMWISE_KEYS))
-    if not isinstance(cfg.get("bypass_duplicate", False), bool):
-        raise ConfigTypeError(f"bypass_duplicate={short_repr(cfg['bypass_duplicate'])} must be True or False")
+    require_flag("bypass_duplicate", cfg.get("bypass_duplicate", False))
     for key in (*LR_RULES, *DECAY_RULES):
         if cfg.get(key) is not None:
             _check_multiplier(
@@ -135,10 +135,7 @@ def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None
 
 def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     custom = cfg.get("custom_keys", {})
-    if not isinstance(custom, Mapping):
-        raise ConfigTypeError(
-            f"custom_keys must be a dict, not {type(custom).__name__}; write {{'backbone': dict(...)}}"
-        )
+    require_dict("custom_keys", custom, "{'backbone': dict(...)}")
     for key, entry in custom.items():
         if not isinstance(key, str) or not isinstance(entry, Mapping):
             raise ConfigTypeError(

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_dict, require_flag
 
 Factory = Callable[..., Any]
 """A class or function that builds something out of keyword arguments."""
@@ -137,8 +138,7 @@ class Registry:
                 f"name={short_repr(name)} must be a string or a sequence of strings; a decorator is written with its brackets, "
                 "@register_module()"
             )
-        if not isinstance(force, bool):
-            raise ConfigTypeError(f"force={short_repr(force)} must be True or False")
+        require_flag("force", force)
 
         def register(factory: F) -> F:
             self._add(factory, name, force)
@@ -200,10 +200,7 @@ class Registry:
         """
         default_args = {} if default_args is None else default_args
         for what, value in (("cfg", cfg), ("default_args", default_args)):
-            if not isinstance(value, Mapping):
-                raise ConfigTypeError(
-                    f"{what} must be a dict, such as dict(type='...'), not {type(value).__name__}"
-                )
+            require_dict(what, value, "dict(type='...')")
         arguments = {**default_args, **cfg}
         factory = self.resolve(arguments)
         del arguments["type"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.registry import Registry
 
 HOOKS: Final = Registry("hook")
@@ -31,11 +31,7 @@ class DefaultRunnerConstructor:
     """
 
     def __init__(self, runner_cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> None:
-        if not isinstance(runner_cfg, Mapping):
-            raise ConfigTypeError(
-                f"runner_cfg must be a dict, not {type(runner_cfg).__name__}; write dict(type='EpochBasedRunner', ...)"
-            )
-        self.runner_cfg = runner_cfg
+        self.runner_cfg = require_dict("runner_cfg", runner_cfg, "dict(type='EpochBasedRunner', ...)")
         self.default_args = default_args
 
     def __call__(self) -> Any:
@@ -67,11 +63,7 @@ def build_runner(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None 
         >>> build_runner(dict(type="EpochBasedRunner", max_epochs=2), dict(model=Model(2, 1))).max_epochs
         2
     """
-    if not isinstance(cfg, Mapping):
-        raise ConfigTypeError(
-            f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='EpochBasedRunner', max_epochs=12)"
-        )
-    runner_cfg = dict(cfg)
+    runner_cfg = dict(require_dict("cfg", cfg, "dict(type='EpochBasedRunner', max_epochs=12)"))
     constructor = runner_cfg.pop("constructor", "DefaultRunnerConstructor")
     return build_runner_constructor(
         {"type": constructor, "runner_cfg": runner_cfg, "default_args": default_args}

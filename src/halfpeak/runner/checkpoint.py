@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint import load, load_plain, save
 from halfpeak.checkpoint.temporary import temporary_path
 from halfpeak.checkpoint.trailer import looks_complete
-from halfpeak.core.errors import CheckpointError, ConfigError, ConfigTypeError, StateError
+from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, require_mapping
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.unwrap import unwrap
 
 StrPath = str | os.PathLike[str]
@@ -180,8 +181,7 @@ def save_checkpoint(
         ConfigTypeError: ``meta`` is not a dict.
         CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
     """
-    if meta is not None and not isinstance(meta, Mapping):
-        raise ConfigTypeError(f"meta must be a dict, not {type(meta).__name__}; write meta=dict(seed=0)")
+    require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
     state: dict[str, Any] = {
         "meta": {**(meta or {}), "time": time.asctime()},
         "state_dict": weights_to_cpu(unwrap(model).state_dict()),

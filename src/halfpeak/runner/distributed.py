@@ -20,6 +20,7 @@ from torch import Tensor
 from halfpeak.checkpoint.plain import plain
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_choice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,8 +67,7 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
         ConfigError: an unknown launcher, or a variable that is missing. Nothing was started.
     """
     launchers = {"pytorch": _from_pytorch, "mpi": _from_mpi, "slurm": _from_slurm}
-    if launcher not in launchers:
-        raise ConfigError(f"launcher={short_repr(launcher)} must be one of {', '.join(map(repr, launchers))}")
+    require_choice("launcher", launcher, launchers)
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     environment, local_rank = launchers[launcher](port)
     if not mp.get_start_method(allow_none=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number, require_list, require_mapping
+from halfpeak.optim.arguments import require_dict
 
 Number = float | Tensor
 
@@ -52,10 +53,7 @@ class LogBuffer:
         Raises:
             ConfigTypeError: not a dict of numbers. Nothing was added.
         """
-        if not isinstance(vars, Mapping):
-            raise ConfigTypeError(
-                f"the log takes a dict of numbers, not {type(vars).__name__}; write dict(loss=loss.item())"
-            )
+        require_dict("the numbers to log", vars, "dict(loss=loss.item())")
         numbers = {name: _number(name, value) for name, value in vars.items()}
         for name, value in numbers.items():
             self._values.setdefault(name, []).append(value)

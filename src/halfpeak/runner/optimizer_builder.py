@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.optim import OPTIMIZERS, Registry
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.param_groups import ParamGroups, is_in
 from halfpeak.optim.paramwise import (
     DECAY_RULES,
@@ -61,11 +62,7 @@ class DefaultOptimizerConstructor(ParamGroups):
     def __init__(
         self, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
-        if not isinstance(optimizer_cfg, Mapping):
-            raise ConfigTypeError(
-                f"optimizer_cfg must be a dict, not {type(optimizer_cfg).__name__}; write dict(type='SGD', lr=0.1)"
-            )
-        self.optimizer_cfg = optimizer_cfg
+        self.optimizer_cfg = require_dict("optimizer_cfg", optimizer_cfg, "dict(type='SGD', lr=0.1)")
         self._read(paramwise_cfg)
         if "flat_decay_mult" in self.paramwise_cfg and not self._is_customised():
             raise ConfigTypeError(unknown_key("paramwise_cfg", "flat_decay_mult", _KEYS))
@@ -122,9 +119,7 @@ def build_optimizer(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
     >>> build_optimizer(nn.Linear(2, 1), {"type": "SGD", "lr": 0.1}).defaults["lr"]
     0.1
     """
-    if not isinstance(cfg, Mapping):
-        raise ConfigTypeError(f"cfg must be a dict, not {type(cfg).__name__}; write dict(type='SGD', lr=0.1)")
-    optimizer_cfg = dict(cfg)
+    optimizer_cfg = dict(require_dict("cfg", cfg, "dict(type='SGD', lr=0.1)"))
     constructor = optimizer_cfg.pop("constructor", "DefaultOptimizerConstructor")
     paramwise_cfg = optimizer_cfg.pop("paramwise_cfg", None)
     return build_optimizer_constructor(

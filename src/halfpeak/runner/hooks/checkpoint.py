@@ -8,11 +8,11 @@ from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import allreduce_params
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.arguments import require_flag
 
 
 @HOOKS.register_module()

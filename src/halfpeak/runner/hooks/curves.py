@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.runner.hooks.arguments import require_count, require_flag, require_number
+from halfpeak.optim.arguments import require_choice, require_count, require_flag, require_number
 
 Total: TypeAlias = Callable[[], int]
 """The length of a schedule, asked for only by curves that need one: a run may have none in that unit."""
@@ -225,8 +225,5 @@ class OneCycle:
 
 
 def _shape_of(strategy: str) -> Shape:
-    if not isinstance(strategy, str) or strategy not in SHAPES:
-        raise ConfigError(
-            f"anneal_strategy={short_repr(strategy)} must be one of {', '.join(map(repr, SHAPES))}"
-        )
+    require_choice("anneal_strategy", strategy, SHAPES)
     return SHAPES[strategy]

@@ -11,10 +11,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from halfpeak.core import state_checks
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_count, require_number
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.arguments import require_count, require_number
 
 
 @HOOKS.register_module()

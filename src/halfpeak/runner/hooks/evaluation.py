@@ -13,12 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_count, require_dict, require_flag
 from halfpeak.optim.registry import keywords_of
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import broadcast_tensors, gather
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.arguments import require_count, require_flag
 from halfpeak.runner.hooks.loggers import EVAL_ITERS, LoggerHook
 
 GREATER: Final = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
@@ -155,11 +155,7 @@ class EvalHook(Hook):
                     "return the scores as a dict"
                 )
             scores = dataset.evaluate(results, logger=runner.logger, **self.eval_kwargs)  # type: ignore[union-attr]
-        if not isinstance(scores, Mapping):
-            raise ConfigTypeError(
-                f"the scores must be a dict, not {type(scores).__name__}; write dict(acc=0.9)"
-            )
-        return dict(scores)
+        return dict(require_dict("the scores", scores, "dict(acc=0.9)"))
 
     def _is_due(self, number: int) -> bool:
         if self.start is None:

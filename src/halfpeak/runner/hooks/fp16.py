@@ -19,6 +19,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim.amp_wrapper import numbers_of
+from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.optim.skip_count import SkipCount
 from halfpeak.optim.unwrap import unwrap
@@ -33,7 +34,6 @@ from halfpeak.runner.fp16_model import (
     reduces_itself,
 )
 from halfpeak.runner.hook import RunnerView
-from halfpeak.runner.hooks.arguments import require_flag
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.state.found_inf import FoundInfReducer

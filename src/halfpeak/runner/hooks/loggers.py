@@ -14,9 +14,9 @@ import torch
 
 from halfpeak.checkpoint.temporary import open_to_append
 from halfpeak.core.errors import ConfigError
+from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.arguments import require_count, require_flag
 
 EVAL_ITERS: Final = "eval_iter_num"
 """The name under which an evaluation stores the number of its batches in the log buffer; it is not logged."""

@@ -30,6 +30,7 @@ from halfpeak.engine.prepare import build
 from halfpeak.engine.sync import synchronising
 from halfpeak.engine.validation import prepared_of
 from halfpeak.optim import resume_state
+from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper, is_torch_optimizer
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.registry import keywords_of, unknown_key
@@ -37,7 +38,6 @@ from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
-from halfpeak.runner.hooks.arguments import require_count, require_flag
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.state.clip import Clip
 

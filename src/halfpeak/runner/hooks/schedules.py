@@ -16,10 +16,10 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_count, require_flag, require_number
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.arguments import require_count, require_flag, require_number
 from halfpeak.runner.hooks.curves import (
     Annealing,
     Curve,

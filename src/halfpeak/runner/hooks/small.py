@@ -13,11 +13,11 @@ import torch
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_params
 from halfpeak.runner.hook import GENERIC, Hook, RunnerView
 from halfpeak.runner.hook_list import unknown_stage
-from halfpeak.runner.hooks.arguments import require_flag
 from halfpeak.runner.loop.batches import set_epoch
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
+from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner import hook_config, model_step, optimizers, run_checkpoint
@@ -412,8 +413,7 @@ class BaseRunner:
         Raises:
             ConfigTypeError: ``meta`` is not a dict.
         """
-        if meta is not None and not isinstance(meta, Mapping):
-            raise ConfigTypeError(f"meta must be a dict, not {type(meta).__name__}; write meta=dict(seed=0)")
+        require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
         if self._stage == "after_train_iter":
             self._progress.record(self._iter, self.step_result)
         model = unwrap(self.model)
@@ -572,10 +572,7 @@ def _check_types(logger: object, meta: object, work_dir: object) -> None:
         raise ConfigTypeError(
             f"logger must be a logging.Logger, not {type(logger).__name__}; write logger=logging.getLogger()"
         )
-    if meta is not None and not isinstance(meta, Mapping):
-        raise ConfigTypeError(
-            f"meta must be a dict or None, not {type(meta).__name__}; write meta=dict(seed=0)"
-        )
+    require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
     if work_dir is not None and not isinstance(work_dir, (str, Path)):
         raise ConfigTypeError(f"work_dir={short_repr(work_dir)} must be the path of a directory, or None")
 

@@ -1,0 +1,71 @@
+"""Checks that the arguments of wrappers, hooks and runners share."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.short_repr import short_repr
+
+
+def require_flag(name: str, value: object) -> bool:
+    """A bool.
+
+    Raises:
+        ConfigTypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be True or False")
+    return value
+
+
+def require_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
+    """An integer of ``least`` or more, NumPy's too. ``hint`` ends the message, such as ``"; write interval=50"``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name}={short_repr(value)} must be an integer of {least} or more{hint}")
+    return number
+
+
+def require_number(name: str, value: Any) -> float:
+    """A finite number.
+
+    Raises:
+        ConfigTypeError: anything else.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ConfigTypeError(f"{name}={short_repr(value)} must be a finite number; write {name}=0.1")
+    return value
+
+
+def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Check that ``value`` is one of several names.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise ConfigError(f"{name}={short_repr(value)} must be one of {', '.join(map(repr, choices))}")
+
+
+def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:
+    """A dict, such as ``example``.
+
+    Raises:
+        ConfigTypeError: anything else.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigTypeError(f"{name} must be a dict, not {type(value).__name__}; write {example}")
+    return value
