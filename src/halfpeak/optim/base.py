@@ -92,7 +92,7 @@ class BaseOptimWrapper(Optimizer, ABC):
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"momentum": [one per group]}``: its momentum, else its first beta, else 0."""
-        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
+        return {"momentum": [momentum_of(group) for group in self.optimizer.param_groups]}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dict, with ``"base_param_settings"`` where there is a pseudo-group."""
@@ -153,7 +153,8 @@ def is_torch_optimizer(optimizer: object) -> bool:
     return issubclass(type(optimizer), Optimizer)
 
 
-def _momentum(group: Mapping[str, Any]) -> float:
+def momentum_of(group: Mapping[str, Any]) -> float:
+    """The momentum of a group, else its first beta, else 0."""
     if "momentum" in group:
         return group["momentum"]
     return group["betas"][0] if "betas" in group else 0

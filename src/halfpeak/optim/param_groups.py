@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from halfpeak.optim.paramwise import Place, check_paramwise, custom_key, is_dcn
 
 
-class ParamGroups:
+class ParamGroups(ABC):
     """Reads a ``paramwise_cfg`` and walks through a model. Subclasses say what becomes of a parameter.
 
     Attributes:
@@ -48,13 +49,13 @@ class ParamGroups:
             path = f"{prefix}.{name}" if prefix else name
             self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
 
+    @abstractmethod
     def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
         """Append the group of a parameter, or none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _multipliers(self, parameter: nn.Parameter, place: Place) -> tuple[float | None, float | None]:
         """Of learning rate and weight decay, where no entry of ``custom_keys`` decides; None for no rule."""
-        raise NotImplementedError
 
     def _options(self, parameter: nn.Parameter, place: Place) -> tuple[str | None, dict[str, Any]]:
         """The entry of ``custom_keys`` that decides, or None; learning rate and weight decay where a rule sets them."""

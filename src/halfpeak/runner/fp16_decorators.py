@@ -53,14 +53,7 @@ def auto_fp16(
     >>> before, model(torch.ones(1, 2)).dtype
     (torch.float32, torch.float16)
     """
-
-    def into(casts: Fp16Casts, value: Any) -> Any:
-        return cast_tensor_type(value, torch.float32, casts.dtype)
-
-    def out_of(casts: Fp16Casts, value: Any) -> Any:
-        return cast_tensor_type(value, casts.dtype, torch.float32) if out_fp32 else value
-
-    return _decorator("auto_fp16", apply_to, supported_types, into, out_of, casts_ops=True)
+    return _decorator("auto_fp16", apply_to, supported_types, lowers=True, casts_back=out_fp32)
 
 
 def force_fp32(
@@ -75,28 +68,18 @@ def force_fp32(
     Raises:
         ConfigTypeError: written without brackets; or, when called, not on a module.
     """
-
-    def into(casts: Fp16Casts, value: Any) -> Any:
-        return cast_tensor_type(value, casts.dtype, torch.float32)
-
-    def out_of(casts: Fp16Casts, value: Any) -> Any:
-        return cast_tensor_type(value, torch.float32, casts.dtype) if out_fp16 else value
-
-    return _decorator("force_fp32", apply_to, (nn.Module,), into, out_of, casts_ops=False)
-
-
-Cast = Callable[[Fp16Casts, Any], Any]
+    return _decorator("force_fp32", apply_to, (nn.Module,), lowers=False, casts_back=out_fp16)
 
 
 def _decorator(
     name: str,
     apply_to: Iterable[str] | None,
     supported_types: tuple[type, ...],
-    into: Cast,
-    out_of: Cast,
     *,
-    casts_ops: bool,
+    lowers: bool,
+    casts_back: bool,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Cast arguments to the low dtype, or where not ``lowers`` to float32; the result back if ``casts_back``."""
     if callable(apply_to):
         raise ConfigTypeError(f"a method is decorated with brackets; write @{name}()")
     wanted = None if apply_to is None else frozenset([apply_to] if isinstance(apply_to, str) else apply_to)
@@ -115,13 +98,18 @@ def _decorator(
             if not getattr(owner, "fp16_enabled", False):
                 return method(*args, **kwargs)
             casts = casts_of(owner)
-            cast_args = [into(casts, arg) if names.casts_position(i) else arg for i, arg in enumerate(args)]
+            outer, inner = (torch.float32, casts.dtype) if lowers else (casts.dtype, torch.float32)
+            cast_args = [
+                cast_tensor_type(arg, outer, inner) if names.casts_position(i) else arg
+                for i, arg in enumerate(args)
+            ]
             cast_kwargs = {
-                key: into(casts, arg) if names.casts_name(key) else arg for key, arg in kwargs.items()
+                key: cast_tensor_type(arg, outer, inner) if names.casts_name(key) else arg
+                for key, arg in kwargs.items()
             }
-            with _autocast(casts, owner, args, enabled=casts_ops):
+            with _autocast(casts, owner, args, enabled=lowers):
                 result: Any = method(*cast_args, **cast_kwargs)  # type: ignore[call-arg]
-            return out_of(casts, result)
+            return cast_tensor_type(result, inner, outer) if casts_back else result
 
         return call
 

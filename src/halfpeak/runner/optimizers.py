@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -53,24 +53,13 @@ def unnamed(values: Mapping[str, Any]) -> Any:
     return values[""] if set(values) == {""} else dict(values)
 
 
-def read_lr(optimizer: Optimizer) -> list[float]:
-    """The learning rate of each group. Waits for the device where it is a tensor."""
-    return [float(group["lr"]) for group in _trained(optimizer)]
+def of_each_group(optimizer: Optimizers, number: Callable[[dict[str, Any]], float]) -> Any:
+    """A number of each group; by name where there are several optimizers.
 
-
-def read_momentum(optimizer: Optimizer) -> list[float]:
-    """The momentum of each group, or its first beta, or 0."""
-    return [momentum_of(group) for group in _trained(optimizer)]
-
-
-def momentum_of(group: Mapping[str, Any]) -> float:
-    """The momentum of a group, or its first beta, or 0."""
-    if "momentum" in group:
-        return group["momentum"]
-    return group["betas"][0] if "betas" in group else 0
-
-
-def _trained(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups without the pseudo-group that a wrapper adds for its schedulers."""
-    inner = optimizer.optimizer if isinstance(optimizer, BaseOptimWrapper) else optimizer
-    return inner.param_groups
+    The pseudo-group that a wrapper adds for its schedulers is left out.
+    """
+    inner = {
+        name: one.optimizer if isinstance(one, BaseOptimWrapper) else one
+        for name, one in by_name(optimizer).items()
+    }
+    return unnamed({name: [number(group) for group in one.param_groups] for name, one in inner.items()})

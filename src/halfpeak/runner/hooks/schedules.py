@@ -17,6 +17,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count, require_flag, require_number
+from halfpeak.optim.base import momentum_of
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -229,7 +230,7 @@ class MomentumUpdaterHook(UpdaterHook):
 
     def _begin(self, group: dict[str, Any]) -> float:
         _require_momentum(group)
-        return group.setdefault("initial_momentum", optimizers.momentum_of(group))
+        return group.setdefault("initial_momentum", momentum_of(group))
 
     def _write(self, group: dict[str, Any], value: float) -> None:
         if "momentum" in group:

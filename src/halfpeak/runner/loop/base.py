@@ -22,7 +22,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
-from halfpeak.optim.base import BaseOptimWrapper
+from halfpeak.optim.base import BaseOptimWrapper, momentum_of
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner import hook_config, model_step, optimizers, run_checkpoint
 from halfpeak.runner.checkpoint import (
@@ -334,8 +334,7 @@ class BaseRunner:
         Raises:
             OrderError: there is no optimizer.
         """
-        named = optimizers.by_name(self.optimizer)
-        return optimizers.unnamed({name: optimizers.read_lr(one) for name, one in named.items()})
+        return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
 
     def current_momentum(self) -> list[float] | dict[str, list[float]]:
         """The momentum of each group, its first beta, or 0; by name where there are several optimizers.
@@ -343,8 +342,7 @@ class BaseRunner:
         Raises:
             OrderError: there is no optimizer.
         """
-        named = optimizers.by_name(self.optimizer)
-        return optimizers.unnamed({name: optimizers.read_momentum(one) for name, one in named.items()})
+        return optimizers.of_each_group(self.optimizer, momentum_of)
 
     def load_checkpoint(
         self,
