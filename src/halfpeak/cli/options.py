@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import difflib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from halfpeak.cli.arguments import Arguments
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.recipes.settings import (
@@ -26,9 +28,6 @@ from halfpeak.recipes.settings import (
 
 LATEST = "latest"
 AUTO = "auto"
-
-_ALONE: Mapping[str, str] = MappingProxyType({"--resume": LATEST, "--diagnose": "true"})
-"""What an option means that has no value."""
 
 _EXAMPLES = """\
 For example:
@@ -57,28 +56,28 @@ def parse(arguments: Sequence[str]) -> Request:
     """Read the command line. Values stay text: :func:`parse_values` reads them, wherever they come from.
 
     Raises:
-        SystemExit: help was asked for (0), or an option is unknown (2).
-        ConfigError: an option of an earlier version; the message names the script that shows the same.
-        MissingExtraError: tyro is not installed.
+        SystemExit: help was asked for.
+        ConfigError: an unknown option; or one of an earlier version, where the message names the script that shows the same.
 
     >>> parse(["pysource", "--steps", "5", "--resume"])
     Request(values={'recipe': 'pysource', 'steps': '5'}, config=None, resume='latest')
     """
+    # `--clip_norm` as a file spells it is `--clip-norm`.
+    arguments = [
+        argument.replace("_", "-") if argument.startswith("--") and "=" not in argument else argument
+        for argument in arguments
+    ]
     for name in REMOVED:
         if any(argument.partition("=")[0] == f"--{name}" for argument in arguments):
             refuse_removed(name)
-    with needs_extra():
-        import tyro
     wants_all = "--help-all" in arguments
-    # tyro does not parse what it does not show, so options are left out where nothing is parsed: in the short help.
-    is_short = not wants_all and any(argument in ("-h", "--help") for argument in arguments)
-    typed = tyro.cli(
-        tyro.conf.OmitArgPrefixes[_options(common_only=is_short)],
-        args=["--help"] if wants_all else _with_values(arguments),
-        prog="halfpeak train",
-        description=_description(common_only=is_short),
-    )
-    given = {name: value for name, value in _flat(typed) if value is not None}
+    parser = _parser(common_only=not wants_all)
+    typed, unknown = parser.parse_known_args(["--help"] if wants_all else arguments)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], [f"--{_option(name)}" for name in vars(typed)], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise ConfigError(f"unknown option {unknown[0]!r}{hint} {parser.prog} --help lists them")
+    given = {name: value for name, value in vars(typed).items() if value is not None}
     config, resume = given.pop("config", None), given.pop("resume", None)
     return Request(given, None if config is None else Path(config), resume)
 
@@ -114,46 +113,47 @@ def read_config(path: Path) -> dict[str, Any]:
         raise type(error)(f"config {str(path)!r}: {error}") from None
 
 
-def _options(*, common_only: bool) -> Any:
-    """A dataclass of dataclasses for tyro, one per group of settings, made from the fields of a configuration.
+def _parser(*, common_only: bool) -> Arguments:
+    """A parser made from the fields of a configuration, in their groups.
 
     Args:
-        common_only: leave out what only ``--help-all`` shows.
+        common_only: say nothing in the help of what only ``--help-all`` shows.
     """
-    with needs_extra():
-        import tyro
-    groups: dict[str, list[tuple[str, Any, Any]]] = {}
+    parser = Arguments("train", _description(common_only=common_only))
+    parser.usage = f"{parser.prog} [OPTIONS] [RECIPE]"
     hints = get_type_hints(TrainConfig)
+    groups: dict[str, Any] = {"": parser}
     for item in dataclasses.fields(TrainConfig):
-        is_recipe = item.name == "recipe"
-        note = tyro.conf.arg(
-            help=item.metadata["help"],
-            help_behavior_hint=f"(default: {_default(item)})",
-            metavar="[RECIPE]" if is_recipe else _metavar(hints[item.name]),
+        name, title = item.name, item.metadata["group"]
+        help = f"{item.metadata['help']} (default: {_default(item)})"
+        if name == "recipe":
+            parser.add_argument(name, nargs="?", metavar="RECIPE", help=help)
+            continue
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            f"--{_option(name)}",
+            metavar=_metavar(hints[name]),
+            help=argparse.SUPPRESS if common_only and name not in COMMON else help.replace("%", "%%"),
+            **({"nargs": "?", "const": "true"} if name == "diagnose" else {}),
         )
-        kind: Any = Annotated[str | None, note]
-        if is_recipe:
-            kind = tyro.conf.Positional[kind]
-        elif common_only and item.name not in COMMON:
-            kind = tyro.conf.Suppress[kind]
-        groups.setdefault(item.metadata["group"], []).append(
-            (item.name, kind, dataclasses.field(default=None))
-        )
-    extra = {
-        "config": "A TOML, YAML or JSON file of settings; the command line wins over it.",
-        "resume": "Continue a run bit for bit: its folder, nothing for the newest, or 'auto': that of --output, if any.",
-    }
-    for name, text in extra.items():
-        note = tyro.conf.arg(
-            help=text, help_behavior_hint="", metavar="PATH" if name == "config" else "[PATH]"
-        )
-        groups["run"].append((name, Annotated[str | None, note], dataclasses.field(default=None)))
-    return dataclasses.make_dataclass("Train", [*groups.pop(""), *map(_group, groups, groups.values())])
+    groups["run"].add_argument(
+        "--config",
+        metavar="PATH",
+        help="A TOML, YAML or JSON file of settings; the command line wins over it.",
+    )
+    groups["run"].add_argument(
+        "--resume",
+        metavar="PATH",
+        nargs="?",
+        const=LATEST,
+        help="Continue a run bit for bit: its folder, nothing for the newest, or 'auto': that of --output, if any.",
+    )
+    return parser
 
 
-def _group(title: str, members: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
-    kind = dataclasses.make_dataclass(title.title().replace(" ", ""), members)
-    return title.replace(" ", "_"), kind, dataclasses.field(default_factory=kind)
+def _option(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
@@ -182,26 +182,6 @@ def _metavar(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     return {int: "INT", float: "NUMBER", bool: "true|false", str: "NAME"}[kind]
-
-
-def _flat(typed: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values, whatever group they are in."""
-    for name, value in dataclasses.asdict(typed).items():
-        if isinstance(value, dict):
-            yield from value.items()
-        else:
-            yield name, value
-
-
-def _with_values(arguments: Sequence[str]) -> list[str]:
-    """``--resume`` without a path means the newest run, ``--diagnose`` alone means true."""
-    result: list[str] = []
-    for place, argument in enumerate(arguments):
-        result.append(argument)
-        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
-        if argument in _ALONE and following.startswith("-"):
-            result.append(_ALONE[argument])
-    return result
 
 
 def _description(*, common_only: bool) -> str:
