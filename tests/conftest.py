@@ -22,6 +22,11 @@ else:
     # Torch looks at it at the first matrix product of the process, and runs that ask for the same bits may come later.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+if not torch.accelerator.is_available():
+    # torch.manual_seed() keeps for each kind of device, which may still come, the stack that it was called from.
+    for kind in (torch.cuda, torch.mtia, torch.xpu):
+        kind.manual_seed_all = int  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

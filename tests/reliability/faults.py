@@ -85,10 +85,16 @@ class _Tracer:
             sys.settrace(before)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._on_line if frame.f_code.co_filename.startswith(ROOT) else None
+        if not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        # Not None, after which a generator that is resumed elsewhere would be traced as before.
+        return self._on_nothing if _is_half_done(frame) else self._on_line
+
+    def _on_nothing(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._on_nothing
 
     def _on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event != "line" or self.raised_at is not None or _is_no_point(frame):
+        if event != "line" or self.raised_at is not None or _leaves_with(frame):
             return self._on_line
         where = (frame.f_code.co_filename[len(ROOT) + 1 :], frame.f_lineno)
         hit = self._hits[where] = self._hits.get(where, -1) + 1
@@ -100,32 +106,20 @@ class _Tracer:
         return self._on_line
 
 
-def _is_no_point(frame: FrameType) -> bool:
-    return _leaves_with(frame) or _is_inside_torch(frame) or _is_inside_fused(frame)
-
-
-def _is_inside_torch(frame: FrameType) -> bool:
-    """Whether a casting scope is passing on an operation of an optimizer's step or of a batch norm.
+def _is_half_done(frame: FrameType) -> bool:
+    """Whether an operation of an optimizer's step or of a batch norm is running, or a fused optimizer is writing.
 
     Torch leaves those half done when they are interrupted, with halfpeak or without: some parameters moved and others
-    not, the number of batches counted and the mean not.
+    not, the number of batches counted and the mean not. A casting scope may be what passes them on.
     """
-    caller = frame.f_back
-    while caller is not None:
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code is not _Tracer.run.__code__:
         code = caller.f_code
+        if (code.co_filename, code.co_name) == (FUSED, "_run"):
+            return True
         if code.co_filename.startswith(TORCH_OPTIM) and code.co_name not in EVERYBODYS:
             return True
         if code.co_filename == BATCH_NORM:
-            return True
-        caller = caller.f_back
-    return False
-
-
-def _is_inside_fused(frame: FrameType) -> bool:
-    """Whether a fused optimizer is writing: interrupted there, it is as half done as torch's own."""
-    caller: FrameType | None = frame
-    while caller is not None:
-        if (caller.f_code.co_filename, caller.f_code.co_name) == (FUSED, "_run"):
             return True
         caller = caller.f_back
     return False
