@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import halfpeak
 from halfpeak import Engine, amp
 from halfpeak.fused import FusedAdamW, FusedLAMB
-from support.nets import MASTERED
+from support.nets import LEVELS, MASTERED
 
 SCALE = 64.0
 
@@ -483,3 +483,73 @@ def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model
     engine.step()
     for now, value in zip(weights(engine), expected, strict=True):
         torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)
+
+
+# Steps inside a backward pass, whose gradients are scaled, and whose earlier ones are set aside.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step_inside_the_block_of_a_loss_is_refused_and_the_pass_not_begun(level: str, which: int) -> None:
+    def run(*, bad: bool) -> list[Tensor]:
+        models = [net(), net()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]
+        amp.initialize(models, optimizers, opt_level=level, loss_scale=SCALE, verbosity=0)
+
+        def loss_of(number: int) -> Tensor:
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+            return models[number](x).float().square().mean()
+
+        def scaled_backward(number: int, act: Callable[[], object] = list) -> None:
+            with amp.scale_loss(loss_of(number), optimizers[number]) as scaled:
+                scaled.backward()
+                act()
+
+        scaled_backward(1)
+        if bad:
+            with pytest.raises(halfpeak.OrderError, match=r"after the block of amp\.scale_loss"):
+                scaled_backward(0, optimizers[which].step)
+        scaled_backward(0)
+        for optimizer in optimizers:
+            optimizer.step()
+        return [value.clone() for model in models for value in model.state_dict().values()]
+
+    assert same(run(bad=True), run(bad=False))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_where_gradients_are_scaled(
+    level: str, prepared: bool
+) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    engine = halfpeak.prepare(model, optimizers[: 1 + prepared], level, loss_scale=SCALE)
+    before = weights(engine)
+    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizers[1].step())
+    with pytest.raises(halfpeak.OrderError, match="not in a hook of a parameter"):
+        backward(engine)
+    assert same(weights(engine), before)
+    assert not engine.is_open
+
+
+def test_an_optimizer_that_was_not_prepared_steps_in_a_backward_pass_that_is_not_scaled() -> None:
+    def run(*, hooked: bool) -> list[Tensor]:
+        model = net()
+        optimizer, other = adam(model[0].parameters()), torch.optim.SGD([model[2].bias], lr=0.1)
+        engine = halfpeak.prepare(model, optimizer, "O4")
+
+        def step(_: object = None) -> None:
+            other.step()
+            other.zero_grad()
+
+        if hooked:
+            model[2].bias.register_post_accumulate_grad_hook(step)
+        for seed in range(3):
+            backward(engine, seed)
+            engine.step()
+            if not hooked:
+                step()
+        return weights(engine)
+
+    assert same(run(hooked=True), run(hooked=False))

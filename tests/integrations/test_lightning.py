@@ -159,6 +159,26 @@ def test_a_training_step_that_returns_nothing_is_no_step(lightning: SimpleNamesp
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_window_that_ends_with_a_batch_without_loss_is_stepped(
+    lightning: SimpleNamespace, level: str
+) -> None:
+    def run(plugin: Any) -> dict[str, Tensor]:
+        module = make_module(lightning.package)
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx % 2 == 0 else None
+        trainer = make_trainer(lightning.package, plugin, accumulate_grad_batches=2)
+        data = torch.utils.data.DataLoader([make_batch(number) for number in range(8)], batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(module, data)
+        return weights(module.net)
+
+    for ours, theirs in zip(
+        run(lightning.precision(level, loss_scale=64.0)).values(), run([]).values(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if level == "O0" else 5e-3)
+
+
 @EITHER
 def test_lbfgs(lightning: SimpleNamespace) -> None:
     def build(parameters: Any) -> torch.optim.Optimizer:

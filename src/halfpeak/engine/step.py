@@ -11,12 +11,16 @@ Longer than 500 lines because the order of a step, and what an exception leaves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
@@ -46,7 +50,7 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import PreparedOptimizer, trained_here
+from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of, trained_here
 from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
@@ -57,6 +61,7 @@ from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import ClipNorm, is_by_norm, is_own, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
+from halfpeak.state.masters import params_of
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
 """Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides that it has reached, each with its own."""
@@ -135,7 +140,7 @@ class TrainStep:
         known = trained_here(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
-        kept = None
+        kept = guard = None
         try:
             scale = scope.begin(scaler, delay=delay)
             if preserved:
@@ -150,6 +155,8 @@ class TrainStep:
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
+            passed = (scope, others, self._unmanaged)
+            guard = register_optimizer_step_pre_hook(partial(_refuse_step, passed, is_unit(scaler)))
             yield scale_loss(loss, scale)
             if not synchronised:
                 others.refuse_unsynchronised()
@@ -172,6 +179,8 @@ class TrainStep:
                     self._unmanaged.drop()
             raise
         finally:
+            if guard is not None:
+                guard.remove()
             if kept is not None:
                 kept.put_back()
 
@@ -548,6 +557,25 @@ class TrainStep:
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
+
+
+def _refuse_step(
+    passed: Iterable[BackwardScope | OtherGrads | UnmanagedGrads], unit: bool, optimizer: Optimizer, *_: Any
+) -> None:
+    """Before the step of any optimizer, while a backward pass is under way.
+
+    Raises:
+        OrderError: its gradients are scaled, or set aside.
+    """
+    one = prepared_of(optimizer)
+    stepped = set(map(id, params_of(optimizer) if one is None else one.pairs().model_params))
+    for parameter, aside in chain.from_iterable(each.parameters() for each in passed):
+        if id(parameter) in stepped and (aside is not None or not (unit or parameter.grad is None)):
+            raise OrderError(
+                "optimizer.step() was called in a backward pass, in which gradients are multiplied by the loss scale, and "
+                "earlier ones set aside; call it after engine.backward(loss), with amp after the block of amp.scale_loss, and "
+                "not in a hook of a parameter"
+            )
 
 
 def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:

@@ -185,8 +185,8 @@ class TrainerPlugin(EnginePlugin):
             return None
         loss = closure()
         self._after_closure(model, optimizer)
-        if loss is None and model.automatic_optimization:
-            self.adapter.last = None  # training_step returned None: there was no backward pass
+        if loss is None and model.automatic_optimization and not engine.is_open:
+            self.adapter.last = None  # training_step returned None, and no batch of the window has a gradient
             return None
         self.adapter.step(engine, optimizer)
         return loss

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Final
 
@@ -70,13 +71,16 @@ class StashedGrads:
 
     def put_back(self) -> None:
         """Everything as it was; what has been written since is dropped."""
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+        for parameter, grad in self.pairs():
             parameter.grad = grad
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Each parameter with what was there."""
+        return zip(self.parameters, self.grads, strict=True)
 
     def by_id(self) -> dict[int, Tensor]:
         """What was there, by ``id`` of the parameter."""
-        found = zip(self.parameters, self.grads, strict=True)
-        return {id(parameter): grad for parameter, grad in found if grad is not None}
+        return {id(parameter): grad for parameter, grad in self.pairs() if grad is not None}
 
 
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
@@ -153,6 +157,11 @@ class BackwardScope:
         scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
         self.has_begun = True
         return scale
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Those that the pass is for, each with the gradient that was set aside."""
+        passed = ((parameter, None) for parameter in self.all_pairs.model_params)
+        return chain(passed, *(stashed.pairs() for stashed in self._stashed))
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
         """What becomes of the gradients.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -59,6 +59,10 @@ class OtherGrads:
                 one.unscale_pending()
                 one.disarm()
             self._stashed.append((one, StashedGrads(parameters)))
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Those that the pass may reach, each with the gradient that was set aside."""
+        return chain.from_iterable(stashed.pairs() for _, stashed in self._stashed)
 
     @untraced
     def rollback(self) -> None:
@@ -199,6 +203,10 @@ class UnmanagedGrads:
         self._search(pairs)
         others = self._others(graph, pairs, before.parameters if waits else [])
         self._stashed = StashedGrads([*self._own, *others], waiting)
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Those that the pass may reach, each with the gradient that was set aside."""
+        return self._stashed.pairs()
 
     @untraced
     def rollback(self) -> None:
