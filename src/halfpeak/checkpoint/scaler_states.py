@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, TypedDict
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_number
+from halfpeak.core.state_checks import require_count, require_mapping, require_number
 
 Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
 
@@ -203,9 +203,9 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     if frozenset(state) == _GRAD_SCALER:
         return from_grad_scaler(state)
     values = _require_keys(state, _MMCV, "mmcv's LossScaler")
-    passed = _require_int("cur_iter", values["cur_iter"])
-    last = _require_int("last_overflow_iter", values["last_overflow_iter"], least=-1)
-    window = _require_int("scale_window", values["scale_window"], least=1)
+    passed = require_count(values["cur_iter"], "cur_iter")
+    last = require_count(values["last_overflow_iter"], "last_overflow_iter", -1)
+    window = require_count(values["scale_window"], "scale_window", 1)
     if last >= passed:
         raise StateError(f"last_overflow_iter={last} must lie before cur_iter={passed}")
     return _start(values["cur_scale"], (passed - last - 1) % window, "cur_scale", "clean")
@@ -266,7 +266,7 @@ def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
     """A state of a library without hysteresis."""
     return ScalerState(
-        scale=_require_scale(scale_name, scale), clean=_require_int(clean_name, clean), grace=1, stuck=0
+        scale=_require_scale(scale_name, scale), clean=require_count(clean, clean_name), grace=1, stuck=0
     )
 
 
@@ -274,9 +274,9 @@ def _check(scaler: Mapping[str, Any]) -> ScalerState:
     values = _require_keys(scaler, _OURS, "a loss scaler")
     return ScalerState(
         scale=_require_scale("scale", values["scale"]),
-        clean=_require_int("clean", values["clean"]),
-        grace=_require_int("grace", values["grace"], least=-(2**31)),
-        stuck=_require_int("stuck", values["stuck"]),
+        clean=require_count(values["clean"], "clean"),
+        grace=require_count(values["grace"], "grace", -(2**31)),
+        stuck=require_count(values["stuck"], "stuck"),
     )
 
 
@@ -287,16 +287,8 @@ def _require_scale(name: str, value: Any) -> float:
         raise StateError(f"{error}; nothing was loaded") from None
 
 
-def _require_int(name: str, value: Any, *, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise StateError(f"{name}={short_repr(value)} must be an integer from {least} to 2**31 - 1")
-    return value
-
-
-def _require_mapping(state: Any) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise StateError(f"a loss-scaler state is a dict, not {type(state).__qualname__}")
-    return state
+def _require_mapping(state: object) -> Mapping[str, Any]:
+    return require_mapping(state, "a loss-scaler state")
 
 
 def _require_keys(state: Any, keys: frozenset[str], what: str) -> Mapping[str, Any]:
