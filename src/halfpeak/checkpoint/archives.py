@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from halfpeak.checkpoint import trailer
 from halfpeak.checkpoint.safe_unpickle import SafeUnpickler
 from halfpeak.core.errors import CheckpointError
 
-ZIP_START: Final = b"PK\x03\x04"
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
 """The first pickle of a file that torch wrote before 1.6, or with ``_use_new_zipfile_serialization=False``."""
 
@@ -132,7 +132,7 @@ def check_pickles(file: BinaryIO) -> None:
         CheckpointError: a pickle is broken, or goes beyond a limit of :mod:`~halfpeak.checkpoint.safe_unpickle`.
     """
     file.seek(0)
-    if file.read(len(ZIP_START)) == ZIP_START:
+    if file.read(len(trailer.ZIP_START)) == trailer.ZIP_START:
         with _opened(file) as archive:
             # Every one: where a name occurs twice, readers differ in which record they take.
             for entry in archive.infolist():

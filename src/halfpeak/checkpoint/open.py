@@ -17,8 +17,6 @@ from halfpeak.core.errors import CheckpointError
 
 _LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # its first pickle, a magic number
 _HEAD: Final = 32
-_ZIP_END_RECORD: Final = b"PK\x05\x06"
-_ZIP_END_REST: Final = 18
 _FOREIGN: Final = {b"\x89HDF": "an HDF5 file", b"GGUF": "a GGUF file", b"\x93NUMPY": "a NumPy array"}
 _SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".pkl", ".ckpt", ".safetensors"})
 
@@ -79,7 +77,7 @@ def _open_file(path: Path) -> Opened:
     opened = Opened(path=path, container="a file", size=size, unread="it is no checkpoint")
     if sealed:
         return _open_sealed(opened)
-    if head.startswith(archives.ZIP_START):
+    if head.startswith(trailer.ZIP_START):
         return _open_zip(opened)
     if head[:1] == b"\x80" and _LEGACY in head:
         return _read(opened, "a torch file of the format before 1.6", archives.read_legacy)
@@ -119,8 +117,9 @@ def _open_zip(opened: Opened) -> Opened:
         return replace(opened, container="a TorchScript archive", unread="it holds a program, not a state")
     twice = len(names) - len(set(names))
     notes = (f"{twice} record names occur twice: readers differ in which one they take",) if twice else ()
-    if not _ends_with_archive(opened.path):
-        notes += ("bytes follow the archive: a damaged trailer of halfpeak, or something that was added",)
+    with trailer.open_regular(opened.path) as file:
+        if not trailer.ends_with_archive(file):
+            notes += ("bytes follow the archive: a damaged trailer of halfpeak, or something that was added",)
     opened = replace(opened, integrity="zip checksums right", notes=notes)
     return _read(opened, container, archives.read_zip)
 
@@ -185,12 +184,6 @@ def _open_folder(path: Path) -> Opened:
             f"{one.path.name}: {note}" for one in opened for note in (*one.notes, one.unread) if note
         ),
     )
-
-
-def _ends_with_archive(path: Path) -> bool:
-    with trailer.open_regular(path) as file:
-        file.seek(-len(_ZIP_END_RECORD) - _ZIP_END_REST, os.SEEK_END)
-        return file.read(len(_ZIP_END_RECORD)) == _ZIP_END_RECORD
 
 
 def _name_foreign(path: Path, head: bytes) -> str:

@@ -31,7 +31,7 @@ VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sIQ")
 SIZE: Final = _HEAD.size + hashlib.sha256().digest_size
 
-_ZIP_START: Final = b"PK\x03\x04"
+ZIP_START: Final = b"PK\x03\x04"
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_SIZE: Final = 22
 
@@ -89,6 +89,13 @@ def open_verified(path: Path) -> io.BufferedReader:
     return file
 
 
+def ends_with_archive(file: BinaryIO) -> bool:
+    """Whether the last bytes of a file are the end of a zip archive without a comment, as torch writes it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _ZIP_END_SIZE))
+    return file.read(len(_ZIP_END)) == _ZIP_END
+
+
 def looks_complete(path: Path) -> bool:
     """Whether a file has a trailer that fits its length: the cheap part of the check."""
     try:
@@ -141,7 +148,7 @@ def _verify(file: io.BufferedReader, path: Path) -> None:
         )
     file.seek(0)
     # torch reads anything else as one of its older formats, which save() never writes.
-    is_zip = file.read(len(_ZIP_START)) == _ZIP_START
+    is_zip = file.read(len(ZIP_START)) == ZIP_START
     file.seek(0)
     if _digest(file, length + _HEAD.size) != digest:
         raise CheckpointError(
@@ -168,8 +175,7 @@ def _read_trailer(file: io.BufferedReader, size: int) -> tuple[bytes, bytes]:
 def _describe_foreign(file: io.BufferedReader, size: int) -> str:
     if size == 0:
         return "is damaged: it is empty"
-    file.seek(max(0, size - _ZIP_END_SIZE))
-    if file.read(len(_ZIP_END)) == _ZIP_END:
+    if ends_with_archive(file):
         return (
             "is foreign: a torch file without the trailer that halfpeak writes, which does not notice damage. "
             "Write load_plain(path) to read it, which is torch.load(path, weights_only=True)"
