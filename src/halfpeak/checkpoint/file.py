@@ -99,7 +99,11 @@ def load(
         warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
         target = previous
     with file:
-        return _unpickle(file, target, map_location)
+        loaded = _unpickle(file, map_location, f"{target} is intact, but cannot be read as plain data")
+    data = plain(loaded, target.name)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{target} holds a {type(data).__qualname__}; save() writes a dict")
+    return data
 
 
 def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu") -> Any:
@@ -120,11 +124,7 @@ def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu"
     """
     target = as_path(path)
     with trailer.open_regular(target) as file:
-        try:
-            check_pickles(file)
-            return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
-        except Exception as error:
-            raise CheckpointError(f"{target} is not a file of plain data: {_reason(error)}") from None
+        return _unpickle(file, map_location, f"{target} is not a file of plain data")
 
 
 def verify(path: StrPath) -> None:
@@ -225,18 +225,12 @@ def _sync_directory(target: Path) -> None:
             ) from error
 
 
-def _unpickle(file: BinaryIO, target: Path, map_location: Any) -> dict[str, Any]:
+def _unpickle(file: BinaryIO, map_location: Any, refusal: str) -> Any:
     try:
         check_pickles(file)
-        loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=False)
+        return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
     except Exception as error:
-        raise CheckpointError(
-            f"{target} is intact, but cannot be read as plain data: {_reason(error)}"
-        ) from None
-    data = plain(loaded, target.name)
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{target} holds a {type(data).__qualname__}; save() writes a dict")
-    return data
+        raise CheckpointError(f"{refusal}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
