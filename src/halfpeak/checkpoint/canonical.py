@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
-import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.safe_unpickle import Record
 from halfpeak.checkpoint.scaler_states import ScalerState, recognise, translate
 from halfpeak.core.errors import StateError
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.state_checks import has_memory
 
 HALFPEAK_KEY: Final = "halfpeak"
 """The key under which a converted checkpoint keeps what only halfpeak knows of."""
@@ -345,12 +345,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def has_values(value: object) -> TypeGuard[Tensor]:
     """Whether torch can compare the values: not sparse, nested, quantized, of more than 64 dimensions or on meta."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and value.dim() <= 64
-        and not (value.is_meta or value.is_nested or value.is_quantized)
-    )
+    return isinstance(value, Tensor) and has_memory(value) and value.dim() <= 64
 
 
 def scaler_kind(value: object) -> str | None:

@@ -104,7 +104,7 @@ def _scales(contents: Contents) -> Iterator[str]:
 def _lost_masters(contents: Contents) -> Iterator[str]:
     for where, model in contents.models.items():
         dtypes = {value.dtype for value in model.values() if isinstance(value, Tensor)}
-        if contents.masters or is_alone(contents):
+        if contents.masters or contents.form == "weights":
             continue
         low = next((dtype for dtype in LOW if dtype in dtypes), None)
         if low is not None and contents.level in _WITH_MASTERS:
@@ -120,11 +120,6 @@ def _lost_masters(contents: Contents) -> Iterator[str]:
                 f"the float32 weights in {where} are all {str(rounded)[6:]} numbers: they were widened from rounded weights, "
                 "and the masters were not saved"
             )
-
-
-def is_alone(contents: Contents) -> bool:
-    """Whether there is nothing but weights."""
-    return contents.form == "weights"
 
 
 def _contradicting_masters(contents: Contents) -> Iterator[str]:

@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.canonical import Contents, is_weights, scaler_kind
 from halfpeak.checkpoint.formats.format import Files, Format, Target
+from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
 
 _WHERE = "(the file)"
@@ -41,12 +41,10 @@ def write(contents: Contents) -> Files:
     """
     if not contents.models:
         raise StateError("the file holds no weights")
-    return OrderedDict((name, _upcast(value)) for name, value in contents.model.items())
-
-
-def _upcast(value: Any) -> Any:
-    low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if low else value
+    return OrderedDict(
+        (name, value.float() if isinstance(value, Tensor) and is_low(value) else value)
+        for name, value in contents.model.items()
+    )
 
 
 WEIGHTS = Format(
