@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
+from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.amp.messages import maybe_print
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties
@@ -23,11 +24,10 @@ from halfpeak.engine.prepare import build
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.state.clip import ClipNorm
 from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.masters import Masters
 from halfpeak.state.remainder_store import remainder_store_of
 
 
-class FP16_Optimizer:
+class FP16_Optimizer(MasterGroups):
     """Steps float32 masters of the low parameters (float16 or bfloat16) that an optimizer holds, and scales the loss.
 
     ``backward`` unscales the gradients: they are on the masters afterwards, and removed from the model. ``step`` steps the
@@ -79,9 +79,9 @@ class FP16_Optimizer:
             policy=Policy(masters=True),
             scale=scale,
         )
-        self.optimizer = init_optimizer
         self.verbose = verbose
         self._engine = build(config, [], [init_optimizer])
+        super().__init__(init_optimizer, self._engine.masters)
         self._last_overflow = False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
@@ -215,24 +215,6 @@ class FP16_Optimizer:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
 
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The low parameters that have masters, per group."""
-        return [[low for low, _ in pairs] for pairs in self._pairs()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, per group."""
-        return [[master for _, master in pairs] for pairs in self._pairs()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The trainable parameters without masters, per group."""
-        return [
-            [p for p in group["params"] if p.requires_grad and self._masters.low_of(p) is None]
-            for group in self.param_groups
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, masters and loss scale, as plain values and live tensors. Gradients are not in it.
 
@@ -287,16 +269,6 @@ class FP16_Optimizer:
         raise OrderError(
             "FP16_Optimizer cannot be pickled or copied; save state_dict() and load it into a new one"
         )
-
-    @property
-    def _masters(self) -> Masters:
-        return self._engine.masters
-
-    def _pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        return [
-            [(low, p) for p in group["params"] if (low := self._masters.low_of(p)) is not None]
-            for group in self.param_groups
-        ]
 
     def _require_unscaled(self, what: str) -> None:
         if self._engine.has_scaled_grads:

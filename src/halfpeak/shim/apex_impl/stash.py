@@ -6,14 +6,16 @@ halfpeak itself puts nothing on a user's optimizer. These attributes are there w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.core.dtypes import is_low
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.state.masters import params_of
 
 NAMES: Final = (
     "_amp_stash",
@@ -23,7 +25,7 @@ NAMES: Final = (
 )
 
 
-class AmpStash:
+class AmpStash(MasterGroups):
     """The values of apex's ``optimizer._amp_stash``, read from the engine that steps the optimizer.
 
     Attributes:
@@ -32,6 +34,7 @@ class AmpStash:
     """
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
+        super().__init__(prepared.optimizer, prepared.masters)
         self._prepared = prepared
         self.lazy_init_called = True
         self.already_patched = False
@@ -42,33 +45,9 @@ class AmpStash:
         return self._prepared.has_scaled_grads
 
     @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Half model parameters that have a master, group by group."""
-        return [
-            [low for _, low in self._pairs(group) if low is not None]
-            for group in self._prepared.optimizer.param_groups
-        ]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters."""
-        return [
-            [p for p, low in self._pairs(group) if low is not None]
-            for group in self._prepared.optimizer.param_groups
-        ]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Trainable float32 parameters, which are their own masters."""
-        return [
-            [p for p, low in self._pairs(group) if low is None and p.requires_grad]
-            for group in self._prepared.optimizer.param_groups
-        ]
-
-    @property
     def all_fp16_params(self) -> list[Tensor]:
         """Half model parameters: those that have a master; at levels without masters, all of them."""
-        return _flat(self.fp16_groups) or [p for p in self._stepped() if is_low(p)]
+        return _flat(self.fp16_groups) or [p for p in params_of(self.optimizer) if is_low(p)]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
@@ -90,13 +69,7 @@ class AmpStash:
 
     def publish(self) -> None:
         """Round the masters into the model, as ``step`` does."""
-        self._prepared.masters.publish(self._prepared.optimizer)
-
-    def _stepped(self) -> list[Tensor]:
-        return [p for group in self._prepared.optimizer.param_groups for p in group["params"]]
-
-    def _pairs(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
-        return [(p, self._prepared.masters.low_of(p)) for p in group["params"]]
+        self._masters.publish(self.optimizer)
 
 
 def attach(optimizer: Optimizer) -> None:
