@@ -75,7 +75,9 @@ class Finder(MetaPathFinder):
             return self._watched(RowLoader(self.shim).spec(fullname), self._complete)
         # A script that asks whether a module is there, and does not import it, can do without it.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
-            self._refuse(fullname)
+            message = self._refusal(fullname)
+            if message:
+                raise ImportError(message, name=fullname)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
@@ -113,11 +115,6 @@ class Finder(MetaPathFinder):
 
     def _complete(self, package: ModuleType) -> None:
         self._undo.append(add_lazy_submodules(package, self.shim.lazy, self._refusal))
-
-    def _refuse(self, fullname: str) -> None:
-        message = self._refusal(fullname)
-        if message:
-            raise ImportError(message, name=fullname)
 
     def _refusal(self, fullname: str) -> str:
         """Empty for a name of a real package that has nothing to do with the shim."""

@@ -24,8 +24,7 @@ def install(name: str = "apex") -> None:
     Raises:
         ConfigError: there is no shim of this name.
     """
-    if name not in SHIMS:
-        raise ConfigError(f"there is no shim {name!r}; write one of {', '.join(map(repr, SHIMS))}")
+    _require_known(name)
     if name in installed():
         return
     finder = Finder(name, SHIMS[name])
@@ -45,8 +44,8 @@ def uninstall(name: str | None = None) -> None:
     Raises:
         ConfigError: there is no shim of this name.
     """
-    if name is not None and name not in SHIMS:
-        raise ConfigError(f"there is no shim {name!r}; write one of {', '.join(map(repr, SHIMS))}")
+    if name is not None:
+        _require_known(name)
     for finder in _finders():
         if name in (None, finder.name):
             finder.stop()
@@ -55,6 +54,11 @@ def uninstall(name: str | None = None) -> None:
 def installed() -> tuple[str, ...]:
     """The names that are installed now, the latest first."""
     return tuple(finder.name for finder in _finders())
+
+
+def _require_known(name: str) -> None:
+    if name not in SHIMS:
+        raise ConfigError(f"there is no shim {name!r}; write one of {', '.join(map(repr, SHIMS))}")
 
 
 def _finders() -> list[Finder]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -110,9 +111,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalized over its last dimensions."""
-        if self.weight is None:  # pyright: ignore[reportUnnecessaryComparison]  # without elementwise_affine
-            return fused_layer_norm(input, self.normalized_shape, self.eps)
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(input.dtype)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
@@ -124,9 +123,7 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, divided by its root mean square over its last dimensions."""
-        if self.weight is None:  # pyright: ignore[reportUnnecessaryComparison]  # without elementwise_affine
-            return fused_rms_norm(x, self.normalized_shape, self.eps or 0.0)
-        return fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 0.0).to(x.dtype)
 
 
 class _MixedNorm(_FusedNorm):
@@ -156,8 +153,9 @@ class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """The input, normalized over its last dimensions."""
-        shape = self.normalized_shape
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, shape, self.eps)
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(
+            self.weight.dtype
+        )
 
 
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
@@ -169,7 +167,7 @@ class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, divided by its root mean square over its last dimensions."""
-        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 0.0).to(self.weight.dtype)
 
 
 def _shape(normalized_shape: Shape) -> tuple[int, ...]:
@@ -198,8 +196,5 @@ def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float) ->
 
 
 def _widest(*tensors: Tensor | None) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    dtypes = (tensor.dtype for tensor in tensors if tensor is not None)
+    return reduce(torch.promote_types, dtypes, torch.float32)

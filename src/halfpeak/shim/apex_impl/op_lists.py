@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -64,16 +65,6 @@ class Overrides:
         self.CASTS = OpNames(module, path, PROMOTE, register_promote_function)
 
 
-def functional_overrides() -> Overrides:
-    """``apex.amp.lists.functional_overrides``."""
-    return Overrides(torch.nn.functional, "torch.nn.functional")
-
-
-def tensor_overrides() -> Overrides:
-    """``apex.amp.lists.tensor_overrides``."""
-    return Overrides(torch.Tensor, "torch.Tensor")
-
-
-def torch_overrides() -> Overrides:
-    """``apex.amp.lists.torch_overrides``."""
-    return Overrides(torch, "torch")
+functional_overrides = partial(Overrides, torch.nn.functional, "torch.nn.functional")
+tensor_overrides = partial(Overrides, torch.Tensor, "torch.Tensor")
+torch_overrides = partial(Overrides, torch, "torch")
