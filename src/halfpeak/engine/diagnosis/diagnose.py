@@ -134,12 +134,9 @@ def _of_engine(engine: Engine) -> _Subject:
 
 
 def _of_model(model: nn.Module, level: str) -> _Subject:
-    inner: Any = model
-    while type(inner).__name__ in ("OptimizedModule", "DistributedDataParallel"):
-        inner = getattr(model, "_orig_mod", None) or inner.module
-    if is_prepared(inner):
+    if is_prepared(model):
         raise OrderError(
-            f"this {type(inner).__name__} was prepared; write halfpeak.diagnose(engine, closure)"
+            f"this {type(model).__name__} was prepared; write halfpeak.diagnose(engine, closure)"
         )
     properties = resolve(level)
     policy = properties.policy()
@@ -384,11 +381,9 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
             (call for call in calls if call.module == guilty.key.module and guilty.key.module), None
         )
     shown = [call for call in calls if call is blamed or id(call) not in parents]
-    at = next((index for index, call in enumerate(shown) if call is blamed), len(shown) - 1)
-    if guilty is None:
-        start, end = 0, len(shown)
-    else:
-        start, end = max(0, at - AROUND), at + AROUND + 1
+    if guilty is not None:
+        at = next((index for index, call in enumerate(shown) if call is blamed), len(shown) - 1)
+        shown = shown[max(0, at - AROUND) : at + AROUND + 1]
     by_call: dict[int, list[Event]] = {}
     weights: dict[str, list[Event]] = {}
     for event in trace.events:
@@ -397,15 +392,17 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
         elif event.call is not None:
             by_call.setdefault(id(event.call), []).append(event)
     frames: list[Frame] = []
-    for call in shown[start:end]:
+    for call in shown:
         seen = [*weights.get(call.module, []), *by_call.get(id(call), [])]
         seen.sort(key=lambda event: _ORDER[event.kind])
-        # Of several gradients of one name, the first that is not finite.
         tensors: dict[str, Summary] = {}
-        for event in sorted(seen, key=lambda event: not event.is_finite, reverse=True):
-            if event.summary is not None:
-                tensors.setdefault(event.key.tensor, event.summary)
-        tensors = {event.key.tensor: tensors[event.key.tensor] for event in seen if event.summary is not None}
+        for event in seen:
+            name, summary = event.key.tensor, event.summary
+            # Of several gradients of one name, the first that is not finite.
+            if summary is not None and (
+                name not in tensors or (tensors[name].is_finite and not summary.is_finite)
+            ):
+                tensors[name] = summary
         frames.append(Frame(call.module, call.kind, call.number, tensors, is_guilty=call is blamed))
     return tuple(frames)
 

@@ -67,7 +67,9 @@ class CompiledStep:
         self.ends: list[bool] = []
         self.position = 0
         self.pending: tuple[list[int], Tensor, list[int], list[Tensor]] | None = None
-        self.number = _register(self)
+        # By which operators find this object while it lives.
+        self.number = max(_STEPS, default=0) + 1
+        _STEPS[self.number] = self
         self._versions: list[int] = []
         self.operators = _operators()
 
@@ -249,7 +251,7 @@ class CompiledStep:
         copies = [
             (mine, given)
             for mine, given in zip(own, (*weights, *buffers), strict=True)
-            if not _same_memory(mine, given)
+            if mine.data_ptr() != given.data_ptr()
         ]
         before = [mine.clone() for mine, _ in copies]
         for mine, given in copies:
@@ -332,10 +334,6 @@ def _of_its_own(traced: Callable[P, R], function: Callable[P, R], number: int) -
     return FunctionType(code, traced.__globals__, closure=traced.__closure__)
 
 
-def _same_memory(mine: Tensor, given: Tensor) -> bool:
-    return mine.data_ptr() == given.data_ptr()
-
-
 def _require_compilable(context: EngineContext) -> None:
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         raise ConfigError(
@@ -362,13 +360,6 @@ _SCHEMAS: Final = (
     f"step({_ENGINE}, int[] optimizers, Tensor(c!)[] weights, Tensor(d!)[] buffers) -> (Tensor, Tensor, Tensor)",
     "watch(int engine, Tensor[] weights, bool first) -> ()",
 )
-
-
-def _register(step: CompiledStep) -> int:
-    """The number by which operators find ``step`` while it lives."""
-    number = max(_STEPS, default=0) + 1
-    _STEPS[number] = step
-    return number
 
 
 def _operators() -> Any:

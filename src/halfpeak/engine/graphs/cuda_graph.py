@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class CapturedStep(NamedTuple):
     result: StepResult
 
 
+@dataclass(frozen=True, eq=False)
 class CapturedFunction:
     """A whole training step as one launch. Made by :meth:`halfpeak.Engine.capture`.
 
@@ -46,21 +47,12 @@ class CapturedFunction:
     Python does: whatever the loss function decided while it was captured stays decided.
     """
 
-    def __init__(
-        self,
-        engine: StepEngine,
-        graph: torch.cuda.CUDAGraph,
-        inputs: Sequence[Tensor],
-        static_state: Sequence[Tensor],
-        tables: AddressTables,
-        step: CapturedStep,
-    ) -> None:
-        self._engine = engine
-        self._graph = graph
-        self._inputs = inputs
-        self._static_state = static_state
-        self._tables = tables
-        self._step = step
+    _engine: StepEngine
+    _graph: torch.cuda.CUDAGraph
+    _inputs: Sequence[Tensor]
+    _static_state: Sequence[Tensor]
+    _tables: AddressTables
+    _step: CapturedStep
 
     def __call__(self, *inputs: Tensor) -> CapturedStep:
         """Train one step on ``inputs``, which are copied to where the graph reads them. Does not wait for the device.
