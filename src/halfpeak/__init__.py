@@ -57,49 +57,31 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_NAMES_IN: Final = {
+    "core.accumulation": "Accumulation",
+    "core.errors": (
+        "BannedOpError CheckpointError ClosureError ConfigError ConfigTypeError HalfpeakError LossIdError LossScaleCollapse "
+        "OrderError ParameterError RankMismatchError RegistryError StateError"
+    ),
+    "core.levels": "LEVELS Level Properties",
+    "core.policy": "Float8 Policy",
+    "core.schedule": "ScaleConfig",
+    "core.step_result": "StepResult",
+    "engine.diagnosis.diagnose": "diagnose",
+    "engine.diagnosis.report": "Diagnosis",
+    "engine.engine": "Engine",
+    "engine.memory_report": "Memory",
+    "engine.prepare": "prepare",
+    "insight.checkup": "Checkup",
+    "insight.doctor": "doctor",
+    "integrations.grad_scaler": "GradScaler",
+    "state.clip": "ClipNorm ClipValue",
+}
+_PACKAGES: Final = "amp checkpoint distributed fused insight integrations migrate optim runner shim"
+
 _MODULE_OF: Final = {
-    "LEVELS": "core.levels",
-    "Accumulation": "core.accumulation",
-    "BannedOpError": "core.errors",
-    "CheckpointError": "core.errors",
-    "Checkup": "insight.checkup",
-    "ClipNorm": "state.clip",
-    "ClipValue": "state.clip",
-    "ClosureError": "core.errors",
-    "ConfigError": "core.errors",
-    "ConfigTypeError": "core.errors",
-    "Diagnosis": "engine.diagnosis.report",
-    "Engine": "engine.engine",
-    "Float8": "core.policy",
-    "GradScaler": "integrations.grad_scaler",
-    "HalfpeakError": "core.errors",
-    "Level": "core.levels",
-    "LossIdError": "core.errors",
-    "LossScaleCollapse": "core.errors",
-    "Memory": "engine.memory_report",
-    "OrderError": "core.errors",
-    "ParameterError": "core.errors",
-    "Policy": "core.policy",
-    "Properties": "core.levels",
-    "RankMismatchError": "core.errors",
-    "RegistryError": "core.errors",
-    "ScaleConfig": "core.schedule",
-    "StateError": "core.errors",
-    "StepResult": "core.step_result",
-    "diagnose": "engine.diagnosis.diagnose",
-    "doctor": "insight.doctor",
-    "prepare": "engine.prepare",
-    # packages
-    "amp": "amp",
-    "checkpoint": "checkpoint",
-    "distributed": "distributed",
-    "fused": "fused",
-    "insight": "insight",
-    "integrations": "integrations",
-    "migrate": "migrate",
-    "optim": "optim",
-    "runner": "runner",
-    "shim": "shim",
+    **{name: module for module, names in _NAMES_IN.items() for name in names.split()},
+    **{package: package for package in _PACKAGES.split()},
 }
 """Where each public name is found. The imports above say the same to type checkers, and a test compares them."""
 
