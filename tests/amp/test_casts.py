@@ -169,7 +169,7 @@ class TestDecorators:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the user's, and a process in which nothing is registered yet."""
-    monkeypatch.setattr(registration, "_registered", registration._Registered())
+    monkeypatch.setattr(registration, "_registered", {})
     made = types.ModuleType("user_module")
     vars(made).update(one=lambda x: x.dtype, two=lambda x, y: (x.dtype, y.dtype), three=3)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -15,35 +15,10 @@ bfloat16_function = low_function
 """Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on determine the dtype."""
 
 
-Saved = list[tuple[list[Place], list[Place]]]
-"""Each list of registrations with a copy of its content."""
+_Rule = Literal["low", "float32", "promote"]
 
-
-class _Registered:
-    """The functions registered in this process. They apply to casts made later, not to earlier ones."""
-
-    def __init__(self) -> None:
-        self.low: list[Place] = []
-        self.float32: list[Place] = []
-        self.promote: list[Place] = []
-
-    def saved(self) -> Saved:
-        return [(kind, list(kind)) for kind in (self.low, self.float32, self.promote)]
-
-    def add(self, kind: list[Place], module: Any, name: str) -> None:
-        place = (module, name)
-        Registrations(low=(place,))  # raises for a function that no later initialize could use
-        for other in (self.low, self.float32, self.promote):
-            # The last registration of a name wins.
-            if place in other:
-                other.remove(place)
-        kind.append(place)
-
-    def registrations(self) -> Registrations:
-        return Registrations(low=tuple(self.low), float32=tuple(self.float32), promote=tuple(self.promote))
-
-
-_registered: Final = _Registered()
+_registered: Final[dict[Place, _Rule]] = {}
+"""The functions registered in this process. They apply to casts made later, not to earlier ones."""
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -55,7 +30,7 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ConfigError: ``module`` has no such function.
     """
-    _registered.add(_registered.low, module, name)
+    _register(module, name, "low")
 
 
 register_bfloat16_function = register_half_function
@@ -64,23 +39,30 @@ register_bfloat16_function = register_half_function
 
 def register_float_function(module: Any, name: str) -> None:
     """Run ``module.name`` in float32 at O1 and O4. See :func:`register_half_function`."""
-    _registered.add(_registered.float32, module, name)
+    _register(module, name, "float32")
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Run ``module.name`` in the widest dtype of its arguments. See :func:`register_half_function`."""
-    _registered.add(_registered.promote, module, name)
+    _register(module, name, "promote")
 
 
-def saved() -> Saved:
+def _register(module: Any, name: str, rule: _Rule) -> None:
+    place = (module, name)
+    Registrations(low=(place,))  # raises for a function that no later initialize could use
+    _registered.pop(place, None)  # the last registration of a name wins
+    _registered[place] = rule
+
+
+def saved() -> dict[Place, _Rule]:
     """Everything registered so far, for :func:`restore`."""
-    return _registered.saved()
+    return dict(_registered)
 
 
-def restore(state: Saved) -> None:
+def restore(state: dict[Place, _Rule]) -> None:
     """Forget what was registered since :func:`saved`."""
-    for kind, held in state:
-        kind[:] = held
+    _registered.clear()
+    _registered.update(state)
 
 
 def make_casts(
@@ -89,9 +71,12 @@ def make_casts(
     """A casting scope with everything registered so far; None without a dtype."""
     if dtype is None:
         return None
+    low, float32, promote = (
+        tuple(place for place, own in _registered.items() if own == rule) for rule in get_args(_Rule)
+    )
     return OpCasts(
         dtype,
-        registrations=_registered.registrations(),
+        registrations=Registrations(low=low, float32=float32, promote=promote),
         cache=cache,
         allow_banned=allow_banned,
         on_cast=print if verbosity == 2 else None,
