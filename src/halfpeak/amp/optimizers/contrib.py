@@ -108,8 +108,7 @@ class ContribStep(FusedOptimizer):
         multipliers = self._multipliers(scale, grad_norms)
         for multiplier in dict.fromkeys(multipliers):
             chosen = [
-                grad if own == multiplier else None
-                for grad, own in zip(read, _spread(multipliers, self.param_groups), strict=True)
+                grad if own == multiplier else None for grad, own in zip(read, multipliers, strict=True)
             ]
             self.set_step_inputs(
                 StepInputs(chosen, model_params, torch.tensor(multiplier, dtype=torch.float32))
@@ -121,7 +120,7 @@ class ContribStep(FusedOptimizer):
         return loss
 
     def _multipliers(self, scale: float, norms: Sequence[Tensor | float] | None) -> list[float]:
-        """The factor for the gradients of each group."""
+        """The factor for the gradient of each parameter."""
         found: list[float] = []
         for number, group in enumerate(self.param_groups):
             limit = group.get("max_grad_norm", 0.0)
@@ -130,7 +129,7 @@ class ContribStep(FusedOptimizer):
                     f"max_grad_norm={short_repr(limit)} needs grad_norms; step through FP16_Optimizer, or give them to step()"
                 )
             clip = (float(norms[number]) / scale + 1e-6) / limit if limit and norms is not None else 1.0
-            found.append(1.0 / (scale * max(clip, 1.0)))
+            found += [1.0 / (scale * max(clip, 1.0))] * len(group["params"])
         return found
 
 
@@ -277,10 +276,7 @@ class FP16_Optimizer:
         """The loss scale."""
         return self._scaler.cur_scale
 
-    @property
-    def loss_scale(self) -> float:
-        """The same."""
-        return self._scaler.cur_scale
+    loss_scale = cur_scale
 
     @property
     def state(self) -> Any:
@@ -392,7 +388,3 @@ def _in_order(name: str, lists: Lists | None, groups: Sequence[dict[str, Any]]) 
             f"{name} has lists of {[len(one) for one in by_group]} tensors; the groups have {sizes}"
         )
     return [tensor for one in by_group for tensor in one]
-
-
-def _spread(values: Sequence[float], groups: Sequence[dict[str, Any]]) -> list[float]:
-    return [value for value, group in zip(values, groups, strict=True) for _ in group["params"]]
