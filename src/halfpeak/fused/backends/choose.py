@@ -60,7 +60,9 @@ def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend | D
     devices = {slice_.buffer.weight.device for slice_ in slices}
     on_host = {device.type for device in devices} == {"cpu"}
     if requested == "triton":
-        _require_triton(slices, devices)
+        why_not = _why_not_triton(slices, devices)
+        if why_not is not None:
+            raise ConfigError(f"backend='triton' is not available: {why_not}; write backend='auto'")
         return TritonBackend(next(iter(devices)))
     if requested == "compiled":
         if not on_host:
@@ -95,12 +97,6 @@ def has_compiler() -> bool:
     except exc.InvalidCxxCompiler:
         return False
     return True
-
-
-def _require_triton(slices: Sequence[BufferSlice], devices: set[torch.device]) -> None:
-    why_not = _why_not_triton(slices, devices)
-    if why_not is not None:
-        raise ConfigError(f"backend='triton' is not available: {why_not}; write backend='auto'")
 
 
 def _why_not_triton(slices: Sequence[BufferSlice], devices: set[torch.device]) -> str | None:

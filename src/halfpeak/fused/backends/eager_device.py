@@ -10,7 +10,6 @@ from torch import Tensor
 
 from halfpeak.fused.backends.base import DeviceBackend, DeviceStep, GradStats
 from halfpeak.fused.backends.kernels import clip_coef_without_eps, measure
-from halfpeak.fused.flat.buffers import FlatBuffer
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.rules.base import Rule
@@ -91,7 +90,9 @@ def _there(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _update(slice_: BufferSlice, grad: Tensor, at: slice, numbers: Tensor, found_inf: Tensor | None) -> None:
-    weight, low, slots = slice_.buffer.chunk(at) if not slice_.rule.layerwise else _all_of(slice_.buffer)
+    buffer = slice_.buffer
+    whole_buffer = (buffer.weight, buffer.low, buffer.states)
+    weight, low, slots = whole_buffer if slice_.rule.layerwise else buffer.chunk(at)
     wide = numbers.dtype
     multiplier, *constants = numbers.unbind()
     whole, *state = slice_.rule.decode(weight, slots, wide)
@@ -107,7 +108,3 @@ def _update(slice_: BufferSlice, grad: Tensor, at: slice, numbers: Tensor, found
         end.copy_(value)
     if low is not None:
         low.copy_(moved[0] if skips is None else torch.where(skips, low, moved[0].to(low.dtype)))
-
-
-def _all_of(buffer: FlatBuffer) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
-    return buffer.weight, buffer.low, buffer.states

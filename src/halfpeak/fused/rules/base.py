@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,20 +58,16 @@ class Rule(Protocol):
     one whole parameter at a time.
     """
 
+    per_param_scalars: ClassVar[int] = 0
+    """How many of the state tensors hold one number per parameter instead of one per element."""
+
+    layerwise: ClassVar[bool] = False
+    """Whether it needs all of a parameter at once."""
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors, as torch's optimizer calls them. Those of one number per parameter come last."""
         ...
-
-    @property
-    def per_param_scalars(self) -> int:
-        """How many of the state tensors hold one number per parameter instead of one per element."""
-        return 0
-
-    @property
-    def layerwise(self) -> bool:
-        """Whether it needs all of a parameter at once."""
-        return False
 
     @property
     def step_scope(self) -> StepScope:

@@ -53,6 +53,8 @@ class LAMBRule(Rule):
         tensor([3.6000, 4.4000])
     """
 
+    layerwise = True  # the ratio is of a whole parameter
+
     decoupled: bool = True
     average: bool = True
     correct: bool = True
@@ -63,11 +65,6 @@ class LAMBRule(Rule):
     def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def layerwise(self) -> bool:
-        """The ratio is of a whole parameter."""
-        return True
 
     @property
     def step_scope(self) -> StepScope:

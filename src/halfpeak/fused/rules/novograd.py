@@ -49,6 +49,9 @@ class NovoGradRule(Rule):
         (tensor([-0.3000, -0.4000]), tensor([1.5000, 2.0000]), tensor([5.]))
     """
 
+    layerwise = True  # the norm is of a whole parameter
+    per_param_scalars = 1  # the norm
+
     inside: bool = False
     average: bool = True
     correct: bool = True
@@ -60,16 +63,6 @@ class NovoGradRule(Rule):
     def state_names(self) -> tuple[str, ...]:
         """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def per_param_scalars(self) -> int:
-        """The running norm."""
-        return 1
-
-    @property
-    def layerwise(self) -> bool:
-        """The norm is of a whole parameter."""
-        return True
 
     @property
     def step_scope(self) -> StepScope:
