@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from halfpeak import amp
-from halfpeak.amp import registration
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LOW = {"O1": HALF, "O4": BF16}
@@ -169,7 +168,7 @@ class TestDecorators:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of the user's, and a process in which nothing is registered yet."""
-    monkeypatch.setattr(registration, "_registered", {})
+    monkeypatch.setattr(amp._amp_state, "registered", {})
     made = types.ModuleType("user_module")
     vars(made).update(one=lambda x: x.dtype, two=lambda x, y: (x.dtype, y.dtype), three=3)
     return made

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
+from halfpeak.amp.session import CastRule, _amp_state
 from halfpeak.casting.casts import OpCasts
-from halfpeak.casting.registry import Place, Registrations, float_function, low_function, promote_function
+from halfpeak.casting.registry import Registrations, float_function, low_function, promote_function
 
 half_function = low_function
 """Decorator: cast the function's floating arguments to the low dtype of the casts that are on."""
 bfloat16_function = low_function
 """Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on determine the dtype."""
-
-
-_Rule = Literal["low", "float32", "promote"]
-
-_registered: Final[dict[Place, _Rule]] = {}
-"""The functions registered in this process. They apply to casts made later, not to earlier ones."""
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -47,22 +42,11 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "promote")
 
 
-def _register(module: Any, name: str, rule: _Rule) -> None:
+def _register(module: Any, name: str, rule: CastRule) -> None:
     place = (module, name)
     Registrations(low=(place,))  # raises for a function that no later initialize could use
-    _registered.pop(place, None)  # the last registration of a name wins
-    _registered[place] = rule
-
-
-def saved() -> dict[Place, _Rule]:
-    """Everything registered so far, for :func:`restore`."""
-    return dict(_registered)
-
-
-def restore(state: dict[Place, _Rule]) -> None:
-    """Forget what was registered since :func:`saved`."""
-    _registered.clear()
-    _registered.update(state)
+    _amp_state.registered.pop(place, None)  # the last registration of a name wins
+    _amp_state.registered[place] = rule
 
 
 def make_casts(
@@ -72,7 +56,8 @@ def make_casts(
     if dtype is None:
         return None
     low, float32, promote = (
-        tuple(place for place, own in _registered.items() if own == rule) for rule in get_args(_Rule)
+        tuple(place for place, own in _amp_state.registered.items() if own == rule)
+        for rule in get_args(CastRule)
     )
     return OpCasts(
         dtype,

@@ -10,17 +10,19 @@ import threading
 import uuid
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.casts import OpCasts
+from halfpeak.casting.registry import Place
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 
+CastRule = Literal["low", "float32", "promote"]
 Overflows = dict[LossScaler, tuple[int, Tensor]]
 
 
@@ -69,6 +71,7 @@ class AmpState:
         suspended: counts the open ``disable_casts()`` blocks.
         models: every model alive that was initialised at O1 or O4, with the handle of its casts, or with None where amp was
             disabled for it.
+        registered: functions that the user registered, with their rules. They apply to casts made later, not to earlier ones.
         token: names this process in pickles.
     """
 
@@ -83,6 +86,7 @@ class AmpState:
         self.handle: Any = None
         self.models: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.suspended = _Suspended()
+        self.registered: dict[Place, CastRule] = {}
         self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
         self._count = 0
         self.token = uuid.uuid4().hex

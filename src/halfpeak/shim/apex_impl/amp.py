@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from halfpeak import amp
 from halfpeak.amp.properties import opt_levels
-from halfpeak.amp.registration import restore, saved
 from halfpeak.amp.session import _amp_state
 from halfpeak.shim.apex_impl.stash import attach, detach
 from halfpeak.shim.spec import Undo
@@ -28,12 +27,12 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
 
 def set_up() -> Undo:
     """Record the handle and the registrations; the returned function restores both and removes the attributes."""
-    handle, registered = _amp_state.handle, saved()
+    handle, registered = _amp_state.handle, dict(_amp_state.registered)
 
     def undo() -> None:
         detach(_amp_state.optimizers())
         if _amp_state.handle is not handle and _amp_state.handle is not None:
             _amp_state.handle._deactivate()
-        restore(registered)
+        _amp_state.registered = registered
 
     return undo
