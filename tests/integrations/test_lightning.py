@@ -165,7 +165,7 @@ def test_a_window_that_ends_with_a_batch_without_loss_is_stepped(
     lightning: SimpleNamespace, level: str
 ) -> None:
     def run(plugin: Any) -> dict[str, Tensor]:
-        module = make_module(lightning.package)
+        module = make_module(lightning.package, lambda params: torch.optim.SGD(params, lr=0.05))
         step = module.training_step
         module.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx % 2 == 0 else None
         trainer = make_trainer(lightning.package, plugin, accumulate_grad_batches=2)
