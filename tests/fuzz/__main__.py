@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ def work(seed: int, job: int, jobs: int, until: float, found: Queue[Any]) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    gc.freeze()  # a fifth faster: every collection would go through all that was imported
     counts, failures, number = Counts(), list[tuple[int, str, str]](), seed * 10_000_000 + job
     while time.monotonic() < until:
         config = draw(number, MOMENTS)

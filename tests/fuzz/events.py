@@ -511,9 +511,11 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("torch.autograd.grad", (BEFORE, AFTER))
 def _(run: Run, pick: random.Random) -> None:
-    trainable = [parameter for parameter in parameters(run) if parameter.requires_grad]
     with run.casts():
-        torch.autograd.grad(sum(run.forward(33)), trainable, allow_unused=True)
+        # Who was frozen through the groups is so in the model from the forward pass on.
+        loss = sum(run.forward(33))
+        trainable = [parameter for parameter in parameters(run) if parameter.requires_grad]
+        torch.autograd.grad(loss, trainable, allow_unused=True)
 
 
 # Torch does not put back a layer that stands under two names.
