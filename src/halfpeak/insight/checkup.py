@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
+from halfpeak.insight.history import finite_only
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -149,7 +150,7 @@ class Checkup:
 
     def to_json(self) -> str:
         """All fields. Numbers that are not finite are null, as JSON has none."""
-        return json.dumps(_plain({"line": self.line, **asdict(self)}), indent=1, allow_nan=False) + "\n"
+        return json.dumps(finite_only({"line": self.line, **asdict(self)}), indent=1, allow_nan=False) + "\n"
 
     def to_html(self) -> str:
         """A page that needs nothing else and no network."""
@@ -183,14 +184,6 @@ class Checkup:
         bars.invert_yaxis()
         figure.suptitle(self.line, family="monospace", fontsize=10)
         return figure
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 WIDTH, HEIGHT = 960, 260

@@ -153,16 +153,10 @@ def doctor(
 class _Run:
     """What one run was; ``finals`` are the mean losses of its last quarter, one per loss."""
 
-    level: str
-    losses: tuple[float, ...] = ()
+    probe: Probe
+    """Not compared with float32's yet."""
     finals: tuple[float, ...] = ()
-    skipped: int = 0
     late_skips: float = 0.0
-    seconds: float = math.nan
-    bytes_per_parameter: float = math.nan
-    vanished: float = 0.0
-    unmoved: float = 0.0
-    keep_fp32: tuple[str, ...] = ()
     culprit: str = ""
     trouble: str = ""
     note: str = ""
@@ -207,7 +201,8 @@ class _Task:
         except (LossScaleCollapse, RuntimeError, TypeError, ValueError) as error:
             if level == "O0" and not isinstance(error, LossScaleCollapse):
                 raise
-            return _Run(level=level, keep_fp32=keep_fp32, trouble=str(error).partition("\n")[0])
+            probe = Probe(level=level, keep_fp32=keep_fp32)
+            return _Run(probe=probe, trouble=str(error).partition("\n")[0])
 
     def _order(self, seed: int) -> list[Any]:
         """The batches; from another seed in another order, but for the last quarter, over which losses are compared."""
@@ -253,17 +248,21 @@ class _Task:
         late = skips[len(skips) // 2 :]
         finals = tuple(statistics.fmean(history[-_quarter(len(batches)) :]) for history in histories)
         goes_wrong = sum(late) / len(late) > MOST_SKIPPED or not all(map(math.isfinite, finals))
-        return _Run(
+        probe = Probe(
             level=level,
             losses=tuple(histories[0]),
-            finals=finals,
+            final=finals[0],
             skipped=sum(skips),
-            late_skips=sum(late) / len(late),
             seconds=min(seconds, default=math.nan),
             bytes_per_parameter=engine.memory().per_parameter()["total"],
             vanished=vanished,
             unmoved=unmoved,
             keep_fp32=keep,
+        )
+        return _Run(
+            probe=probe,
+            finals=finals,
+            late_skips=sum(late) / len(late),
             culprit=_culprit(engine, model, bad) if goes_wrong and bad is not None else "",
         )
 
@@ -289,8 +288,8 @@ class _Before:
 def _with_layers_kept(task: _Task, level: str) -> _Run:
     """A run at a level; where it overflows, again with the layers in float32 that are to blame."""
     found = task.run(level, 0)
-    while found.culprit and found.culprit not in found.keep_fp32 and len(found.keep_fp32) < MOST_KEPT:
-        found = task.run(level, 0, (*found.keep_fp32, found.culprit))
+    while found.culprit and found.culprit not in (kept := found.probe.keep_fp32) and len(kept) < MOST_KEPT:
+        found = task.run(level, 0, (*kept, found.culprit))
     return found
 
 
@@ -311,7 +310,8 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
         for final, reference, spread in zip(run.finals, plain.finals, spreads, strict=False)
     ]
     distance = max(map(abs, above) if len(above) > 1 else above, default=math.nan)
-    vanished, unmoved = run.vanished - plain.vanished, run.unmoved - plain.unmoved
+    vanished = max(run.probe.vanished - plain.probe.vanished, 0.0)
+    unmoved = max(run.probe.unmoved - plain.probe.unmoved, 0.0)
     if run.trouble:
         against = run.trouble
     elif not all(map(math.isfinite, run.finals)):
@@ -326,19 +326,7 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
         against = f"{unmoved:.0%} of its weights do not move: their updates are rounded away"
     else:
         against = ""
-    return Probe(
-        level=run.level,
-        losses=run.losses,
-        final=run.finals[0] if run.finals else math.nan,
-        distance=distance,
-        skipped=run.skipped,
-        seconds=run.seconds,
-        bytes_per_parameter=run.bytes_per_parameter,
-        vanished=max(vanished, 0.0),
-        unmoved=max(unmoved, 0.0),
-        keep_fp32=run.keep_fp32,
-        against=against,
-    )
+    return replace(run.probe, distance=distance, vanished=vanished, unmoved=unmoved, against=against)
 
 
 def _timed_again(task: _Task, probes: Sequence[Probe]) -> list[Probe]:
@@ -347,7 +335,7 @@ def _timed_again(task: _Task, probes: Sequence[Probe]) -> list[Probe]:
     seconds = {probe.level: probe.seconds for probe in probes}
     for _ in range(ROUNDS if len(close) > 1 else 0):
         for probe in close:
-            again = task.run(probe.level, 0, probe.keep_fp32).seconds
+            again = task.run(probe.level, 0, probe.keep_fp32).probe.seconds
             seconds[probe.level] = min(seconds[probe.level], again)
     return [replace(probe, seconds=seconds[probe.level]) for probe in probes]
 

@@ -18,6 +18,7 @@ from halfpeak.checkpoint.temporary import open_to_append, write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number
 from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]
@@ -194,14 +195,22 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (
-        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    )
+    """Whether it is a float, or an integer that a float can hold."""
+    return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
+
+
+def finite_only(value: Any) -> Any:
+    """``value`` with None in the place of numbers that are not finite, as JSON has none.
+
+    >>> finite_only({"loss": [0.5, float("nan")]})
+    {'loss': [0.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: finite_only(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_only(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(row: Row) -> str:
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(finite_only(row), allow_nan=False) + "\n"

@@ -110,7 +110,7 @@ class EngineAdapter:
         """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32."""
         if self.engine is None:
             return dict(self._saved_state or {})
-        return engine_state(self.engine)
+        return self.engine.loop_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; before :meth:`connect` it is kept until there is an engine.
@@ -124,13 +124,8 @@ class EngineAdapter:
             self._saved_state = _checked(state)
 
 
-def engine_state(engine: Engine) -> dict[str, Any]:
-    """The state of an engine without its models and optimizers, which the loop saves."""
-    return engine.loop_state_dict()
-
-
 def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`engine_state` gave. A static scale keeps its value, whatever was saved.
+    """Restore what ``engine.loop_state_dict()`` gave. A static scale keeps its value, whatever was saved.
 
     Raises:
         StateError: it does not fit. Nothing was loaded.

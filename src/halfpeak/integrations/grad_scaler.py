@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.tree import map_tree
 from halfpeak.checkpoint.scaler_states import from_grad_scaler, read_config
 from halfpeak.core.dtypes import largest
-from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
@@ -24,7 +25,6 @@ from halfpeak.engine.amp_protocol import (
     take_closure,
     takes_found_inf,
 )
-from halfpeak.integrations.scaler_io import map_outputs, read_number
 from halfpeak.integrations.unscaled_grads import UnscaledGrads, gradients
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.state.found_inf import FoundInfReducer, Group
@@ -337,3 +337,40 @@ class GradScaler(GradScalerAttrs):
         self.__dict__.update(state)
         self.last = None
         self._begin_window()
+
+
+def map_outputs(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to a tensor, or to each tensor in a list, tuple, dict or other iterable. Containers keep their type.
+
+    >>> import torch
+    >>> map_outputs((torch.ones(1), [torch.ones(1)]), torch.neg)
+    (tensor([-1.]), [tensor([-1.])])
+
+    Raises:
+        ConfigTypeError: ``outputs`` is something else.
+    """
+    if isinstance(outputs, Tensor):
+        return change(outputs)
+    if isinstance(outputs, Mapping):
+        return map_tree(outputs, lambda leaf: map_outputs(leaf, change))
+    if isinstance(outputs, (list, tuple)):
+        parts = [map_outputs(value, change) for value in outputs]
+        return outputs._make(parts) if hasattr(outputs, "_make") else type(outputs)(parts)  # type: ignore[union-attr]
+    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+        return (map_outputs(value, change) for value in outputs)
+    raise ConfigTypeError(
+        f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}; write scaler.scale(loss)"
+    )
+
+
+def read_number(scale: float | Tensor) -> float:
+    """A new scale as a number. Waits for the device where it is a tensor.
+
+    Raises:
+        ConfigError: it is not one finite number above zero.
+    """
+    if not isinstance(scale, Tensor):
+        return require_scale("new_scale", scale)
+    if scale.numel() != 1 or scale.requires_grad:
+        raise ConfigError("new_scale must be a float or a tensor of one element without requires_grad")
+    return float(scale)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on
@@ -20,16 +21,16 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.engine.sync import synchronising
-from halfpeak.optim.accumulation import BackwardCounts, CountsAccumulation
+from halfpeak.optim.accumulation import BackwardCounts
 from halfpeak.optim.clipping import parse_clip_grad
-from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, message_hub
+from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, current_logger, message_hub
 from halfpeak.optim.resume_state import COUNT_KEY, RESUME_KEY, ResumableWrapper
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.clip import Clip, NoClip
 from halfpeak.state.found_inf import FoundInfReducer
 
 
-class OptimWrapper(ResumableWrapper, CountsAccumulation):
+class OptimWrapper(ResumableWrapper):
     """A float32 step: accumulate, clip, step, zero.
 
     ::
@@ -97,6 +98,41 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
         self.last_result: StepResult | None = None
         self._synchronised = True
         super().__init__(optimizer)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Set how many backward passes there were and how many there will be (-1: unknown).
+
+        May be called again, as GAN training does at the start of each phase.
+        """
+        self._counts.start(init_counts, max_counts)
+        if self._counts.is_inside() and not self._has_window():
+            current_logger().warning(
+                "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
+                "open window were not saved: its step will be too small",
+                self._counts.done,
+                self._counts.every,
+            )
+        if self._counts.every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            current_logger().warning(
+                "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
+            )
+
+    def should_update(self) -> bool:
+        """After a backward pass: whether a step is due."""
+        return self._counts.is_update()
+
+    def should_sync(self) -> bool:
+        """Before a backward pass: whether its gradients must be reduced over the ranks."""
+        return self._counts.is_sync()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss divided by the length of its window."""
+        return loss / self._counts.divisor()
+
+    @property
+    def inner_count(self) -> int:
+        """Backward passes so far."""
+        return self._counts.done
 
     def update_params(
         self,
@@ -270,6 +306,28 @@ class OptimWrapper(ResumableWrapper, CountsAccumulation):
 
     def __repr__(self) -> str:
         return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
+
+    # Attributes that code written for mmengine reads, and its tests write.
+
+    @property
+    def _inner_count(self) -> int:
+        return self._counts.done
+
+    @_inner_count.setter
+    def _inner_count(self, value: int) -> None:
+        self._counts.start(value, self._counts.total)
+
+    @property
+    def _accumulative_counts(self) -> int:
+        return self._counts.every
+
+    @property
+    def _max_counts(self) -> int:
+        return self._counts.total
+
+    @property
+    def _remainder_counts(self) -> int:
+        return self._counts.remainder
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         if not self._is_watched:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.levels import get_level
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_count, require_mapping, require_number
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
 from halfpeak.engine.diagnosis.skips import DiagnosingWatch
@@ -237,9 +237,15 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
 
 
 def _check_parts(state: Mapping[str, Any]) -> None:
-    for name, is_possible in _PARTS.items():
-        if not is_possible(state.get(name)):
-            raise StateError(f"the saved run is damaged: its {name!r} is {short_repr(state.get(name))}")
+    for name in ("step", "taken"):
+        require_count(state.get(name), f"{name!r} of the saved run")
+    if require_number(state.get("seconds"), "'seconds' of the saved run", least=0.0) == math.inf:
+        raise StateError("'seconds' of the saved run must be finite")
+    for name in ("driver", "random", "environment"):
+        require_mapping(state.get(name), f"{name!r} of the saved run")
+    texts = (*state["environment"], *state["environment"].values())
+    if not all(isinstance(text, str) for text in texts):
+        raise StateError(f"'environment' of the saved run must be of text, not {short_repr(texts)}")
 
 
 def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
@@ -252,31 +258,3 @@ def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             "shard=True divides the model among processes; start them with torchrun -m halfpeak train, or write --shard false"
         )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _is_text_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in (*value, *value.values()))
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-_PARTS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        "environment": _is_text_by_name,
-        "step": _is_count,
-        "taken": _is_count,
-        "seconds": _is_seconds,
-        "driver": _is_dict,
-        "random": _is_dict,
-    }
-)
