@@ -15,7 +15,6 @@ pytest.importorskip("libcst")
 from halfpeak.cli.main import main
 from halfpeak.core.errors import ConfigError
 from halfpeak.migrate import migrate
-from halfpeak.migrate.findings import parse_target
 from halfpeak.migrate.project import find, replace
 from migrate.scripts import CORPUS, source
 
@@ -197,11 +196,6 @@ def test_wrong_options_are_one_message(arguments: list[str], capsys: pytest.Capt
     printed = capsys.readouterr().err
     assert printed.endswith("halfpeak migrate --help lists the options\n")
     assert len(printed.splitlines()) == 1
-
-
-def test_an_unknown_target_is_named() -> None:
-    with pytest.raises(ConfigError, match="'jax' must be one of halfpeak, amp, torch"):
-        parse_target("jax")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

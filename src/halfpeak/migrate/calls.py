@@ -48,10 +48,6 @@ def keyword_of(arg: cst.Arg) -> str | None:
     return None if arg.keyword is None else arg.keyword.value
 
 
-def _keep(args: list[cst.Arg], device: str) -> Changed:
-    return args
-
-
 def _device(args: list[cst.Arg], device: str) -> Changed:
     return [argument(f'"{device}"'), *args]
 
@@ -66,10 +62,6 @@ def _autocast(args: list[cst.Arg], device: str) -> Changed:
             arg = arg.with_changes(keyword=keyword.keyword, equal=keyword.equal)
         changed.append(arg)
     return _device(changed, device)
-
-
-def _custom(args: list[cst.Arg], device: str) -> Changed:
-    return _and(args, f'"{device}"', "device_type")
 
 
 def _ddp(args: list[cst.Arg], device: str) -> Changed:
@@ -101,10 +93,6 @@ def _without(args: list[cst.Arg], names: Sequence[str]) -> Changed:
                 f"torch has no {keyword}", "leave it out; it changes the speed, not what is computed"
             )
     return _only([arg for arg in args if keyword_of(arg) not in names], args)
-
-
-def _syncbn(args: list[cst.Arg], device: str) -> Changed:
-    return _without(args, ("channel_last", "fuse_relu"))
 
 
 def _layer_norm(args: list[cst.Arg], device: str) -> Changed:
@@ -146,12 +134,12 @@ def _only(kept: list[cst.Arg], args: list[cst.Arg]) -> list[cst.Arg]:
 
 _CHANGES: Final[Mapping[Arguments, Callable[[list[cst.Arg], str], Changed]]] = MappingProxyType(
     {
-        "keep": _keep,
+        "keep": lambda args, device: args,
         "device": _device,
         "autocast": _autocast,
-        "custom": _custom,
+        "custom": lambda args, device: _and(args, f'"{device}"', "device_type"),
         "ddp": _ddp,
-        "syncbn": _syncbn,
+        "syncbn": lambda args, device: _without(args, ("channel_last", "fuse_relu")),
         "layer_norm": _layer_norm,
         "rms_norm": _rms_norm,
     }

@@ -7,7 +7,7 @@ from typing import Final, Literal, get_args
 
 import libcst as cst
 
-from halfpeak.core.errors import ConfigError, HalfpeakError
+from halfpeak.core.errors import HalfpeakError
 
 Target = Literal["halfpeak", "amp", "torch"]
 """What code is rewritten to: the native API, ``halfpeak.amp`` (apex's names), or ``torch.amp`` alone."""
@@ -63,18 +63,3 @@ class NotSupported(HalfpeakError):
     def finding(self, line: int) -> Finding:
         """The same for a report."""
         return Finding(line, self.code, self.reason, self.write)
-
-
-def parse_target(value: str) -> Target:
-    """The target of that name.
-
-    Raises:
-        ConfigError: there is none.
-
-    >>> parse_target("amp")
-    'amp'
-    """
-    for target in TARGETS:
-        if value == target:
-            return target
-    raise ConfigError(f"--to {value!r} must be one of {', '.join(TARGETS)}")

@@ -6,12 +6,24 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from halfpeak.core.errors import ConfigTypeError, OrderError, RegistryError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.optim.wrapper import OptimWrapper
+
+
+def _refused(method: str) -> Any:
+    def refuse(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> NoReturn:
+        names = ", ".join(map(repr, self.optim_wrappers))
+        raise WrapperDictError(
+            f"`{method}` should be called on one wrapper of {names}; write wrappers[name].{method}(...)"
+        )
+
+    refuse.__name__ = method
+    refuse.__doc__ = "Refused: it has no meaning for several wrappers at once."
+    return refuse
 
 
 class OptimWrapperDict(OptimWrapper):
@@ -41,38 +53,14 @@ class OptimWrapperDict(OptimWrapper):
                 )
         self.optim_wrappers = dict(optim_wrapper_dict)
 
-    def update_params(
-        self,
-        loss: Tensor,
-        step_kwargs: Mapping[str, Any] | None = None,
-        zero_kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
-        """Refused: a loss belongs to one wrapper."""
-        self._refuse("update_params")
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> NoReturn:
-        """Refused: a loss belongs to one wrapper."""
-        self._refuse("backward")
-
-    def step(self, closure: Any = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: each wrapper steps by itself."""
-        self._refuse("step")
-
-    def scale_loss(self, loss: Tensor) -> NoReturn:
-        """Refused: a divisor belongs to one wrapper."""
-        self._refuse("scale_loss")
-
-    def should_update(self) -> NoReturn:
-        """Refused: each wrapper counts by itself."""
-        self._refuse("should_update")
-
-    def should_sync(self) -> NoReturn:
-        """Refused: each wrapper counts by itself."""
-        self._refuse("should_sync")
-
-    def optim_context(self, model: nn.Module) -> NoReturn:
-        """Refused: a forward pass belongs to one wrapper."""
-        self._refuse("optim_context")
+    # A loss, a divisor and a count belong to one wrapper.
+    update_params: Any = _refused("update_params")
+    backward: Any = _refused("backward")
+    step: Any = _refused("step")
+    scale_loss: Any = _refused("scale_loss")
+    should_update: Any = _refused("should_update")
+    should_sync: Any = _refused("should_sync")
+    optim_context: Any = _refused("optim_context")
 
     def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
         """Drop the gradients of every wrapper."""
@@ -176,12 +164,6 @@ class OptimWrapperDict(OptimWrapper):
         memo[id(self)] = twin = type(self)()
         twin.optim_wrappers = copy.deepcopy(self.optim_wrappers, memo)
         return twin
-
-    def _refuse(self, method: str) -> NoReturn:
-        names = ", ".join(map(repr, self.optim_wrappers))
-        raise WrapperDictError(
-            f"`{method}` should be called on one wrapper of {names}; write wrappers[name].{method}(...)"
-        )
 
 
 class WrapperDictError(OrderError, NotImplementedError):

@@ -76,9 +76,3 @@ def learning_rate(config: TrainConfig, num_steps: int) -> float:
     done = min(1.0, (num_steps - warmup) / max(1, config.schedule_steps - warmup))
     left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr * (LEAST_FACTOR + (1.0 - LEAST_FACTOR) * left)
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every group the rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -23,7 +23,7 @@ from halfpeak.engine.diagnosis.skips import DiagnosingWatch
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
 from halfpeak.recipes.device import environment
-from halfpeak.recipes.optimizers import build_optimizer, learning_rate, set_learning_rate
+from halfpeak.recipes.optimizers import build_optimizer, learning_rate
 from halfpeak.recipes.precision import build_engine, properties
 from halfpeak.recipes.sampler import BatchSampler
 from halfpeak.recipes.settings import CHANGEABLE, TrainConfig
@@ -103,7 +103,8 @@ class Training:
         ])  # fmt: skip
         self._count_last()
         rate = learning_rate(self.config, self.num_steps)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         result = self._engine.step()
         self._found_inf = AsyncCopy(result.found_inf)
         self.step += 1

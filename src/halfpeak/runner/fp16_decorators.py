@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from inspect import Parameter
+from itertools import chain, repeat
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -85,7 +85,11 @@ def _decorator(
     wanted = None if apply_to is None else frozenset([apply_to] if isinstance(apply_to, str) else apply_to)
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        names = _Names(method, wanted)
+        # The signature of what was decorated before, so decorators can be stacked.
+        parameters = inspect.signature(method).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+        cast = frozenset([*names, rest]) if wanted is None else wanted
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -100,11 +104,11 @@ def _decorator(
             casts = casts_of(owner)
             outer, inner = (torch.float32, casts.dtype) if lowers else (casts.dtype, torch.float32)
             cast_args = [
-                cast_tensor_type(arg, outer, inner) if names.casts_position(i) else arg
-                for i, arg in enumerate(args)
+                cast_tensor_type(arg, outer, inner) if name in cast and arg is not owner else arg
+                for name, arg in zip(chain(names, repeat(rest)), args, strict=False)
             ]
             cast_kwargs = {
-                key: cast_tensor_type(arg, outer, inner) if names.casts_name(key) else arg
+                key: cast_tensor_type(arg, outer, inner) if key in cast else arg
                 for key, arg in kwargs.items()
             }
             with _autocast(casts, owner, args, enabled=lowers):
@@ -114,29 +118,6 @@ def _decorator(
         return call
 
     return decorate
-
-
-class _Names:
-    """Which arguments of a method are cast."""
-
-    def __init__(self, method: Callable[..., Any], wanted: frozenset[str] | None) -> None:
-        # The signature of what was decorated before, so decorators can be stacked.
-        parameters = inspect.signature(method).parameters.values()
-        by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-        self._positions = [p.name for p in parameters if p.kind in by_position]
-        extra = [p.name for p in parameters if p.kind is Parameter.VAR_POSITIONAL]
-        self._wanted = frozenset([*self._positions, *extra]) if wanted is None else wanted
-        self._casts_extra = any(name in self._wanted for name in extra)
-
-    def casts_position(self, index: int) -> bool:
-        if index == 0:
-            return False
-        if index < len(self._positions):
-            return self._positions[index] in self._wanted
-        return self._casts_extra
-
-    def casts_name(self, name: str) -> bool:
-        return name in self._wanted
 
 
 def _autocast(

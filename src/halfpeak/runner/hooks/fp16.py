@@ -234,19 +234,6 @@ class ScalerRecord(Mapping[str, Any]):
         translate = to_mmcv if self._as_mmcv else to_grad_scaler
         return translate(numbers_of(self._scaler), self._scaler.config)
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale. Waits for the device."""
-        return self._scaler.read_scale()
-
-    def get_scale(self) -> float:
-        """The scale, as code written for ``GradScaler`` asks for it. Waits for the device."""
-        return self._scaler.read_scale()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as a dict. Waits for the device."""
-        return self.read()
-
     def __getitem__(self, key: str) -> Any:
         return self.read()[key]
 
