@@ -21,6 +21,10 @@ _STAY: Final = (Tensor.cuda, Tensor.pin_memory)
 _MISSING: Final = object()
 
 
+def _do_nothing(self: Any, *args: Any) -> None:
+    """Nothing to do or to wait for: the CPU has finished whatever it was given."""
+
+
 class Event:
     """``torch.cuda.Event``: the CPU has finished whatever it was given, so an event is a time."""
 
@@ -39,11 +43,7 @@ class Event:
         """Whether the work before it is done. It is."""
         return True
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait = synchronize = _do_nothing
 
 
 class Stream(AbstractContextManager[Any]):
@@ -62,14 +62,7 @@ class Stream(AbstractContextManager[Any]):
         """Whether its work is done. It is."""
         return True
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait_event = wait_stream = synchronize = _do_nothing
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +161,7 @@ def on_cpu() -> Generator[None]:
         _replace(undo, torch, _global())
         _replace(undo, nn.Module, {"to": _module_to()})
         # torch parses its argument before it calls the mode.
-        _replace(undo, Tensor, {"record_stream": _nothing})
+        _replace(undo, Tensor, {"record_stream": _do_nothing})
         for module in (dist, dist.distributed_c10d):
             _replace(undo, module, _groups())
         _replace(undo, nn.parallel.DistributedDataParallel, {"__init__": _without_devices()})
@@ -207,9 +200,6 @@ def _place(value: Any) -> Any:
 def _kind(value: Any) -> Any:
     """``torch.FloatTensor`` for ``torch.cuda.FloatTensor``, by its name."""
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
-
-
-def _nothing(*args: Any) -> None: ...
 
 
 def _global() -> Mapping[str, Any]:

@@ -33,24 +33,13 @@ def variable_is_tensor() -> bool:
     return True
 
 
-def tensor_is_variable() -> bool:
-    """The same."""
-    return True
-
-
 def tensor_is_float_tensor() -> bool:
-    """Whether ``torch.Tensor`` is a class of one dtype. It is not."""
+    """Whether ``torch.Tensor`` is a class of one dtype, as it was before 0.4. It is not."""
     return False
 
 
-def is_tensor_like(x: Any) -> bool:
-    """Whether ``x`` is a tensor."""
-    return isinstance(x, Tensor)
-
-
-def is_floating_point(x: Any) -> bool:
-    """Whether the tensor ``x`` has a floating dtype."""
-    return torch.is_floating_point(x)
+tensor_is_variable = variable_is_tensor
+is_tensor_like, is_floating_point = torch.is_tensor, torch.is_floating_point
 
 
 def scalar_python_val(x: Any) -> Any:
