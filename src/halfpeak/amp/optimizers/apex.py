@@ -58,7 +58,6 @@ class FusedAdagrad(ApexStateLayout):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def rule(self, group: Mapping[str, Any]) -> AdagradRule:
-        """The rule by which a group is stepped."""
         return AdagradRule(decoupled=bool(self.adagrad_w_mode), counts=False)
 
 
@@ -118,7 +117,6 @@ class FusedAdam(InternalMasters):
         super().__init__(params, defaults)
 
     def rule(self, group: Mapping[str, Any]) -> AdamRule:
-        """The rule by which a group is stepped."""
         correct = bool(group["bias_correction"])
         return AdamRule(decoupled=bool(self.adam_w_mode), correct=correct, per_group=True)
 
@@ -157,7 +155,6 @@ class FusedAdam(InternalMasters):
         return self.master_weights and is_low(parameter)
 
     def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
-        """The optimizer that steps the masters."""
         return FusedAdam(masters, adam_w_mode=bool(self.adam_w_mode))
 
 
@@ -220,7 +217,6 @@ class FusedSGD(ApexStateLayout):
         super().__init__(params, defaults)
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
-        """The rule by which a group is stepped."""
         return SGDRule(
             momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]), late=self.wd_after_momentum
         )
@@ -273,7 +269,6 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
         )
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
-        """The rule by which a group is stepped."""
         return replace(super().rule(group), per_group=True)
 
 
@@ -349,7 +344,6 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         return self.reduced_precision_dtype is not None and parameter.dtype == self.reduced_precision_dtype
 
     def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
-        """The optimizer that steps the masters."""
         return FusedLAMB(
             masters,
             adam_w_mode=self.adam_w_mode,
@@ -407,7 +401,6 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         )
 
     def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
-        """The rule by which a group is stepped."""
         return replace(super().rule(group), per_group=True)
 
     def state_dict(self) -> dict[str, Any]:

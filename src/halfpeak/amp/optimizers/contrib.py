@@ -47,11 +47,9 @@ class ContribAdamRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta2 = group["betas"]
         size = group["lr"] * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if self.correct else 1.0)
         return (beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], group["weight_decay"], size)
@@ -59,7 +57,6 @@ class ContribAdamRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, slots: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, gain1, beta2, gain2, eps, decay, size = constants
         first = slots[0] * beta1 + grad * gain1
         second = slots[1] * beta2 + grad * grad * gain2
@@ -184,7 +181,6 @@ class FusedAdam(ContribStep):
         super().__init__(params, defaults)
 
     def rule(self, group: Mapping[str, Any]) -> ContribAdamRule:
-        """The rule by which a group is stepped."""
         return ContribAdamRule(inside=self.eps_mode == 0, correct=bool(group["bias_correction"]))
 
 

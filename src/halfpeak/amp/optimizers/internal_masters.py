@@ -76,7 +76,6 @@ class InternalMasters(ApexStateLayout):
         """Whether a parameter gets a master."""
 
     def measure(self, inputs: StepInputs) -> GradStats:
-        """See :class:`~halfpeak.fused.base.FusedOptimizer`."""
         if not self._has_masters():
             return super().measure(inputs)
         return self._synced_inner().measure(inputs._replace(model_params=params_of(self)))

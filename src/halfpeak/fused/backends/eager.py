@@ -28,7 +28,6 @@ class EagerBackend(Backend):
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         squares: list[Tensor] = []
         found_inf = torch.zeros_like(multiplier)
         for slice_ in slices:
@@ -41,7 +40,6 @@ class EagerBackend(Backend):
         return GradStats(torch.stack(squares).sum() if squares else torch.zeros_like(multiplier), found_inf)
 
     def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         for args in updates:
             vector = self._packer(args.slice_.buffer, grads)
             length = len(args.slice_.buffer)
@@ -67,11 +65,9 @@ class EagerBackend(Backend):
         return scratch[: len(chunk)].copy_(chunk)
 
     def invalidate_grads(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         self._packer.invalidate_grads()
 
     def invalidate_layout(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         self._packer.invalidate_layout()
         self._scratch.clear()
 

@@ -29,7 +29,6 @@ class EagerDeviceBackend(DeviceBackend):
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         home = multiplier.device
         read = [
             measure(chunk, multiplier.to(chunk.device))
@@ -40,7 +39,6 @@ class EagerDeviceBackend(DeviceBackend):
         return GradStats(torch.stack(squares).sum(), torch.stack(flags).any().float())
 
     def run(self, step: DeviceStep) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         if step.max_norm is not None:
             norm = self.measure(step.slices, step.grads, step.multiplier).sum_squares.sqrt()
             clip = clip_coef_without_eps(norm, step.max_norm)
@@ -62,11 +60,9 @@ class EagerDeviceBackend(DeviceBackend):
             counter.step.add_(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
 
     def invalidate_grads(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         self._packer.invalidate_grads()
 
     def invalidate_layout(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         self._packer.invalidate_layout()
 
 

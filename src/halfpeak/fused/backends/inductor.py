@@ -218,7 +218,6 @@ class InductorBackend(Backend):
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         sums: list[Tensor] = []
         runs: list[Callable[[], None]] = []
         for slice_ in slices:
@@ -245,17 +244,14 @@ class InductorBackend(Backend):
         return GradStats(total, found_inf)
 
     def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         runs = [run for args in updates for run in self._calls_of(args, grads)]
         for run in runs:
             run()
 
     def invalidate_grads(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         self._packer.invalidate_grads()
 
     def invalidate_layout(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.Backend`."""
         self._packer.invalidate_layout()
         self._calls.clear()
         self._sums.clear()

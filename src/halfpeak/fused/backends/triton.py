@@ -69,7 +69,6 @@ class TritonBackend(DeviceBackend):
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         with self._there():
             step = DeviceStep(slices, (), grads, multiplier, None)
             measured = self._read(self._tables_for(slices, grads), step)
@@ -77,7 +76,6 @@ class TritonBackend(DeviceBackend):
             return GradStats(floats[3], floats[0])
 
     def decide(self, step: DeviceStep, inputs: DecisionInputs) -> StepDecision | None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         with self._there():
             tables = self._tables_for(step.slices, step.grads)
             measured = self._read(tables, step)
@@ -91,7 +89,6 @@ class TritonBackend(DeviceBackend):
         return StepDecision(found_inf, norm, multiplier, state, num_steps, num_skipped)
 
     def run(self, step: DeviceStep) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         with self._there():
             tables = self._tables_for(step.slices, step.grads)
             ready, self._ready = self._made_ready(tables, step), None
@@ -135,13 +132,11 @@ class TritonBackend(DeviceBackend):
         update(chunks, ready.numbers, ready.found_inf, ready.rows, counters=counters, key=update_key)
 
     def invalidate_grads(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         self._ready = None
         if self._tables is not None:
             self._tables.invalidate_grads()
 
     def invalidate_layout(self) -> None:
-        """See :class:`~halfpeak.fused.backends.base.DeviceBackend`."""
         self._ready = None
         self._tables = None
 

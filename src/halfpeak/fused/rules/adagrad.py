@@ -46,27 +46,22 @@ class AdagradRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return ("sum",)
 
     @property
     def step_scope(self) -> StepScope:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "parameter" if self.counts else "nowhere"
 
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return (float(group.get("initial_accumulator_value", 0.0)),)
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         rate = group["lr"] / (1 + (step - 1) * group["lr_decay"]) if self.counts else group["lr"]
         return (rate, group["eps"], group["weight_decay"])
 
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         rate, eps, decay = constants
         if not self.decoupled:
             grad = grad + weight * decay
@@ -79,7 +74,6 @@ class AdagradRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if self.decoupled or step.device.type != "cpu":
             return False
         torch._fused_adagrad_(
@@ -96,11 +90,9 @@ class AdagradRule(Rule):
         return True
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return KernelConfig("adagrad", self.decoupled)
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return (float(group["lr_decay"]) if self.counts else 0.0, 0.0, float(group["eps"]))
 
 
@@ -152,7 +144,6 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> AdagradRule:
-        """The rule by which a group is stepped."""
         return AdagradRule()
 
     def state_dict(self) -> dict[str, Any]:

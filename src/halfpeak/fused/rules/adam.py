@@ -53,17 +53,14 @@ class AdamRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         first = ("exp_avg", "exp_avg_sq")
         return (*first, "max_exp_avg_sq") if self.amsgrad else first
 
     @property
     def step_scope(self) -> StepScope:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["weight_decay"]
         start1, start2 = (1 - beta1**step, 1 - beta2**step) if self.correct else (1.0, 1.0)
@@ -73,7 +70,6 @@ class AdamRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         gain1, beta2, gain2, rate, widen, eps, shrink = constants
         if self.decoupled:
             weight = weight * shrink
@@ -88,7 +84,6 @@ class AdamRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if not self.correct:
             return False
         beta1, beta2 = group["betas"]
@@ -111,11 +106,9 @@ class AdamRule(Rule):
         return True
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return KernelConfig("adam", self.decoupled, self.amsgrad)
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.decoupled))
 
 
@@ -189,7 +182,6 @@ class FusedAdam(FusedOptimizer):
     _decoupled = False
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """The rule by which a group is stepped."""
         rule = AdamRule(decoupled=self._decoupled, amsgrad=bool(group.get("amsgrad")))
         return self._state_format.of(rule, squares=(False, True, True)[: len(rule.state_names)])
 

@@ -63,16 +63,13 @@ class LAMBRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
 
     @property
     def step_scope(self) -> StepScope:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta2 = group["betas"]
         start1, start2 = (1 - beta1**step, 1 - beta2**step) if self.correct else (1.0, 1.0)
         beta3 = 1 - beta1 if self.average else 1.0
@@ -82,7 +79,6 @@ class LAMBRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta3, beta2, gain2, widen1, widen2, eps, decay, lr = constants
         if not self.decoupled:
             grad = grad + weight * decay
@@ -96,11 +92,9 @@ class LAMBRule(Rule):
         return weight - lr * move, first, second
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return KernelConfig("lamb", self.decoupled, trust=self.trusts)
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return (*map(float, (*group["betas"], group["eps"])), float(self.correct), float(self.average))
 
 
@@ -171,7 +165,6 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
-        """The rule by which a group is stepped."""
         return LAMBRule(
             decoupled=self.adam_w_mode,
             average=bool(group["grad_averaging"]),

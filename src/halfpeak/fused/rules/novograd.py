@@ -61,16 +61,13 @@ class NovoGradRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return ("exp_avg", "exp_avg_sq")
 
     @property
     def step_scope(self) -> StepScope:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta2 = group["betas"]
         start1, start2 = (1 - beta1**step, 1 - beta2**step) if self.correct else (1.0, 1.0)
         beta3 = 1 - beta1 if self.average else 1.0
@@ -84,7 +81,6 @@ class NovoGradRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         beta1, beta3, keep, gain, widen1, widen2, eps, decay, lr = constants
         first, norm = state
         if self.largest:
@@ -99,11 +95,9 @@ class NovoGradRule(Rule):
         return weight - lr * (first * widen1 / divisor + weight * decay), first, norm
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return KernelConfig("novograd", self.inside, norm="largest" if self.largest else "squares")
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         switches = (self.correct, self.average, not self.from_zero)
         return (*map(float, (*group["betas"], group["eps"])), *map(float, switches))
 
@@ -172,7 +166,6 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
-        """The rule by which a group is stepped."""
         return NovoGradRule(
             inside=self.reg_inside_moment,
             average=bool(group["grad_averaging"]),

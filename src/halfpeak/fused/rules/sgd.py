@@ -50,7 +50,6 @@ class SGDRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
@@ -59,7 +58,6 @@ class SGDRule(Rule):
         return "nowhere"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         # In arithmetic, because the step may be known to the device alone.
         gain = 1 - group["dampening"] + group["dampening"] * (step <= 1)
         return (group["lr"], group["momentum"], gain, group["weight_decay"])
@@ -67,7 +65,6 @@ class SGDRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         lr, momentum, gain, decay = constants
         if not self.late:
             grad = grad + weight * decay
@@ -83,7 +80,6 @@ class SGDRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if self.late or step.device.type != "cpu":
             return False
         torch._fused_sgd_(
@@ -101,12 +97,10 @@ class SGDRule(Rule):
         return True
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         option = ("nesterov" if self.nesterov else "momentum") if self.momentum else ""
         return KernelConfig("sgd", option, self.late)
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return (float(group["momentum"]), float(group["dampening"]))
 
 
@@ -160,5 +154,4 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
-        """The rule by which a group is stepped."""
         return SGDRule(momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]))

@@ -47,30 +47,26 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Codec):
     """As it is."""
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`Codec`."""
         return (StateTensor("", None),)
 
     @property
     def kernel_format(self) -> str:
-        """See :class:`Codec`."""
         return "identity"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See :class:`Codec`."""
         return parts[0].float()
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """See :class:`Codec`."""
         return (value,)
 
 
 @dataclass(frozen=True, slots=True)
-class Bfloat16:
+class Bfloat16(Codec):
     """The upper half of a float32: 2 bytes, 8 bits of precision.
 
     Attributes:
@@ -89,20 +85,16 @@ class Bfloat16:
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`Codec`."""
         return (StateTensor("", torch.bfloat16),)
 
     @property
     def kernel_format(self) -> str:
-        """See :class:`Codec`."""
         return "bf16_stochastic" if self.stochastic else "bf16"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See :class:`Codec`."""
         return parts[0].float()
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """See :class:`Codec`."""
         if not self.stochastic:
             return (value.to(torch.bfloat16),)
         bits = value.view(torch.int32)
@@ -110,7 +102,7 @@ class Bfloat16:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Block:
+class Int8Block(Codec):
     """127 steps to either side of zero, in blocks of :data:`BLOCK_SIZE` with one scale each.
 
     Example:
@@ -122,20 +114,16 @@ class Int8Block:
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`Codec`."""
         return (StateTensor("", torch.int8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
 
     @property
     def kernel_format(self) -> str:
-        """See :class:`Codec`."""
         return "int8_block"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See :class:`Codec`."""
         return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0])
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """See :class:`Codec`."""
         rows = _blocked(value)
         # Not divided: a GPU takes the reciprocal of a number from the host, and others do not.
         scale = (rows.abs().amax(1) * (1 / 127)).clamp_min(_SMALLEST)
@@ -143,7 +131,7 @@ class Int8Block:
 
 
 @dataclass(frozen=True, slots=True)
-class UInt8SqrtBlock:
+class UInt8SqrtBlock(Codec):
     """The root of a number that is never negative, in 255 steps, in blocks of :data:`BLOCK_SIZE` with one scale each.
 
     Rounded up as often as the root is near the upper step, for the reason that :class:`Bfloat16` gives. What is above zero
@@ -157,20 +145,16 @@ class UInt8SqrtBlock:
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`Codec`."""
         return (StateTensor("", torch.uint8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
 
     @property
     def kernel_format(self) -> str:
-        """See :class:`Codec`."""
         return "uint8_sqrt_block"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See :class:`Codec`."""
         return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0]).square()
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """See :class:`Codec`."""
         rows = _blocked(value.sqrt())
         scale = (rows.amax(1) * (1 / 255)).clamp_min(_SMALLEST)
         steps = _unblocked(rows / scale.unsqueeze(1), value)
@@ -188,7 +172,7 @@ class Remainder:
     one would need 65,537 remainders. That is one value in 130,000.
 
     With 8 bits the weight has 24 bits; it is rounded stochastically, so that updates smaller than a rounding are not lost
-    on average.
+    on average. The methods are those of a :class:`Codec`.
 
     Attributes:
         bits: 16 or 8.
@@ -204,14 +188,12 @@ class Remainder:
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`Codec`."""
         return (
             StateTensor("", torch.bfloat16),
             StateTensor("remainder", torch.int16 if self.bits == 16 else torch.int8),
         )
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See :class:`Codec`."""
         low, rest = parts[0].view(torch.int16).to(torch.int32), parts[1].to(torch.int32)
         # Nothing rounds up to a zero, so it was written there by someone else; one less would be a nan.
         rest = torch.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
@@ -220,7 +202,6 @@ class Remainder:
         return (((low - borrowed) << 16) | tail).view(torch.float32)
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        """See :class:`Codec`."""
         bits = value.view(torch.int32)
         if self.bits == 8:
             bits = bits + (hash_bits(bits, seed) >> 8)

@@ -55,7 +55,6 @@ class QuantizedRule(Rule):
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         own = [
             part._replace(name=slot + part.name)
             for slot, codec in zip(self.rule.state_names, self.codecs, strict=True)
@@ -65,12 +64,10 @@ class QuantizedRule(Rule):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
         return tuple(part.name for part in self.storage)
 
     @property
     def step_scope(self) -> StepScope:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return self.rule.step_scope
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
@@ -80,7 +77,6 @@ class QuantizedRule(Rule):
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return self.rule(weight, grad, state, constants[:-1])
 
     def torch_fused(
@@ -90,7 +86,6 @@ class QuantizedRule(Rule):
         return self.rule.torch_fused(weight, grad, state, group, step)
 
     def kernel_config(self) -> KernelConfig | None:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         config = self.rule.kernel_config()
         if config is None or self.rule.layerwise:
             return None
@@ -100,18 +95,15 @@ class QuantizedRule(Rule):
         return config._replace(master=bits, moments=(first, second, third))
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         return self.rule.hyper_params(group)
 
     def decode(self, weight: Tensor, state: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         left = iter(state)
         decoded = [codec.decode(_next(left, len(codec.storage))) for codec in self.codecs]
         whole = weight.to(wide) if self.master is None else self.master.decode((weight, *left))
         return (whole, *decoded)
 
     def encode(self, updated: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         seed = constants[-1]
         weight, *rest = (updated[0],) if self.master is None else self.master.encode(updated[0], seed)
         stored = [
