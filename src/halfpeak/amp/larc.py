@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.amp.delegation import delegated
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.schedule import require_scale
@@ -86,36 +87,9 @@ class LARC(Optimizer):
         own = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
         return f"LARC({own}, optim={self.optim!r})"
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of the optimizer inside."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, value: list[dict[str, Any]]
-    ) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state of the optimizer inside."""
-        return self.optim.state
-
-    @state.setter
-    def state(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, value: defaultdict[Tensor, Any]
-    ) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The defaults of the optimizer inside."""
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optim.defaults = value
+    param_groups: list[dict[str, Any]] = delegated("optim.param_groups")
+    state: defaultdict[Tensor, Any] = delegated("optim.state")
+    defaults: dict[str, Any] = delegated("optim.defaults")
 
     def state_dict(self) -> dict[str, Any]:
         """That of the optimizer inside, so a run can be resumed with or without LARC."""

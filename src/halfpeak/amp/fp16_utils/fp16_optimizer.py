@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.amp.messages import maybe_print
@@ -197,23 +198,11 @@ class FP16_Optimizer(MasterGroups):
         """Whether the scale moves."""
         return self.loss_scaler.config.dynamic
 
-    @property
-    def state(self) -> Any:
-        """The optimizer's state, by master."""
-        return self.optimizer.state
+    state: Any = delegated("optimizer.state")
+    """The optimizer's state, by master."""
 
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, which hold the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    param_groups: list[dict[str, Any]] = delegated("optimizer.param_groups")
+    """The optimizer's groups, which hold the masters."""
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, masters and loss scale, as plain values and live tensors. Gradients are not in it.

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from halfpeak.amp.messages import maybe_print
 from halfpeak.amp.optimizers.apex import FusedLAMB as ApexLAMB
@@ -267,22 +268,11 @@ class FP16_Optimizer:
             self.fp32_groups.append([parameter.detach().float().clone() for parameter in group["params"]])
             group["params"] = self.fp32_groups[-1]
 
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale."""
-        return self._scaler.cur_scale
+    cur_scale = loss_scale = delegated("_scaler.cur_scale")
+    """The loss scale."""
 
-    loss_scale = cur_scale
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's."""
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
-        return self.optimizer.param_groups
+    state = delegated("optimizer.state")
+    param_groups = delegated("optimizer.param_groups")
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Drop the gradients of the model's parameters, or zero them."""
