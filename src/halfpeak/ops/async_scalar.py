@@ -91,4 +91,5 @@ class AsyncScalar:
                 return False
             # Tensor.item() would count, and on some backends act, as a synchronisation.
             (self._value,) = host_values(self._buffer) or (self._value,)
+            self._copy = None
         return True
