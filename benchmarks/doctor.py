@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfpeak
+from halfpeak.recipes.base import score
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
 
 CPU = torch.device("cpu")
@@ -64,13 +65,13 @@ def recipe(name: str, steps: int, seeds: Sequence[int], **settings: Any) -> Task
 
     def metric(model: nn.Module) -> Tensor:
         batches = [next(iter(built.validation()))]
-        return torch.stack([built.score(model(b.inputs), b.targets).loss.float() for b in batches]).mean()
+        return torch.stack([score(model(b.inputs), b.targets).loss.float() for b in batches]).mean()
 
     return Task(
         built.model,
         lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3),
         lambda step: built.batch(sampler.indices(step)),
-        [lambda model, batch: built.score(model(batch.inputs), batch.targets).loss],
+        [lambda model, batch: score(model(batch.inputs), batch.targets).loss],
         metric,
         steps,
         seeds,

@@ -131,10 +131,10 @@ class OpCasts:
 
 
 class _Local(threading.local):
-    """The scopes that one :class:`OpCasts` has open on this thread."""
+    """The scopes that one :class:`OpCasts` or :class:`DeviceCasts` has open on this thread."""
 
     def __init__(self) -> None:
-        self.entered: list[Scope] = []
+        self.entered: list[Any] = []
         self.installed: Scope | None = None
 
 
@@ -171,7 +171,7 @@ class DeviceCasts:
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type = device_type
         self.dtype = dtype
-        self._local = _EnteredContexts()
+        self._local = _Local()
         self.traced = torch.autocast(device_type, dtype)
 
     def __enter__(self) -> DeviceCasts:
@@ -182,13 +182,6 @@ class DeviceCasts:
 
     def __exit__(self, *_: object) -> None:
         self._local.entered.pop().__exit__(None, None, None)
-
-
-class _EnteredContexts(threading.local):
-    """The autocast contexts that are open on this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.entered: list[torch.autocast] = []
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
 from halfpeak.insight.checkup import Checkup
 from halfpeak.insight.doctor import Progress, doctor
-from halfpeak.recipes.base import Batch
+from halfpeak.recipes.base import Batch, score
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
 from halfpeak.recipes.device import find_device
 from halfpeak.recipes.optimizers import build_optimizer
@@ -57,7 +57,7 @@ def _recipe(name: str, device: str, steps: int) -> tuple[Any, ...]:
         return build_optimizer(config, model, steps_low=False)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return recipe.score(model(batch.inputs), batch.targets).loss
+        return score(model(batch.inputs), batch.targets).loss
 
     batches = (recipe.batch(sampler.indices(step)) for step in range(steps))
     return lambda: recipe.model().to(place), make_optimizer, batches, loss

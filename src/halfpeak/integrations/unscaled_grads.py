@@ -17,7 +17,6 @@ class UnscaledGrads:
     """The gradients of one optimizer from the moment they are divided by the scale until they are dropped.
 
     Args:
-        optimizer: whose.
         inv_scale: by which gradients are multiplied.  # f32[]
         already: gradients that are unscaled already, because another optimizer shares them.
 

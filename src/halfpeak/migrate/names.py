@@ -179,13 +179,9 @@ def is_old(name: str) -> bool:
 
 def _mmcv(name: str) -> Replacement | None:
     match = _RUNNER_PARTS.fullmatch(name)
-    if match is None:
+    if match is None or match[1] not in runner.__all__:
         return None
-    if match[1] in runner.__all__:
-        return Replacement(module="halfpeak.runner", name=match[1])
-    special = {"patch_norm_fp32": "fp16_model", "cast_tensor_type": "casting"}
-    part = special.get(match[1])
-    return None if part is None else Replacement(module=f"halfpeak.runner.{part}", name=match[1])
+    return Replacement(module="halfpeak.runner", name=match[1])
 
 
 def _torch_only(name: str) -> Refusal:

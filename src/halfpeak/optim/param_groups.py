@@ -12,14 +12,7 @@ from halfpeak.optim.paramwise import Place, check_paramwise, custom_key, is_dcn
 
 
 class ParamGroups(ABC):
-    """Reads a ``paramwise_cfg`` and walks through a model. Subclasses say what becomes of a parameter.
-
-    Attributes:
-        optimizer_cfg: the optimizer's configuration.
-        paramwise_cfg: as given; ``{}`` for None.
-        base_lr: ``lr`` of ``optimizer_cfg``, or None.
-        base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
-    """
+    """Reads a ``paramwise_cfg`` and walks through a model. Subclasses say what becomes of a parameter."""
 
     optimizer_cfg: Mapping[str, Any]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Batch(NamedTuple):
@@ -62,9 +63,17 @@ class Recipe(Protocol):
         """The held-out samples, always in the same order."""
         ...
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Score:
-        """Mean loss and accuracy of a batch."""
-        ...
+
+def score(outputs: Tensor, targets: Tensor) -> Score:
+    """Mean cross entropy (in nats) and accuracy of a batch.
+
+    Args:
+        outputs: f[batch, ..., classes].
+        targets: i64[batch, ...].
+    """
+    logits, wanted = outputs.flatten(0, -2), targets.flatten()
+    loss = functional.cross_entropy(logits.float(), wanted)
+    return Score(loss, (logits.argmax(1) == wanted).float().mean())
 
 
 def mean_score(scores: Sequence[Score]) -> Score:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfpeak.core.extras import needs_extra
-from halfpeak.recipes.base import Batch, Score
+from halfpeak.recipes.base import Batch
 from halfpeak.recipes.settings import TrainConfig
 
 HELD_OUT = 0.2
@@ -79,11 +79,6 @@ class Digits:
     def validation(self) -> Iterator[Batch]:
         """All held-out images at once."""
         yield self._validation
-
-    def score(self, outputs: Tensor, targets: Tensor) -> Score:
-        """Cross entropy, and the share of images named rightly."""
-        loss = functional.cross_entropy(outputs.float(), targets)
-        return Score(loss, (outputs.argmax(1) == targets).float().mean())
 
 
 def _load() -> tuple[Tensor, Tensor, Tensor]:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.recipes.base import Batch, Score
+from halfpeak.recipes.base import Batch
 from halfpeak.recipes.gpt import SHAPES, ByteGPT
 from halfpeak.recipes.settings import RECIPES, TrainConfig
 
@@ -62,12 +61,6 @@ class PySource:
         last = (len(self._held_out) - 1) // self.units - 1
         for chosen in torch.linspace(0, last, self._held_out_samples).long().split(self._batch):
             yield self._windows(self._held_out, chosen)
-
-    def score(self, outputs: Tensor, targets: Tensor) -> Score:
-        """Cross entropy per byte (in nats), and the share of next bytes guessed rightly."""
-        logits, wanted = outputs.flatten(0, 1), targets.flatten()
-        loss = functional.cross_entropy(logits.float(), wanted)
-        return Score(loss, (logits.argmax(1) == wanted).float().mean())
 
     def _windows(self, text: Tensor, indices: Tensor) -> Batch:
         starts = (indices * self.units).to(text.device, non_blocking=True)

@@ -21,7 +21,7 @@ from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
 from halfpeak.engine.diagnosis.skips import DiagnosingWatch
 from halfpeak.ops.async_scalar import AsyncCopy
-from halfpeak.recipes.base import Batch, Recipe, Score, mean_score
+from halfpeak.recipes.base import Batch, Recipe, Score, mean_score, score
 from halfpeak.recipes.device import environment
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate
 from halfpeak.recipes.precision import build_engine, properties
@@ -97,7 +97,7 @@ class Training:
     def advance(self) -> Step:
         """Take one step."""
         first = self.step * self.config.accumulate
-        score = self._backward([
+        mean = self._backward([
             self.recipe.batch(self._sampler.indices(first + i)[self.ranks.rank :: self.ranks.count])
             for i in range(self.config.accumulate)
         ])  # fmt: skip
@@ -108,7 +108,7 @@ class Training:
         result = self._engine.step()
         self._found_inf = AsyncCopy(result.found_inf)
         self.step += 1
-        scalars = {**score._asdict(), "loss_scale": result.scale, "skipped": result.found_inf}
+        scalars = {**mean._asdict(), "loss_scale": result.scale, "skipped": result.found_inf}
         if result.grad_norm is not None:
             scalars["grad_norm"] = result.grad_norm
         epoch = round(self.step * self.config.accumulate / self._sampler.batches, 4)
@@ -123,11 +123,8 @@ class Training:
             with torch.no_grad(), self._engine.forward():
                 total = torch.zeros(3, device=self.device)
                 for inputs, targets in self.recipe.validation():
-                    score: Score = self.recipe.score(model(inputs), targets)
-                    total += (
-                        torch.stack([score.loss, score.accuracy, torch.ones_like(score.loss)])
-                        * targets.numel()
-                    )
+                    of_batch = score(model(inputs), targets)
+                    total += torch.stack([*of_batch, torch.ones_like(of_batch.loss)]) * targets.numel()
         finally:
             model.train()
         loss, accuracy = (total[:2] / total[2]).unbind()
@@ -185,9 +182,9 @@ class Training:
             if number:
                 self._engine.step()  # inside a window: it only ends the backward pass before
             with self._engine.forward(self._wrapped):
-                score = self.recipe.score((self._wrapped or self.model)(batch.inputs), batch.targets)
-            self._engine.backward(score.loss)
-            scores.append(Score(score.loss.detach(), score.accuracy))
+                of_batch = score((self._wrapped or self.model)(batch.inputs), batch.targets)
+            self._engine.backward(of_batch.loss)
+            scores.append(Score(of_batch.loss.detach(), of_batch.accuracy))
         return Score(*self.ranks.mean(torch.stack(mean_score(scores))).unbind())
 
     def _devices_by_name(self, drawn: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -59,11 +59,7 @@ def load_weights(
     revise_keys: ReviseKeys = ((r"^module\.", ""),),
     logger: Logger | None = None,
 ) -> None:
-    """Load the ``state_dict`` of a checkpoint, or a checkpoint that is one, into a model.
-
-    Args:
-        strict: refuse what does not fit exactly; otherwise it is left out, and the log says so.
-        revise_keys: pairs of a regular expression and its replacement, applied to each key in turn.
+    """Load the ``state_dict`` of a checkpoint, or a checkpoint that is one, as :func:`load_checkpoint` does.
 
     Raises:
         StateError: ``strict``, and the keys or shapes differ. Nothing was loaded.

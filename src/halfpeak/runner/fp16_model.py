@@ -157,11 +157,7 @@ def build_fp16_engine(
     Args:
         model: may be wrapped in ``DistributedDataParallel``.
         optimizer: with ``mode="master"`` its groups hold float32 masters afterwards.
-        mode: see :func:`~halfpeak.runner.fp16_model.wrap_fp16_model`.
-        dtype: the low dtype.
-        scale: how the loss scale moves.
-        clip: what limits the gradients.
-        reducer: the reduction of found_inf over the ranks.
+        mode: as in :func:`wrap_fp16_model`.
 
     Raises:
         ParameterError: a model or optimizer that cannot be prepared.
