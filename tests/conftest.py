@@ -25,7 +25,7 @@ else:
 if not torch.accelerator.is_available():
     # torch.manual_seed() keeps for each kind of device, which may still come, the stack that it was called from.
     for kind in (torch.cuda, torch.mtia, torch.xpu):
-        kind.manual_seed_all = int  # pyright: ignore[reportAttributeAccessIssue]
+        kind.manual_seed_all = int
 
 
 @pytest.hookimpl(wrapper=True)

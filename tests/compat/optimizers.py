@@ -95,20 +95,19 @@ def readable(state: Any) -> Any:
 
 def outcome(make: Make, level: str, fp32_loss: float) -> str:
     """``yes`` where it trains as in float32, a skip moves nothing and a resume is exact; else what is not so."""
-    loss = sum(Run(make, level).train(range(STEPS))[-4:])
+    run, file = Run(make, level), io.BytesIO()
+    run.train(range(5))
+    torch.save(run.engine.state_dict(), file)
+    losses = run.train(range(5, STEPS))
+    loss = sum(losses[-4:])
     if not math.isfinite(loss):
         return "NaN"
-    run = Run(make, level)
-    run.train(range(5))
     found: list[str] = []
-    resumed, file = Run(make, level), io.BytesIO()
-    torch.save(run.engine.state_dict(), file)
+    resumed = Run(make, level)
     file.seek(0)
     try:
         resumed.engine.load_state_dict(torch.load(file, weights_only=False))
-        if run.train(range(5, STEPS)) != resumed.train(range(5, STEPS)) or differences(
-            run.values(), resumed.values()
-        ):
+        if losses != resumed.train(range(5, STEPS)) or differences(run.values(), resumed.values()):
             found.append("a resume differs")
     except halfpeak.StateError:
         found.append("no resume")

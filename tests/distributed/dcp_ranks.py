@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -114,17 +115,24 @@ def cases() -> Iterator[tuple[str, str, str]]:
     yield ("O2", "fused copies", "fused shards")
 
 
-def resumed(level: str, source: str, target: str, folder: Path) -> dict[str, Any]:
+@functools.cache
+def stopped(level: str, source: str, folder: Path) -> dict[str, Any]:
+    """A run that saves in the middle: what it had then, and at its end."""
     run = Run(source, level)
     run.train(range(3))
     run.save(folder)
     saved = run.seen()
     run.train(range(3, 6))
+    return {"saved": saved, "straight": run.seen()}
+
+
+def resumed(level: str, source: str, target: str, folder: Path) -> dict[str, Any]:
+    seen = stopped(level, source, folder / f"{level} {source}")
     other = Run(target, level)
-    other.load(folder)
+    other.load(folder / f"{level} {source}")
     loaded = other.seen()
     other.train(range(3, 6))
-    return {"saved": saved, "loaded": loaded, "straight": run.seen(), "resumed": other.seen()}
+    return {**seen, "loaded": loaded, "resumed": other.seen()}
 
 
 def resumed_by_params(level: str, kind: str, folder: Path) -> dict[str, Any]:
@@ -253,9 +261,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {
-        " ".join(case): resumed(*case, folder / f"run{number}") for number, case in enumerate(cases())
-    }
+    seen: dict[str, Any] = {" ".join(case): resumed(*case, folder) for case in cases()}
     for number, case in enumerate(BY_PARAMS):
         seen[" ".join(("by params", *case))] = resumed_by_params(*case, folder / f"params{number}")
     seen["unstepped"] = unstepped(folder / "unstepped")

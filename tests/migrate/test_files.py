@@ -171,7 +171,7 @@ def test_a_finding_after_a_rewritten_loop_has_its_old_line_among_equal_lines(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = (CORPUS / "plain.py").read_text()
-    text = line * 300 + loop + line * 300 + "f = torch.cuda.amp.autocast\n" + line * 300
+    text = line * 100 + loop + line * 100 + "f = torch.cuda.amp.autocast\n" + line * 100
     put("a.py", text)
     assert main(["migrate", "a.py", "--write"]) == 0
     assert "prepare" in Path("a.py").read_text()
