@@ -5,31 +5,26 @@ from __future__ import annotations
 import torch
 
 from halfpeak.core.policy import Policy
+from halfpeak.engine.diagnosis.report import Diagnosis
+from halfpeak.engine.diagnosis.trace import Event
 
 
-def suggestion_for(
-    where: str,
-    module: str,
-    tensor: str,
-    reason: str,
-    value: float,
-    *,
-    dtype: str,
-    operation: str,
-    is_mask_like: bool,
-    policy: Policy,
-    level: str,
-    largest_scale: float | None,
-) -> str:
-    """One or two sentences; see :class:`halfpeak.Diagnosis` for the arguments.
+def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -> str:
+    """One or two sentences.
 
     Args:
+        found: all of the report but this.
+        event: what it blames.
+        policy: in which dtype things are.
         level: of :func:`halfpeak.prepare`; empty where another front end takes the steps, which has no ``keep_fp32``.
     """
+    where, module, tensor, largest_scale = found.where, found.module, found.tensor, found.largest_scale
     name = f"'{module}'" if module else "the model"
-    if reason != "overflow":
-        return _for_fault(where, name, tensor, reason, operation, is_mask_like=is_mask_like)
-    size = f"{value:.3g} is beyond what {dtype} holds ({torch.finfo(getattr(torch, dtype)).max:.3g})"
+    if found.reason != "overflow":
+        return _for_fault(found, name, event)
+    dtype = event.summary.dtype if event.summary else ""
+    largest = torch.finfo(getattr(torch, dtype)).max
+    size = f"{found.value:.3g} is beyond what {dtype} holds ({largest:.3g})"
     keep = f'Write halfpeak.prepare(..., "{level}", keep_fp32=["{module}"])'
     if not level:
         keep = f'Compute {name} in float32, or go over to halfpeak.prepare(..., keep_fp32=["{module}"])'
@@ -68,8 +63,9 @@ def _wider(dtype: str, policy: Policy, level: str) -> str:
     return ', or use bfloat16 ("O4")' if policy.per_op else ', or use bfloat16 ("O5")'
 
 
-def _for_fault(where: str, name: str, tensor: str, reason: str, operation: str, *, is_mask_like: bool) -> str:
-    if where == "input" and is_mask_like:
+def _for_fault(found: Diagnosis, name: str, event: Event) -> str:
+    where, tensor, reason = found.where, found.tensor, found.reason
+    if where == "input" and event.is_mask_like:
         return (
             f"{tensor} holds minus infinity. A softmax takes it away where a row keeps other values, and is nan where a row "
             "holds nothing else: leave one value in each row, or write torch.finfo(torch.float32).min for minus infinity."
@@ -84,7 +80,7 @@ def _for_fault(where: str, name: str, tensor: str, reason: str, operation: str, 
     if where == "loss":
         return f"All outputs are finite, and the loss is {reason} in float32, too: look for a log, root or division in it."
     if where == "backward":
-        of = f" of {operation}" if operation else ""
+        of = f" of {event.operation}" if event.operation else ""
         return (
             f"The derivative{of} in {name} is {reason} in float32, too: no loss scale helps. Roots, norms and logarithms have "
             "infinite slopes at zero: add a small number inside of them."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,12 +123,17 @@ def _of_engine(engine: Engine) -> _Subject:
     config = engine.config
     divisor = config.accumulation.divisor(engine.micro_step)
     by_prepare = config.engine_steps and not config.caller_may_step
+
+    def value(parameter: nn.Parameter) -> Tensor:
+        known = engine.masters.value_of(parameter)
+        return parameter if known is None else known
+
     return _Subject(
         engine.models,
         engine.policy,
         (config.properties.opt_level or "") if by_prepare else "",
         engine.scale / divisor,
-        lambda parameter: _or_else(engine.masters.value_of(parameter), parameter),
+        value,
         engine.replay,
     )
 
@@ -168,10 +173,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while type(inner).__name__ == "DistributedDataParallel":
         inner = uncompiled(inner.module)
     return inner
-
-
-def _or_else(value: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    return parameter if value is None else value
 
 
 class _Replay:
@@ -235,16 +236,8 @@ class _Replay:
         return loss
 
 
-@dataclass(frozen=True)
-class _Suspect:
-    """What is blamed.
-
-    Attributes:
-        where: of the report.
-        module: of the report.
-        tensor: of the report.
-        event: what was seen there.
-    """
+class _Suspect(NamedTuple):
+    """What is blamed: what the report says of it, and what was seen there."""
 
     where: Where
     module: str
@@ -267,28 +260,17 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
     scale = None
     if suspect.where == "backward" and reason == "overflow":
         scale = _largest_scale(replay)
-    return Diagnosis(
+    found = Diagnosis(
         where=suspect.where,
         module=suspect.module,
         tensor=suspect.tensor,
         reason=reason,
         value=value,
-        suggestion=suggestion_for(
-            suspect.where,
-            suspect.module,
-            suspect.tensor,
-            reason,
-            value,
-            dtype=suspect.event.summary.dtype if suspect.event.summary else "",
-            operation=suspect.event.operation,
-            is_mask_like=suspect.event.is_mask_like,
-            policy=replay.subject.policy,
-            level=replay.subject.level,
-            largest_scale=scale,
-        ),
         largest_scale=scale,
         frames=_frames(low, suspect.event),
     )
+    advice = suggestion_for(found, suspect.event, replay.subject.policy, replay.subject.level)
+    return replace(found, suggestion=advice)
 
 
 def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:

@@ -375,26 +375,30 @@ _REARRANGING: Final = frozenset({"T", "Transpose", "Permute", "View", "ToCopy"})
 def _names_of(models: Sequence[nn.Module]) -> dict[int, list[str]]:
     """All names of every module; the model itself has none."""
     names: dict[int, list[str]] = {}
-    for number, model in enumerate(models):
-        prefix = "" if len(models) == 1 else f"model {number}: "
-        for name, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(prefix + name)
+    for name, module in _named_modules(models):
+        names.setdefault(id(module), []).append(name)
     return names
 
 
 def _weights_of(models: Sequence[nn.Module]) -> list[tuple[str, str, Tensor]]:
     """(module, attribute, tensor) of every parameter and floating-point buffer, each once."""
     found: dict[int, tuple[str, str, Tensor]] = {}
+    for name, module in _named_modules(models):
+        for attribute, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
+            if tensor.is_floating_point():
+                found.setdefault(id(tensor), (name, attribute, tensor))
+    return list(found.values())
+
+
+def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module by each of its names, with the number of its model where there are several."""
     for number, model in enumerate(models):
         prefix = "" if len(models) == 1 else f"model {number}: "
-        for name, module in model.named_modules():
-            for attribute, tensor in (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ):
-                if tensor.is_floating_point():
-                    found.setdefault(id(tensor), (prefix + name, attribute, tensor))
-    return list(found.values())
+        for name, module in model.named_modules(remove_duplicate=False):
+            yield prefix + name, module
 
 
 def _named(value: Any, what: str) -> Iterator[tuple[str, Tensor]]:
