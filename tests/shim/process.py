@@ -13,7 +13,6 @@ import torch
 import torch._dynamo  # torch imports it at the first optimizer, and then renews some of its names
 from torch import nn
 
-from halfpeak.shim.finder import RowLister
 from halfpeak.shim.installing import SHIMS
 from laws.source import ROOT
 
@@ -38,16 +37,13 @@ PACKAGES = {package for shim in SHIMS.values() for package in shim.packages}
 
 
 def process_state() -> dict[str, Any]:
-    """Modules by name and identity, finders, importers, and every name of torch that a shim could touch."""
+    """Modules by name and identity, finders, and every name of torch that a shim could touch."""
     return {
         "modules": {name: id(module) for name, module in sys.modules.items()},
         "meta_path": [id(finder) for finder in sys.meta_path],
         "path_hooks": [id(hook) for hook in sys.path_hooks],
         "path": list(sys.path),
         "argv": list(sys.argv),
-        "importers": {
-            path for path, finder in sys.path_importer_cache.items() if isinstance(finder, RowLister)
-        },
         "function modes": torch._C._len_torch_function_stack(),
         **{name: names_of(owner) for name, owner in OWNERS.items()},
     }

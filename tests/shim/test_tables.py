@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
-import pkgutil
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -58,9 +57,7 @@ def test_a_row_is_a_module(module: Any) -> None:
         assert defined_in.partition(".")[0] not in table.packages, f"{name} would go with the shim"
 
     if is_package:
-        listed = {info.name: info.ispkg for info in pkgutil.iter_modules(module.__path__)}
         rows = {name.rpartition(".")[2] for name in table.modules if name.rpartition(".")[0] == fullname}
-        assert listed.keys() == rows
         for name in rows - {*module.__all__}:
             assert getattr(module, name) is sys.modules[f"{fullname}.{name}"]
     if parent and leaf not in sys.modules[parent].__all__:

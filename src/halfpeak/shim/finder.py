@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder, PathEntryFinder
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
@@ -51,9 +51,6 @@ class Finder(MetaPathFinder):
         for name in [name for name in sys.modules if self.shim.owns(name)]:
             if self._made(sys.modules[name]):
                 self._forget(name)
-        for path, lister in list(sys.path_importer_cache.items()):
-            if isinstance(lister, RowLister) and lister.shim is self.shim:
-                del sys.path_importer_cache[path]
         importlib.invalidate_caches()
 
     def find_spec(
@@ -145,9 +142,7 @@ class RowLoader(Loader):
         spec = ModuleSpec(fullname, self, origin=self.shim.table, is_package=is_package)
         spec.has_location = True
         if spec.submodule_search_locations is not None:
-            path = f"{self.shim.table}/{fullname.replace('.', '/')}"
-            spec.submodule_search_locations.append(path)
-            sys.path_importer_cache[path] = RowLister(self.shim, fullname)
+            spec.submodule_search_locations.append(f"{self.shim.table}/{fullname.replace('.', '/')}")
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -168,22 +163,6 @@ class RowLoader(Loader):
         vars(module).update(names)
         vars(module)["__all__"] = sorted(names)
         module.__doc__ = f"The part of ``{fullname}`` that halfpeak provides; {self.shim.page} describes it."
-
-
-class RowLister(PathEntryFinder):
-    """Lists a package's submodules for ``pkgutil.iter_modules``, and with it ``help``. Finding them is the finder's part."""
-
-    def __init__(self, shim: Shim, fullname: str) -> None:
-        self.shim = shim
-        self._fullname = fullname
-
-    def find_spec(self, fullname: str, target: ModuleType | None = None) -> None:
-        """Nothing."""
-
-    def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Each submodule, and whether it is a package."""
-        for name in sorted(self.shim.submodules(self._fullname)):
-            yield prefix + name, self.shim.is_package(f"{self._fullname}.{name}")
 
 
 def _owner(source: str, fullname: str) -> Any:

@@ -62,13 +62,8 @@ class Shim:
 
     def is_package(self, fullname: str) -> bool:
         """Whether the row may have submodules."""
-        return SUBMODULES in self.modules[fullname] or bool(self.submodules(fullname))
-
-    def submodules(self, fullname: str) -> tuple[str, ...]:
-        """Names of the rows directly below this one, without its own name and the dot."""
-        return tuple(
-            leaf for parent, _, leaf in (name.rpartition(".") for name in self.modules) if parent == fullname
-        )
+        below = f"{fullname}."
+        return SUBMODULES in self.modules[fullname] or any(name.startswith(below) for name in self.modules)
 
     def lazy(self, fullname: str) -> Any:
         """The submodule of that name, or what another library has in its place; None if it is neither."""
