@@ -1,4 +1,4 @@
-"""What an optimizer's state dict must be before it is loaded.
+"""The parameters of an optimizer, and what its state dict must be before it is loaded.
 
 torch checks the sizes of the groups and takes the rest as it comes: what does not fit raises in the middle of loading, or in
 a later step, or steps wrong memory.
@@ -64,6 +64,11 @@ _SWITCHES: Final = frozenset({"foreach", "fused"})
 _STEP_DTYPES: Final = (torch.float32, torch.float64)
 _DEEPEST: Final = 16
 _QUOTE: Final = "'"
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import (
     Closure,
@@ -42,7 +43,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.masters import Masters, params_of
+from halfpeak.state.masters import Masters
 
 
 class StepCallbacks(Protocol):

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import host_values
 from halfpeak.distributed.optimizer_state import is_called_by_params
@@ -61,7 +62,6 @@ from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import ClipNorm, is_by_norm, is_own, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
-from halfpeak.state.masters import params_of
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
 """Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides that it has reached, each with its own."""

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from halfpeak.casting.modules import is_prepared, kept_by_user, matches
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.state.masters import params_of
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ParameterError, StateError
-from halfpeak.core.optimizer_state import check_optimizer_state
+from halfpeak.core.optimizer_state import check_optimizer_state, params_of
 from halfpeak.fused.backends.base import Backend, DeviceBackend, DeviceStep, GradStats, UpdateList
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton import TritonBackend
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs, decide_on_host
-from halfpeak.fused.flat.layout import BufferSlice, FlatLayout, params_of
+from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
 from halfpeak.fused.flat.step_counts import StepCount
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of

@@ -22,6 +22,7 @@ from halfpeak.casting.modules import (
 from halfpeak.core.dtypes import LOW, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
@@ -33,7 +34,6 @@ from halfpeak.ops.shards import has_shards
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.state.clip import Clip
 from halfpeak.state.found_inf import FoundInfReducer
-from halfpeak.state.masters import params_of
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights, float32 masters. ``"autocast"``: float32 weights, operations cast one by one."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.versions import TensorVersions
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -466,11 +467,6 @@ class Masters:
         self._high_versions.add(high)
         self._high_versions.record_one(self._index[id(parameter)], high)
         return high
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Whatever stands in an optimizer's groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:

@@ -16,10 +16,10 @@ from halfpeak.amp.optimizers.apex import FusedLAMB as ApexLAMB
 from halfpeak.amp.optimizers.apex import FusedSGD as ApexSGD
 from halfpeak.amp.optimizers.internal_masters import no_amsgrad
 from halfpeak.core.errors import ClosureError, ConfigError, OrderError, StateError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
-from halfpeak.fused.flat.layout import params_of
 from halfpeak.fused.rules.base import Rule
 from halfpeak.ops.foreach import gradients_of
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.backends.base import GradStats
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
-from halfpeak.fused.flat.layout import params_of
 from halfpeak.ops.versions import TensorVersion
 
 

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.state.masters import Masters, params_of
+from halfpeak.core.optimizer_state import params_of
+from halfpeak.state.masters import Masters
 
 _GRAD: Final = attrgetter("grad")
 _TRAINABLE: Final = attrgetter("requires_grad")

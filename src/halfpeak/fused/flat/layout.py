@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.flat.buffers import (
     ALIGN,
     MIN_STANDALONE,
@@ -327,11 +328,6 @@ class FlatLayout:
             )
         except KeyError:
             return False
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

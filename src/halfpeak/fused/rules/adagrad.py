@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
-from halfpeak.fused.flat.layout import params_of
 from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.flat.buffers import flat
-from halfpeak.fused.flat.layout import params_of
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.quantized_rule import QuantizedRule
 from halfpeak.ops.foreach import is_dense

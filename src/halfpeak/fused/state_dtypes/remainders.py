@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError
-from halfpeak.fused.flat.layout import params_of
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.state_dtypes.codecs import Remainder
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.versions import TensorVersions

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.core.dtypes import is_low
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
-from halfpeak.state.masters import params_of
 
 NAMES: Final = (
     "_amp_stash",
