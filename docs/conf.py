@@ -3,9 +3,11 @@
 import importlib
 import inspect
 import re
+import sys
 from importlib import metadata
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 project = "halfpeak"
 author = "The halfpeak developers"
@@ -38,12 +40,10 @@ autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
 KINDS = {
     "autofunction": [],
-    "autodata": ["   :no-value:"],
+    "py:data": [],
     "autoclass": ["   :members:"],
     "autoexception": [],
 }
-DATA = {"LEVELS": "Every :class:`Level` by its name, O0 to O5."}
-"""What autodoc does not find: the words beside a name that is imported from another module."""
 LEFT_OUT = {
     # What front ends and tools call, and names of earlier releases.
     "Engine": "adopt_scaled_grads close_windows_without_gradients has_scaled_grads window_state check_window_state "
@@ -77,12 +77,12 @@ def public(name: str, names: list[str]) -> str:
     lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {one}" for one in names)]
     for one in names:
         thing = getattr(module, one)
-        kind = "autofunction" if callable(thing) else "autodata"
+        kind = "autofunction" if callable(thing) else "py:data"
         if inspect.isclass(thing):
             kind = "autoexception" if issubclass(thing, Exception) else "autoclass"
         lines += ["", f".. {kind}:: {one}", *KINDS[kind]]
-        if kind == "autodata":
-            lines += ["", f"   {DATA.get(one, '')}"]
+        if kind == "py:data":
+            lines += ["", f"   {words_below(one)}"]
         if kind == "autoclass":
             mro = thing.__mro__[1:]
             # What the classes of torch and of others have is not described again, nor what public ones on this page have.
@@ -96,3 +96,12 @@ def public(name: str, names: list[str]) -> str:
             if left_out:
                 lines.append(f"   :exclude-members: {', '.join(left_out)}")
     return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def words_below(name: str) -> str:
+    """The text below an assignment, wherever in halfpeak it stands; autodoc would take that of the value's class instead."""
+    for module in sorted(one for one in sys.modules if one.split(".")[0] == "halfpeak"):
+        words = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name))
+        if words:
+            return " ".join(words).strip()
+    return ""
