@@ -101,14 +101,6 @@ class HookList(list[Hook]):
         for hook in tuple(self):
             getattr(hook, stage)(runner)
 
-    def training_step(self, runner: RunnerView) -> AbstractContextManager[None]:
-        """The contexts that ``train_step`` runs in."""
-        return nested(hook.around_train_step(runner) for hook in self)
-
-    def validation_step(self, runner: RunnerView) -> AbstractContextManager[None]:
-        """The contexts that ``val_step`` runs in."""
-        return nested(hook.around_val_step(runner) for hook in self)
-
     def describe(self) -> str:
         """Which hooks act at which stage, in the order of their calls."""
         blocks: list[str] = []

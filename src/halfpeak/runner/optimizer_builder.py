@@ -41,13 +41,8 @@ class DefaultOptimizerConstructor(ParamGroups):
     mmcv differs from mmengine: a parameter without gradient keeps a plain group; a multiplier that is not given is 1; the
     bias of a depthwise convolution takes ``dwconv_decay_mult``; of ``custom_keys`` only the multipliers count.
 
-    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own.
-
-    Attributes:
-        optimizer_cfg: the optimizer's configuration.
-        paramwise_cfg: as given; ``{}`` for None.
-        base_lr: ``lr`` of ``optimizer_cfg``, or None.
-        base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
+    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own. The attributes
+    are those of the other constructor, without ``optim_wrapper_cfg``.
 
     Raises:
         ConfigTypeError: not a dict, or an unknown key.

@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from logging import Logger
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from halfpeak.checkpoint import save
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_list, require_mapping
@@ -21,14 +19,12 @@ from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.resume_state import RESUME_KEY, has_open_window
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.runner import optimizers
-from halfpeak.runner.checkpoint import StrPath, link_latest
-from halfpeak.runner.distributed import gather
 from halfpeak.runner.loop.batches import check_place
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.state import random_state
 
 VERSION: Final = 1
-_OF_RANK: Final = ("loop", "random")
+OF_RANK: Final = ("loop", "random")
 
 
 class Saved(NamedTuple):
@@ -120,24 +116,6 @@ def _check_parts(state: Mapping[str, Any], kind: str) -> None:
                 check_place(place)
 
 
-def write(
-    path: StrPath, state: dict[str, Any], rank: int, world: int, *, every_rank: bool, create_symlink: bool
-) -> None:
-    """Write a run to a file: whole or not at all, with a digest. Rank 0 writes.
-
-    Args:
-        every_rank: add what ranks have of their own; all of them must call this then.
-        create_symlink: whether to make a link ``latest.pth`` in the same directory.
-    """
-    if every_rank and world > 1:
-        own = {name: state[name] for name in _OF_RANK}
-        state["ranks"] = gather({**own, "windows": open_windows(state)})
-    if rank == 0:
-        save(Path(path), state, keep_previous=False)
-        if create_symlink:
-            link_latest(Path(path))
-
-
 def check_optimizers(optimizer: Optimizers, state: Any) -> None:
     """Check that the optimizer's part of a file fits.
 
@@ -224,10 +202,10 @@ def _part_of(state: Mapping[str, Any], rank: int, world: int, logger: Logger) ->
     """Data position and random generators of a rank; those of rank 0 where the file has no others."""
     ranks = state.get("ranks", [])
     if len(ranks) == world:
-        return {name: ranks[rank][name] for name in _OF_RANK}
+        return {name: ranks[rank][name] for name in OF_RANK}
     if world > 1:
         logger.warning("every rank takes the random generators of rank 0: the file has no others for it")
-    return {name: state[name] for name in _OF_RANK}
+    return {name: state[name] for name in OF_RANK}
 
 
 def _by_name(optimizer: Any) -> dict[str, Any]:

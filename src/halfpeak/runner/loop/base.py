@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from halfpeak.checkpoint import save
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
@@ -29,15 +30,16 @@ from halfpeak.runner.checkpoint import (
     Location,
     ReviseKeys,
     StrPath,
+    link_latest,
     listed,
     load_checkpoint,
     load_weights,
     read_checkpoint,
 )
-from halfpeak.runner.distributed import get_dist_info
+from halfpeak.runner.distributed import gather, get_dist_info
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_config import HookConfig
-from halfpeak.runner.hook_list import HookList, Priority
+from halfpeak.runner.hook_list import HookList, Priority, nested
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.batches import Flow
 from halfpeak.runner.optimizers import Optimizers
@@ -196,11 +198,11 @@ class BaseRunner:
 
     def training_step(self) -> AbstractContextManager[Any]:
         """The context of ``train_step``: the casts of the hooks, and no gradient reduction inside a window."""
-        return self._hooks.training_step(self)
+        return nested(hook.around_train_step(self) for hook in self._hooks)
 
     def validation_step(self) -> AbstractContextManager[Any]:
         """The context of ``val_step``; enter it to call the model for an evaluation of your own."""
-        return self._hooks.validation_step(self)
+        return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
         """Call one stage of every hook.
@@ -463,14 +465,14 @@ class BaseRunner:
         Raises:
             CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
         """
-        run_checkpoint.write(
-            path,
-            self.checkpoint(save_optimizer, meta),
-            self._rank,
-            self._world_size,
-            every_rank=every_rank,
-            create_symlink=create_symlink,
-        )
+        state = self.checkpoint(save_optimizer, meta)
+        if every_rank and self._world_size > 1:
+            own = {name: state[name] for name in run_checkpoint.OF_RANK}
+            state["ranks"] = gather({**own, "windows": run_checkpoint.open_windows(state)})
+        if self._rank == 0:
+            save(Path(path), state, keep_previous=False)
+            if create_symlink:
+                link_latest(Path(path))
 
     @abstractmethod
     def _counters(self) -> dict[str, int]:
