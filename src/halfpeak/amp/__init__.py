@@ -3,22 +3,22 @@
 Compatible with apex 25.04 and, for O4 and O5, to its ROCm fork; ``docs/compat/apex.md`` lists every name and difference.
 """
 
+from halfpeak.amp.ambient import disable_casts
 from halfpeak.amp.checkpointing import load_state_dict, state_dict
 from halfpeak.amp.frontend import initialize
-from halfpeak.amp.handle import disable_casts, master_params, scale_loss
+from halfpeak.amp.handle import master_params, scale_loss
 from halfpeak.amp.init_handle import init
 from halfpeak.amp.overflow_report import last_step
 from halfpeak.amp.registration import (
     bfloat16_function,
-    float_function,
     half_function,
-    promote_function,
     register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
 from halfpeak.amp.session import _amp_state
+from halfpeak.casting.registry import float_function, promote_function
 
 __all__ = [
     "_amp_state",

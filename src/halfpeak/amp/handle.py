@@ -1,4 +1,4 @@
-"""``scale_loss``, ``master_params`` and ``disable_casts``."""
+"""``scale_loss`` and ``master_params``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.amp.ambient import casts_in_backward, disable_casts
+from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.prepare import is_prepared
@@ -118,6 +118,3 @@ def _run_of(optimizer: Any) -> Run | None:
             f"this {type(optimizer).__name__} was not passed to amp.initialize; write "
             "model, optimizer = amp.initialize(model, optimizer)"
         ) from None
-
-
-__all__ = ["disable_casts", "master_params", "scale_loss"]

@@ -8,7 +8,7 @@ import torch
 
 from halfpeak.amp.session import CastRule, _amp_state
 from halfpeak.casting.casts import OpCasts
-from halfpeak.casting.registry import Registrations, float_function, low_function, promote_function
+from halfpeak.casting.registry import Registrations, low_function
 
 half_function = low_function
 """Decorator: cast the function's floating arguments to the low dtype of the casts that are on."""
@@ -66,16 +66,3 @@ def make_casts(
         allow_banned=allow_banned,
         on_cast=print if verbosity == 2 else None,
     )
-
-
-__all__ = [
-    "bfloat16_function",
-    "float_function",
-    "half_function",
-    "make_casts",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]

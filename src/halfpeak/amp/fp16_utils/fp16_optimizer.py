@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -232,11 +233,10 @@ class FP16_Optimizer(MasterGroups):
         scaler, saved = self.loss_scaler, state_dict["fp32_from_fp16"]
         scale = scaler.parse(state_dict["loss_scaler"])
         groups = self.fp32_from_fp16_groups
-        for group, values in zip(groups, require_list(saved, "fp32_from_fp16", len(groups)), strict=True):
-            for master, value in zip(
-                group, require_list(values, "fp32_from_fp16 of a group", len(group)), strict=True
-            ):
-                require_tensor(value, "fp32_from_fp16", like=master)
+        values: list[Tensor] = []
+        for group, given in zip(groups, require_list(saved, "fp32_from_fp16", len(groups)), strict=True):
+            require_list(given, "fp32_from_fp16 of a group", len(group))
+            values += [require_tensor(v, "fp32_from_fp16", like=m) for m, v in zip(group, given, strict=True)]
         dynamic, overflow = state_dict["dynamic_loss_scale"], state_dict.get("overflow", False)
         if not isinstance(dynamic, bool) or not isinstance(overflow, bool):
             raise StateError("dynamic_loss_scale and overflow must be True or False")
@@ -246,9 +246,8 @@ class FP16_Optimizer(MasterGroups):
         self.optimizer.load_state_dict(optimizer)
         self._engine.abort()
         with torch.no_grad():
-            for group, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
-                for master, value in zip(group, values, strict=True):
-                    master.copy_(value)
+            for master, value in zip(chain.from_iterable(groups), values, strict=True):
+                master.copy_(value)
         self._masters.publish()
         scaler.state = scale
         scaler.config = replace(scaler.config, dynamic=dynamic)
