@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
-from halfpeak.insight.history import finite_only
+from halfpeak.core.finite_json import finite_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -150,7 +149,7 @@ class Checkup:
 
     def to_json(self) -> str:
         """All fields. Numbers that are not finite are null, as JSON has none."""
-        return json.dumps(finite_only({"line": self.line, **asdict(self)}), indent=1, allow_nan=False) + "\n"
+        return finite_json({"line": self.line, **asdict(self)}, indent=1)
 
     def to_html(self) -> str:
         """A page that needs nothing else and no network."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 from halfpeak.checkpoint.temporary import open_to_append, write_text
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
+from halfpeak.core.finite_json import finite_json
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
 from halfpeak.ops.async_scalar import AsyncCopy
@@ -134,12 +134,12 @@ class JsonLines:
     def __init__(self, path: Path, *, after: int | None = None) -> None:
         has_rows = after is not None and path.is_file()
         kept = [row for row in read_rows(path) if row["step"] <= after] if has_rows else []
-        write_text(path, "".join(map(_line, kept)))
+        write_text(path, "".join(map(finite_json, kept)))
         self._file = open_to_append(path)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append and flush."""
-        self._file.writelines(map(_line, rows))
+        self._file.writelines(map(finite_json, rows))
         self._file.flush()
 
     def close(self) -> None:
@@ -197,20 +197,3 @@ def read_rows(path: Path) -> list[Row]:
 def _is_number(value: object) -> bool:
     """Whether it is a float, or an integer that a float can hold."""
     return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
-
-
-def finite_only(value: Any) -> Any:
-    """``value`` with None in the place of numbers that are not finite, as JSON has none.
-
-    >>> finite_only({"loss": [0.5, float("nan")]})
-    {'loss': [0.5, None]}
-    """
-    if isinstance(value, dict):
-        return {name: finite_only(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_only(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _line(row: Row) -> str:
-    return json.dumps(finite_only(row), allow_nan=False) + "\n"

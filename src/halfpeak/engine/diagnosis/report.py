@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
 from halfpeak.checkpoint.temporary import write_text
+from halfpeak.core.finite_json import finite_json
 from halfpeak.engine.diagnosis.trace import Summary
 
 Where = Literal["input", "weight", "forward", "loss", "backward"]
@@ -108,7 +108,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """All fields. Numbers that are not finite are null, as JSON has none."""
-        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n"
+        return finite_json(asdict(self), indent=1)
 
     def to_html(self) -> str:
         """The page that :meth:`save` writes."""
@@ -134,14 +134,6 @@ def _numbers(summary: Summary) -> tuple[str, str, str]:
     held = [n for n, has in (("nan", summary.nan), ("inf", summary.posinf), ("-inf", summary.neginf)) if has]
     largest = " ".join(held) or f"{summary.largest:.2e}"
     return f"{summary.smallest:.2e}", largest, f"{100 * summary.zeros:.0f} %"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # The picture: a bar per tensor from its smallest to its largest magnitude, in the range of its dtype.
