@@ -109,6 +109,25 @@ def test_what_is_not_the_engines_gets_what_it_would_without_a_scale(
         torch.testing.assert_close(one, other_scale, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("passes", [(0, 2, 4, 6), (1, 3, 5, 7), (2, 7, 9), (127, 129)])
+def test_inputs_get_unscaled_gradients_in_whichever_passes_they_need_them(
+    level: str, passes: tuple[int, ...]
+) -> None:
+    """Adversarial training has one pass for the attack, which looks at them, and one for the weights."""
+    model = _Net()
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), level, loss_scale=1024.0)
+    for number in range(passes[-1] + 1):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(number in passes)
+        with engine.forward():
+            loss = model(x).float().square().sum()
+        engine.backward(loss)
+        engine.step()
+        if number in passes:
+            (expected,) = torch.autograd.grad(_Net()(x).square().sum(), x)
+            torch.testing.assert_close(x.grad, expected, rtol=0.02, atol=0.02)
+
+
 def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
     after: list[list[Tensor]] = []
     for apart in (True, False):

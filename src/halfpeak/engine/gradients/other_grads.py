@@ -160,7 +160,7 @@ class UnmanagedGrads:
 
     Parameters of the models are always looked after. Others (a criterion with weights, a network that was not prepared,
     inputs) are found by a walk over the graph of the loss, which costs as much as a twentieth of a step on the CPU: at the
-    first pass and at one in :data:`WALK_EVERY`, and at all from when there was one.
+    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, and at all from when there was one.
 
     Args:
         models: whose parameters are looked after.
@@ -240,16 +240,16 @@ class UnmanagedGrads:
 
     def _others(self, graph: Node | None, pairs: list[ParamPairs], waiting: list[Tensor]) -> list[Tensor]:
         """What is neither the models' nor an optimizer's: what waits scaled, and what ``graph`` ends at, where it is walked."""
-        leaves, walks = waiting, False
+        leaves = waiting
         if graph is not None and self._may_walk:
-            walks = self._walks or self._passes % WALK_EVERY == 0
+            if self._walks or self._passes < WALKED_FIRST or self._passes % WALK_EVERY == 0:
+                leaves = [*leaves, *_leaves_of(graph)]
             self._passes += 1
-            leaves = [*leaves, *_leaves_of(graph)] if walks else leaves
         if not leaves:
             return []
         ours = {id(parameter) for own in pairs for parameter in own.model_params}.union(map(id, self._own))
         others = list({id(leaf): leaf for leaf in leaves if id(leaf) not in ours}.values())
-        self._walks = bool(others) if walks else self._walks
+        self._walks = self._walks or bool(others)
         return others
 
     def _search(self, pairs: list[ParamPairs]) -> None:
@@ -287,8 +287,11 @@ class UnmanagedGrads:
 
 _NOTHING: Final = StashedGrads([])
 
-WALK_EVERY: Final = 128
-"""Backward passes from one search for tensors that are nobody's to the next."""
+WALKED_FIRST: Final = 8
+"""How many passes begin with a search for tensors that are nobody's: they may have gradients in every other one alone."""
+
+WALK_EVERY: Final = 127
+"""Backward passes from one such search to the next. A prime, which comes to each turn of passes that alternate."""
 
 
 def _leaves_of(root: Node) -> list[Tensor]:
