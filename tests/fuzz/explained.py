@@ -67,10 +67,10 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         reference: the same.
     """
     mains = [p for o in subject.optimizers for group in o.param_groups for p in group["params"]]
-    if planned.name == "freeze through the groups" and any(
+    if planned.name in ("freeze through the groups", "freeze and unfreeze all") and any(
         subject.model_of(main).requires_grad and not main.requires_grad for main in mains
     ):
-        return "a master is still frozen, because its parameter was unfrozen since the last pass: freezing it leaves no trace"
+        return "since the last pass a master or its parameter was frozen or unfrozen, which the other side does not show yet"
     if planned.name == "a delayed pass first" and any(
         # Also one that was planted earlier and has not been reached yet.
         event.name == "exception in backward" and event.at <= planned.at

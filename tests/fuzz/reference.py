@@ -579,7 +579,7 @@ class Reference:
         """What an optimizer keeps for a low parameter is low, as ``Optimizer.load_state_dict`` would have it."""
         for parameter, row in optimizer.state.items():
             for key, value in row.items():
-                if isinstance(value, Tensor) and value.dim() and key != "step":
+                if isinstance(value, Tensor) and key not in ("step", "eta", "mu", "mu_product"):
                     row[key] = _cast(value, parameter.dtype)
 
     @property

@@ -85,6 +85,15 @@ FOUND: dict[str, Config] = {
         iterations=1,
         events=(Planned(0, "before step", "freeze", seed=934), Planned(0, "after step", "torch.func.grad")),
     ),
+    "a restart before the first step, where an optimizer has made the state of a number": Config(
+        seed=6020005928,
+        parts=("scalar",),
+        optimizers=("Adagrad",),
+        level="O3",
+        iterations=3,
+        accumulate=3,
+        events=(Planned(2, "before step", "restart"),),
+    ),
     "all weights through .data, and then one of them assigned": Config(
         seed=2020005225,
         level="O5",

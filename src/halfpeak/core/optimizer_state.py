@@ -48,7 +48,7 @@ _WHEN_SET: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "moment
 _SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """State tensors with one number for a parameter."""
 
-_PER_ELEMENT: Final = {*_WHEN_SET.values(), *chain.from_iterable(_ROWS.values())} - _SCALARS
+PER_ELEMENT: Final = {*_WHEN_SET.values(), *chain.from_iterable(_ROWS.values())} - _SCALARS
 """State tensors with one number for each element of a parameter."""
 
 _AT_LEAST_ZERO: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum", "lr_decay", "step"})
@@ -209,7 +209,7 @@ def _check_row(
         else:
             _check_values(value, what)
             # Layer-wise optimizers keep one number under the same name.
-            is_each = name in _PER_ELEMENT and isinstance(value, Tensor) and value.dim()
+            is_each = name in PER_ELEMENT and isinstance(value, Tensor) and value.dim()
             expected = mine.shape if isinstance(mine, Tensor) else parameter.shape if is_each else None
             if isinstance(value, Tensor) and expected is not None and value.shape != expected:
                 raise StateError(

@@ -20,6 +20,7 @@ from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import LevelName, resolve
+from halfpeak.core.optimizer_state import PER_ELEMENT
 from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, NormRule, Policy, parse_modules
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
@@ -326,7 +327,9 @@ def _cast_state(optimizer: Optimizer) -> None:
     """State that a model cast left behind follows its parameter's dtype, as ``Optimizer.load_state_dict`` casts it."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+            # Without a dimension it may be a counter, which stays as wide as it is.
+            follows = isinstance(value, Tensor) and value.is_floating_point() and key != "step"
+            if follows and (value.dim() or key in PER_ELEMENT):
                 state[key] = value.to(parameter.dtype)
 
 
