@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfpeak.core.extras import MissingExtraError, needs_extra
-from halfpeak.core.suitable import slow_float16, suitable_level
+from halfpeak.core.suitable import suitable_level
 
 
 def test_a_cpu_gets_bfloat16() -> None:
@@ -66,12 +66,6 @@ def test_a_device_that_cannot_say_gets_float16(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     monkeypatch.setattr(torch.accelerator, "get_device_capability", refuse)
     assert suitable_level("mps").level == "O2"
-
-
-def test_float16_is_called_slow_on_a_cpu_only() -> None:
-    assert "O4 and O5" in str(slow_float16("cpu", uses_float16=True))
-    assert slow_float16("cuda", uses_float16=True) is None
-    assert slow_float16("cpu", uses_float16=False) is None
 
 
 def test_a_missing_extra_names_its_command() -> None:

@@ -68,14 +68,3 @@ def _has_native_bf16(device: torch.device) -> bool:
         return torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
     except (RuntimeError, NotImplementedError, KeyError):  # a backend that does not say: take the safe level
         return False
-
-
-def slow_float16(device: torch.device | str, *, uses_float16: bool) -> str | None:
-    """A warning for float16 on a CPU, or None where there is nothing to warn of.
-
-    >>> slow_float16("cpu", uses_float16=False) is None
-    True
-    """
-    if torch.device(device).type != "cpu" or not uses_float16:
-        return None
-    return "float16 is 2 to 100 times slower than float32 on a CPU; O4 and O5 (bfloat16) are not"
