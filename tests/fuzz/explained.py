@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fuzz.config import Config, Planned
-from fuzz.reference import Reference
+from fuzz.reference import Reference, same_bits
 from fuzz.subject import Subject
 
 
@@ -71,6 +71,11 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         subject.model_of(main).requires_grad and not main.requires_grad for main in mains
     ):
         return "since the last pass a master or its parameter was frozen or unfrozen, which the other side does not show yet"
+    if planned.name == "swap weights in and out" and any(
+        pair.model is not pair.main and not same_bits(pair.main, pair.seen_main)
+        for pair in reference.pairs.values()
+    ):
+        return "what is put back was read before the next pass, so before the masters that were written have reached it"
     if planned.name == "a delayed pass first" and any(
         # Also one that was planted earlier and has not been reached yet.
         event.name == "exception in backward" and event.at <= planned.at
