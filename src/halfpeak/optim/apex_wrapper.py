@@ -22,7 +22,7 @@ from halfpeak.engine.prepare import build
 from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
 from halfpeak.optim.arguments import require_choice
-from halfpeak.optim.skip_count import SkipCount
+from halfpeak.optim.loss_scale import SkipCount
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import is_first_rank

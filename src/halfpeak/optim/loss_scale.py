@@ -1,4 +1,4 @@
-"""What ``loss_scale=`` means, in the words of torch, mmcv and halfpeak."""
+"""What ``loss_scale=`` means, in the words of torch, mmcv and halfpeak; and SkipCount, which tells of skipped steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Final
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
+from halfpeak.engine.engine import Engine
+from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.registry import unknown_key
 
 MMCV_RULE: Final = ScaleConfig(init=2.0**32, interval=1000, floor=1.0, ceiling=2.0**32)
@@ -86,3 +88,17 @@ def _with_bounds(rule: ScaleConfig, values: Mapping[str, Any]) -> ScaleConfig:
     config = replace(rule, **values)
     bounds = {"floor": min(config.floor, config.init), "ceiling": max(config.ceiling, config.init)}
     return replace(config, **{name: bound for name, bound in bounds.items() if name not in values})
+
+
+class SkipCount:
+    """Whether steps were skipped, as soon as their count has reached the host: a step or two late on an accelerator."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._count = AsyncScalar(engine.device)
+        self._known = 0.0
+
+    def has_grown(self, engine: Engine) -> bool:
+        """Whether a skip has come to be known since the last call."""
+        self._count.push(engine.num_skipped)
+        before, self._known = self._known, self._count.value
+        return self._known > before

@@ -20,8 +20,7 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim.amp_wrapper import numbers_of
 from halfpeak.optim.arguments import require_flag
-from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
-from halfpeak.optim.skip_count import SkipCount
+from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, SkipCount, parse_loss_scale
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
