@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from operator import setitem
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -50,8 +49,7 @@ def map_tree(value: Any, leaf: Leaf) -> Any:
     if isinstance(value, Mapping):
         return _cast_mapping(value, leaf)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _assign(value, ((name, getattr(value, name)) for name in held), leaf, object.__setattr__)
+        return _cast_dataclass(value, leaf)
     if callable(getattr(value, "to", None)):
         if callable(getattr(value, "set_data", None)) and callable(getattr(value, "items", None)):
             return _cast_data_element(value, leaf)
@@ -72,16 +70,14 @@ def _cast_mapping(value: Mapping[Any, Any], leaf: Leaf) -> Mapping[Any, Any]:
     return type(value)(cast)  # type: ignore[call-arg]  # such as types.MappingProxyType
 
 
-def _assign(
-    value: Any, items: Iterable[tuple[Any, Any]], leaf: Leaf, put: Callable[[Any, Any, Any], None] = setitem
-) -> Any:
+def _assign(value: Any, items: Iterable[tuple[Any, Any]], leaf: Leaf) -> Any:
     """A copy of ``value`` with the items that change replaced; other attributes of its class are kept."""
     changed = [(key, cast) for key, item in items if (cast := map_tree(item, leaf)) is not item]
     if not changed:
         return value
     rebuilt = copy.copy(value)
     for key, cast in changed:
-        put(rebuilt, key, cast)
+        rebuilt[key] = cast
     return rebuilt
 
 
@@ -92,6 +88,21 @@ def _rebuild(value: Any, leaf: Leaf) -> Any:
         return value
     # A named tuple's own constructor may take other arguments; torch's return types have no _make.
     return value._make(cast) if hasattr(value, "_make") else type(value)(cast)
+
+
+def _cast_dataclass(value: Any, leaf: Leaf) -> Any:
+    held = (
+        (field.name, getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)
+    )
+    changed = [(name, cast) for name, item in held if (cast := map_tree(item, leaf)) is not item]
+    if not changed:
+        return value
+    rebuilt = copy.copy(value)
+    for name, cast in changed:
+        object.__setattr__(rebuilt, name, cast)
+    return rebuilt
 
 
 def _cast_data_element(value: Any, leaf: Leaf) -> Any:
