@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import fused
+from halfpeak.ops.async_scalar import AsyncScalar
 from support.accelerator import Device, accelerator, on_device
 from support.nets import LEVELS
 
@@ -127,6 +128,16 @@ def test_nobody_waits_whatever_was_asked_for(device: Device, name: str, settings
 @pytest.mark.parametrize("name", REMAINDERS)
 def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
     assert waits_of(device, REMAINDERS[name], "O5", clip=1.0) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW"])
+def test_nobody_waits_for_values(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfpeak.state.samples.EVERY", 1)
+    compared: list[Tensor] = []
+    push = AsyncScalar.push
+    monkeypatch.setattr(AsyncScalar, "push", lambda self, one: (compared.append(one), push(self, one))[1])
+    assert waits_of(device, NEVER[name], "O2") == [[], []]
+    assert any(one.dtype is torch.bool for one in compared)
 
 
 @pytest.mark.parametrize("level", LEVELS)

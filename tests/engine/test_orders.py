@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -443,6 +444,26 @@ def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str
         return weights(engine)
 
     assert same(run(swap=True), run(swap=False))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("write", [None, through_data, in_place, assigned])
+def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
+    level: str, optimizer: str, write: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, whose values the host would wait for."""
+    monkeypatch.setattr("halfpeak.state.samples._is_on_host", lambda tensor: False)
+    monkeypatch.setattr("halfpeak.state.samples.EVERY", 2)
+    engine = build(level, OPTIMIZERS[optimizer])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in range(7):
+            train(engine, seed)
+            if write is not None and seed >= 3:
+                write(engine, clamped)
+    assert bool(told) == (write is through_data)
+    assert all("under torch.no_grad()" in str(one.message) for one in told)
 
 
 def perturb(parameter: Tensor) -> None:

@@ -19,45 +19,7 @@ from halfpeak.ops.versions import TensorVersions
 from halfpeak.state.grad_buffers import GradBufferPool
 from halfpeak.state.no_copy import allow_copy, forbid_copy
 from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
-
-
-class _Sample:
-    """Some values of a parameter and its master when they were published.
-
-    Lookahead and its like write all masters at once, and averaging all parameters, often through ``.data``, which leaves no
-    trace but the values. No view is kept: whoever holds memory counts as one who looks at it.
-
-    Args:
-        low: the parameter.
-        high: its master.
-        indices: of all pairs that were published with it.
-    """
-
-    def __init__(self, low: Tensor, high: Tensor, indices: Iterable[int]) -> None:
-        self.indices = frozenset(indices)
-        self._low, self._high = low, high
-        self.record()
-
-    def record(self) -> None:
-        """Take the values as they are now."""
-        self._low_values, self._high_values = _some_of(self._low).clone(), _some_of(self._high).clone()
-
-    def is_low_written(self) -> bool:
-        """Whether those of the parameter are others now. Known on the host only: a device would be waited for."""
-        return self._low.is_cpu and not torch.equal(_some_of(self._low), self._low_values)
-
-    def is_high_written(self) -> bool:
-        """The same of its master."""
-        return self._high.is_cpu and not torch.equal(_some_of(self._high), self._high_values)
-
-
-def _some_of(tensor: Tensor) -> Tensor:
-    """About 64 of its values."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not foreach.is_dense(tensor):
-        return tensor.detach()
-    size = tensor.numel()
-    step = max(1, size // 64)
-    return tensor.detach().as_strided((-(-size // step),), (step,))
+from halfpeak.state.samples import Sample
 
 
 class Masters:
@@ -101,7 +63,7 @@ class Masters:
         self._versions, self._high_versions = TensorVersions(), TensorVersions()
         self._trainable: list[bool] = []
         # Of the largest master of each optimizer, and of its parameter.
-        self._samples: dict[int, _Sample] = {}
+        self._samples: dict[int, Sample] = {}
         self._watched: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
@@ -268,7 +230,7 @@ class Masters:
             index = max(indices, key=lambda index: self._high[index].numel())
             # Before another optimizer has stepped, it stands for the parameters of that one, too.
             known = self._samples[index].indices if index in self._samples else ()
-            self._samples[index] = _Sample(self._low[index], self._high[index], [*indices, *known])
+            self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
 
     def follow_masters(self) -> None:
         """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
@@ -349,13 +311,15 @@ class Masters:
         """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.
 
         64 values of the largest parameter are looked at: averaging, clamping and swapping weights change them, and comparing
-        all weights would take half the time of a step. On an accelerator nothing is looked at, because the host would wait.
+        all weights would take half the time of a step. On an accelerator the host would wait, so there it is only warned.
 
         Args:
             optimizer: whose parameters are compared.
         """
         indices = self._indices(optimizer)
         stand_in = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
+        for sample in stand_in:
+            sample.warn_of_writes()
         written = [s.indices for s in stand_in if s.is_low_written()]
         if written:
             # Taking the sample anew must not forget what it stands for besides.
@@ -368,6 +332,11 @@ class Masters:
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
                 self._agree(index)
+
+    def forget_values(self) -> None:
+        """A CUDA graph has stepped: values that were taken before it are out of date."""
+        for sample in self._samples.values():
+            sample.forget()
 
     def value_of(self, parameter: Tensor) -> Tensor | None:
         """What a low parameter is worth in float32; None if it has no master. Waits for the device.

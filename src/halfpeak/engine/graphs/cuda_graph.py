@@ -80,6 +80,7 @@ class CapturedFunction:
         _use(context, self._static_state)
         self._tables.rewrite(optimizer.param_groups)
         self._graph.replay()
+        context.masters.forget_values()
         context.record.micro_step += 1
         self._engine.report(self._step.result)
         context.train_step.check_after_replay(context.prepared)
