@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,7 @@ def train(level: str, *, compiled: bool) -> list[Tensor]:
     return [*(run(*batch) for batch in zip(x, y, strict=True)), *(p.detach() for p in model.parameters())]
 
 
+@functools.cache
 def step_of_torch(*, compiled: bool) -> Tensor:
     """A weight after a step of the bare optimizer."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from halfpeak.checkpoint import file as checkpoint
 from support.forks import ENVIRONMENT
@@ -22,13 +23,19 @@ STEPS = 40
 
 
 def start(
-    folder: Path, *, restarts: int = 0, ranks: int = 2, shard: bool = False, monitor: float = 0.1
+    folder: Path,
+    *,
+    restarts: int = 0,
+    ranks: int = 2,
+    shard: bool = False,
+    monitor: float = 0.1,
+    launcher: str = "torch.distributed.run",
 ) -> subprocess.Popen[str]:
     """A run with skipped steps and windows of two passes, saved after every step; torchrun looks after it in intervals."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    launcher += [f"--monitor-interval={monitor}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--monitor-interval={monitor}"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     return subprocess.Popen(
-        [sys.executable, *launcher, *command(folder, shard=shard)],
+        [sys.executable, "-m", launcher, *options, *command(folder, shard=shard)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,23 +76,23 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
     """The processes that torchrun has started and that still run."""
     try:
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"halfpeak" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(pid) for pid in children if b"--level" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     except OSError:
         return []
 
 
-def kill(folder: Path, kills: int, *, seed: int = 0, ranks: int = 2, shard: bool = False) -> tuple[int, str]:
+def kill(folder: Path, kills: int, *, seed: int = 0, start_up: float = 10, **options: Any) -> tuple[int, str]:
     """A run of which so many ranks are killed: how many were until its end, and what it printed.
 
     Most are killed after a new step, so that the run comes to its end; every third one in whatever the ranks then do, which
-    may be starting.
+    may be starting: that takes them at most ``start_up`` seconds.
     """
     draw = random.Random(seed)
-    run = start(folder, restarts=kills, ranks=ranks, shard=shard)
+    run = start(folder, restarts=kills, **options)
     size = done = 0
     while done < kills:
         if done % 3 == 2:
-            wait(run, 10 * draw.random())
+            wait(run, start_up * draw.random())
         else:
             size = wait_for_rows(run, folder, size)
             wait(run, draw.random() / 2)  # at any moment of the steps that follow

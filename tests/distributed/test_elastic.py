@@ -15,6 +15,8 @@ from distributed.kills import STEPS, changed, command, kill, ranks_of, start, wa
 from distributed.launching import run_as_torchrun
 
 KILLS = 20 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 3
+LAUNCHER = "distributed.forking_torchrun"
+"""Torchrun itself starts the ranks of the other test, and imports torch in each."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(1800)
 def test_killed_ranks_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    done, _ = kill(tmp_path / "run", KILLS)
+    done, _ = kill(tmp_path / "run", KILLS, start_up=1, launcher=LAUNCHER)
     assert done == KILLS
     assert changed(undisturbed, tmp_path / "run") == set()
 
@@ -42,7 +44,7 @@ def test_who_is_left_says_in_one_line_that_a_rank_has_died(tmp_path: Path) -> No
 
 
 def test_ranks_that_are_asked_to_end_save_first(undisturbed: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run")
+    run = start(tmp_path / "run", launcher=LAUNCHER)
     wait_for_rows(run, tmp_path / "run", 0)
     run.send_signal(signal.SIGTERM)
     printed, _ = run.communicate(timeout=60)

@@ -1,0 +1,27 @@
+"""``torchrun -m halfpeak ...`` with ranks that are forked, so that what they import is imported once. Arguments: torchrun's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from halfpeak.cli.main import main
+from support.forks import IMPORTED
+
+
+def be_a_rank(*command: str) -> None:
+    """Return only where the command succeeds, as torchrun asks of a function."""
+    if status := main(command[command.index("halfpeak") + 1 :]):
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    for name in (*IMPORTED, "sklearn.datasets"):
+        importlib.import_module(name)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    config, _, arguments = config_from_args(parse_args(None))
+    config.start_method = "fork"
+    elastic_launch(config, be_a_rank)(*arguments)
