@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -158,15 +158,11 @@ def on_cpu() -> Generator[None]:
     with ExitStack() as undo:
         for module, names in ((torch.cuda, CUDA), (torch.cuda.nvtx, NVTX), (torch.cuda.profiler, PROFILER)):
             _replace(undo, module, names)
-        _replace(undo, torch, _global())
-        _replace(undo, nn.Module, {"to": _module_to()})
         # torch parses its argument before it calls the mode.
         _replace(undo, Tensor, {"record_stream": _do_nothing})
-        for module in (dist, dist.distributed_c10d):
-            _replace(undo, module, _groups())
-        _replace(undo, nn.parallel.DistributedDataParallel, {"__init__": _without_devices()})
         _replace(undo, nn.DataParallel, {"__init__": _only_the_module})
-        _replace(undo, torch.autocast, {"__init__": _cpu_autocast()})
+        for owner, name, change in _changes():
+            _replace(undo, owner, {name: _changed(getattr(owner, name), change)})
         undo.enter_context(_ToCpu())
         yield
 
@@ -202,70 +198,74 @@ def _kind(value: Any) -> Any:
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
 
 
-def _global() -> Mapping[str, Any]:
-    # By getattr: the laws on safe loading look for calls of torch.load, and these calls are the script's.
-    load, set_type, set_device = (
-        getattr(torch, name) for name in ("load", "set_default_tensor_type", "set_default_device")
-    )
-
-    @functools.wraps(load)
-    def to_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return load(f, CPU, *args, **kwargs)
-
-    @functools.wraps(set_type)
-    def set_default_type(t: Any) -> None:
-        set_type(_kind(t))
-
-    @functools.wraps(set_device)
-    def set_default_device(device: Any) -> None:
-        set_device(_place(device))
-
-    return {
-        "load": to_cpu,
-        "set_default_tensor_type": set_default_type,
-        "set_default_device": set_default_device,
-    }
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _module_to() -> Callable[..., Any]:
-    move = nn.Module.to
+def _changed(function: Callable[..., Any], change: Callable[..., _Arguments]) -> Callable[..., Any]:
+    """``function`` with the arguments that ``change`` makes of those it is called with."""
 
-    @functools.wraps(move)
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        placed = {key: _place(value) if key == "device" else value for key, value in kwargs.items()}
-        return move(self, *(_place(one) for one in args[:1]), *args[1:], **placed)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = change(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return to
+    return call
 
 
-def _groups() -> Mapping[str, Any]:
-    start, new = dist.init_process_group, dist.new_group
+def _load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> _Arguments:
+    return (f, CPU, *args), kwargs
 
-    @functools.wraps(start)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return start(_gloo(backend), *args, **{k: v for k, v in kwargs.items() if k != "device_id"})
 
-    @functools.wraps(new)
-    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        return new(*args, backend=_gloo(backend), **kwargs)
+def _default_type(t: Any) -> _Arguments:
+    return (_kind(t),), {}
 
-    return {"init_process_group": init_process_group, "new_group": new_group}
+
+def _default_device(device: Any) -> _Arguments:
+    return (_place(device),), {}
+
+
+def _module_to(module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
+    placed = {key: _place(value) if key == "device" else value for key, value in kwargs.items()}
+    return (module, *map(_place, args[:1]), *args[1:]), placed
+
+
+def _group(backend: str | None = None, *args: Any, **kwargs: Any) -> _Arguments:
+    return (_gloo(backend), *args), {key: value for key, value in kwargs.items() if key != "device_id"}
+
+
+def _new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> _Arguments:
+    return args, {**kwargs, "backend": _gloo(backend)}
 
 
 def _gloo(backend: str | None) -> str | None:
     return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
 
 
-def _without_devices() -> Callable[..., None]:
-    build = nn.parallel.DistributedDataParallel.__init__
+def _without_devices(
+    ddp: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+) -> _Arguments:
+    return (ddp, module, None, None, *args), kwargs
 
-    @functools.wraps(build)
-    def init(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        build(self, module, None, None, *args, **kwargs)
 
-    return init
+def _autocast(
+    scope: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+) -> _Arguments:
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    return (scope, device_type, dtype, *args), kwargs
+
+
+def _changes() -> Iterator[tuple[Any, str, Callable[..., _Arguments]]]:
+    """Functions that get other arguments inside :func:`on_cpu`."""
+    yield torch, "load", _load
+    yield torch, "set_default_tensor_type", _default_type
+    yield torch, "set_default_device", _default_device
+    yield nn.Module, "to", _module_to
+    for module in (dist, dist.distributed_c10d):
+        yield module, "init_process_group", _group
+        yield module, "new_group", _new_group
+    yield nn.parallel.DistributedDataParallel, "__init__", _without_devices
+    yield torch.autocast, "__init__", _autocast
 
 
 def _only_the_module(
@@ -274,20 +274,6 @@ def _only_the_module(
     """``DataParallel`` as torch makes it where there is no device: it calls the module."""
     nn.Module.__init__(self)
     self.module, self.device_ids, self.dim = module, [], dim
-
-
-def _cpu_autocast() -> Callable[..., None]:
-    build = torch.autocast.__init__
-
-    @functools.wraps(build)
-    def init(
-        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        build(self, device_type, dtype, *args, **kwargs)
-
-    return init
 
 
 def _replace(undo: ExitStack, owner: Any, names: Mapping[str, Any]) -> None:
