@@ -394,26 +394,14 @@ def _library() -> torch.library.Library:
     return library
 
 
-def _backward(
-    engine: int, token: Tensor, backward: list[int], loss: Tensor, which: list[int], grads: list[Tensor]
-) -> None:
+def _backward(engine: int, token: Tensor, *backward: Any) -> None:
     token.add_(1)
-    _STEPS[engine].run_backward(backward, loss, which, grads, own=False)
+    _STEPS[engine].run_backward(*backward, own=False)
 
 
-def _step(
-    engine: int,
-    token: Tensor,
-    backward: list[int],
-    loss: Tensor,
-    which: list[int],
-    grads: list[Tensor],
-    optimizers: list[int],
-    weights: list[Tensor],
-    buffers: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _step(engine: int, token: Tensor, *step: Any) -> tuple[Tensor, Tensor, Tensor]:
     token.add_(1)
-    return _STEPS[engine].run_step(backward, loss, which, grads, optimizers, weights, buffers)
+    return _STEPS[engine].run_step(*step)
 
 
 def _fake_step(engine: int, token: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
