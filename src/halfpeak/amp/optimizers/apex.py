@@ -148,7 +148,7 @@ class FusedAdam(InternalMasters):
                 raise ConfigError(
                     f"{name} is an argument of apex.contrib.optimizers.FusedAdam.step; use that class, or leave it out"
                 )
-        return _step_with_scaler(self, super().step, closure, **others)
+        return super().step(closure, **others)
 
     def has_master(self, parameter: Tensor) -> bool:
         """With ``master_weights``, every low parameter."""
@@ -330,15 +330,6 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         group = self.param_groups[-1]
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
 
-    def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
-        """Step every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss again and returns it.
-            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped.
-        """
-        return _step_with_scaler(self, super().step, closure, **others)
-
     def has_master(self, parameter: Tensor) -> bool:
         """Every parameter of the reduced dtype."""
         return self.reduced_precision_dtype is not None and parameter.dtype == self.reduced_precision_dtype
@@ -444,23 +435,3 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
                 for index, norm in zip(members, norms.unbind(), strict=True):
                     state[index]["exp_avg_sq"] = norm
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
-
-
-def _step_with_scaler(
-    optimizer: FusedOptimizer,
-    step: Callable[..., Any],
-    closure: Callable[[], Any] | None,
-    grad_scaler: Any = None,
-) -> Any:
-    """Step with the scale and ``found_inf`` of a torch ``GradScaler`` passed as ``grad_scaler=``."""
-    if grad_scaler is None:
-        return step(closure)
-    found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
-    values = list(found.values())
-    given = {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
-    vars(optimizer).update(given)
-    try:
-        return step(closure)
-    finally:
-        for name in given:
-            vars(optimizer).pop(name, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,17 @@ class InternalMasters(ApexStateLayout):
     def has_master(self, parameter: Tensor) -> bool:
         """Whether a parameter gets a master."""
 
+    def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. It has no
+                name here because torch's GradScaler warns of optimizers whose ``step`` names it.
+        """
+        with _scaled_by(self, **others):
+            return super().step(closure)
+
     def measure(self, inputs: StepInputs) -> GradStats:
         if not self._has_masters():
             return super().measure(inputs)
@@ -131,6 +143,23 @@ class InternalMasters(ApexStateLayout):
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
         self._versions[parameter] = TensorVersion.of(parameter)
         return master
+
+
+@contextmanager
+def _scaled_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> Generator[None]:
+    """Steps in the body have the scale and the ``found_inf`` of a GradScaler of torch's."""
+    if grad_scaler is None:
+        yield
+        return
+    found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
+    values = list(found.values())
+    given = {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
+    vars(optimizer).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            vars(optimizer).pop(name, None)
 
 
 def no_amsgrad(amsgrad: bool) -> None:
