@@ -14,24 +14,23 @@ from halfpeak.core.errors import RankMismatchError
 from halfpeak.ops.shards import has_process_group, is_shard
 
 
-def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor], group: Any = None) -> None:
+def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> None:
     """Compare with all ranks, by one all-reduce of 16 bytes. Every rank must call it. Waits for the device.
 
     Args:
         numbers: what must be equal, by what it is called.
         tensors: likewise, compared by a hash of their bits; shards, of which each rank has its own, are left out.
-        group: the ranks; None for all.
 
     Raises:
         RankMismatchError: on every rank, if one differs from the first.
     """
-    if not has_process_group() or dist.get_world_size(group) == 1:
+    if not has_process_group() or dist.get_world_size() == 1:
         return
     mine = {**numbers, **_hashes(tensors)}
-    if _same_everywhere(hashlib.sha256(repr(mine).encode()).digest(), group):
+    if _same_everywhere(hashlib.sha256(repr(mine).encode()).digest()):
         return
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group=group)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
     first = of_ranks[0]
     found: list[str] = []
     for rank, other in enumerate(of_ranks):
@@ -50,12 +49,12 @@ def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor], gro
         )
 
 
-def _same_everywhere(digest: bytes, group: Any) -> bool:
+def _same_everywhere(digest: bytes) -> bool:
     """Whether all ranks have the same: what is gathered grows with the ranks and the weights, this does not."""
     number = int.from_bytes(digest[:8], "big") >> 1
-    device = torch.accelerator.current_accelerator() if dist.get_backend(group) == "nccl" else None
+    device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
     extremes = torch.tensor([number, -number], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, negated_smallest = extremes.tolist()
     return largest == -negated_smallest
 

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
@@ -34,6 +35,11 @@ def _setting(
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
+_precision = partial(_setting, "precision")
+_optimization = partial(_setting, "optimization")
+_data = partial(_setting, "length and data")
+_run = partial(_setting, "run")
+
 OPTIMIZER_NAMES = ("adam", "adamw", "adagrad", "lamb", "nadam", "novograd", "radam", "rmsprop", "sgd")
 SIZES = ("tiny", "small", "medium", "large", "xl")
 
@@ -51,90 +57,64 @@ class TrainConfig:
 
     recipe: str = _setting("", "The training job: digits or pysource.", "digits")
 
-    level: str = _setting("precision", "Opt level, O0 to O5. auto takes the one that suits the device.", AUTO)
-    cast_model_type: Literal["float16", "bfloat16", "float32"] | None = _setting(
-        "precision", "Dtype of the model.", None
+    level: str = _precision("Opt level, O0 to O5. auto takes the one that suits the device.", AUTO)
+    cast_model_type: Literal["float16", "bfloat16", "float32"] | None = _precision(
+        "Dtype of the model.", None
     )
-    cast_model_outputs: Literal["float16", "bfloat16", "float32"] | None = _setting(
-        "precision", "Dtype that the model returns.", None
+    cast_model_outputs: Literal["float16", "bfloat16", "float32"] | None = _precision(
+        "Dtype that the model returns.", None
     )
-    keep_batchnorm_fp32: bool | None = _setting("precision", "Keep normalisation layers in float32.", None)
-    master_weights: bool | None = _setting("precision", "Let the optimizer step float32 copies.", None)
-    loss_scale: float | Literal["dynamic"] | None = _setting(
-        "precision", "A number, or dynamic, instead of the level's own.", None, above=0
+    keep_batchnorm_fp32: bool | None = _precision("Keep normalisation layers in float32.", None)
+    master_weights: bool | None = _precision("Let the optimizer step float32 copies.", None)
+    loss_scale: float | Literal["dynamic"] | None = _precision(
+        "A number, or dynamic, instead of the level's own.", None, above=0
     )
-    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = _setting(
-        "precision", "Recipe by which linear layers multiply in float8 (O5, torchao).", None
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = _precision(
+        "Recipe by which linear layers multiply in float8 (O5, torchao).", None
     )
-    init_loss_scale: float = _setting("precision", "First dynamic loss scale.", 2.0**16, above=0)
-    min_loss_scale: float = _setting(
-        "precision", "The dynamic loss scale never falls below this.", 2.0**-14, above=0
-    )
-    max_loss_scale: float = _setting(
-        "precision", "The dynamic loss scale never grows above this.", 2.0**24, above=0
-    )
-    loss_scale_interval: int = _setting(
-        "precision", "Clean steps in a row before the scale grows.", 2000, least=1
-    )
+    init_loss_scale: float = _precision("First dynamic loss scale.", 2.0**16, above=0)
+    min_loss_scale: float = _precision("The dynamic loss scale never falls below this.", 2.0**-14, above=0)
+    max_loss_scale: float = _precision("The dynamic loss scale never grows above this.", 2.0**24, above=0)
+    loss_scale_interval: int = _precision("Clean steps in a row before the scale grows.", 2000, least=1)
 
-    optimizer: str = _setting(
-        "optimization", f"One of {', '.join(OPTIMIZER_NAMES)}.", MISSING, choices=OPTIMIZER_NAMES
+    optimizer: str = _optimization(f"One of {', '.join(OPTIMIZER_NAMES)}.", MISSING, choices=OPTIMIZER_NAMES)
+    lr: float = _optimization("Peak learning rate.", MISSING, above=0)
+    weight_decay: float = _optimization("Weight decay of matrices and kernels.", MISSING, least=0)
+    schedule: Literal["cosine", "linear", "constant"] = _optimization(
+        "How the learning rate falls after the warm-up: cosine, linear or constant.", "cosine"
     )
-    lr: float = _setting("optimization", "Peak learning rate.", MISSING, above=0)
-    weight_decay: float = _setting("optimization", "Weight decay of matrices and kernels.", MISSING, least=0)
-    schedule: Literal["cosine", "linear", "constant"] = _setting(
-        "optimization", "How the learning rate falls after the warm-up: cosine, linear or constant.", "cosine"
+    schedule_steps: int | None = _optimization(
+        "Steps after which the learning rate has fallen. None: the length of the run.", None, least=1
     )
-    schedule_steps: int | None = _setting(
-        "optimization",
-        "Steps after which the learning rate has fallen. None: the length of the run.",
-        None,
-        least=1,
+    warmup: int | None = _optimization(
+        "Steps over which the learning rate rises; unless given, at most a tenth of the run.", None, least=0
     )
-    warmup: int | None = _setting(
-        "optimization",
-        "Steps over which the learning rate rises; unless given, at most a tenth of the run.",
-        None,
-        least=0,
-    )
-    accumulate: int = _setting("optimization", "Batches whose mean gradient makes one step.", 1, least=1)
-    clip_norm: float = _setting("optimization", "Limit of the gradient norm. 0: none.", 0.0, least=0)
-    clip_value: float = _setting("optimization", "Limit of every gradient element. 0: none.", 0.0, least=0)
+    accumulate: int = _optimization("Batches whose mean gradient makes one step.", 1, least=1)
+    clip_norm: float = _optimization("Limit of the gradient norm. 0: none.", 0.0, least=0)
+    clip_value: float = _optimization("Limit of every gradient element. 0: none.", 0.0, least=0)
 
-    epochs: float | None = _setting("length and data", "Passes over the training data.", None, above=0)
-    steps: int | None = _setting("length and data", "Steps, instead of epochs.", None, least=1)
-    batch: int = _setting("length and data", "Samples in a batch.", MISSING, least=1)
-    seed: int = _setting("length and data", "Seed of the weights and of the data order.", 0, least=0)
-    size: str | None = _setting(
-        "length and data", f"Model size (pysource): {', '.join(SIZES)}.", None, choices=SIZES
-    )
-    context: int | None = _setting(
-        "length and data", "Bytes that the model sees at once (pysource).", None, least=2
-    )
+    epochs: float | None = _data("Passes over the training data.", None, above=0)
+    steps: int | None = _data("Steps, instead of epochs.", None, least=1)
+    batch: int = _data("Samples in a batch.", MISSING, least=1)
+    seed: int = _data("Seed of the weights and of the data order.", 0, least=0)
+    size: str | None = _data(f"Model size (pysource): {', '.join(SIZES)}.", None, choices=SIZES)
+    context: int | None = _data("Bytes that the model sees at once (pysource).", None, least=2)
 
-    device: str = _setting("run", "auto, cpu, cuda, cuda:1, mps, xpu, ...", "auto")
-    threads: int | None = _setting(
-        "run", "Threads that share one operation on a CPU. None: torch's own.", None, least=1, most=1024
+    device: str = _run("auto, cpu, cuda, cuda:1, mps, xpu, ...", "auto")
+    threads: int | None = _run(
+        "Threads that share one operation on a CPU. None: torch's own.", None, least=1, most=1024
     )
-    shard: bool = _setting(
-        "run",
-        "Divide weights and moments among the processes of torchrun (FSDP2), not the batches alone.",
-        False,
+    shard: bool = _run(
+        "Divide weights and moments among the processes of torchrun (FSDP2), not the batches alone.", False
     )
-    deterministic: bool = _setting(
-        "run", "Repeatable kernels only; a bitwise resume on a GPU needs them.", True
-    )
-    output: str | None = _setting("run", "Folder of the results. None: a new one under runs.", None)
-    eval_every: int = _setting("run", "Steps between validations. 0: only at the end.", MISSING, least=0)
-    save_every: int = _setting("run", "Steps between checkpoints. 0: only at the end.", MISSING, least=0)
-    log_every: int = _setting(
-        "run", "Steps between reads of the device, unless a second has passed.", 10, least=1
-    )
-    diagnose: bool = _setting(
-        "run", "Replay steps that go wrong; write diagnosis-<step>.html. Waits for each.", False
-    )
-    tensorboard: bool = _setting("run", "Write TensorBoard events.", True)
-    plot: bool = _setting("run", "Draw history.png at the end.", True)
+    deterministic: bool = _run("Repeatable kernels only; a bitwise resume on a GPU needs them.", True)
+    output: str | None = _run("Folder of the results. None: a new one under runs.", None)
+    eval_every: int = _run("Steps between validations. 0: only at the end.", MISSING, least=0)
+    save_every: int = _run("Steps between checkpoints. 0: only at the end.", MISSING, least=0)
+    log_every: int = _run("Steps between reads of the device, unless a second has passed.", 10, least=1)
+    diagnose: bool = _run("Replay steps that go wrong; write diagnosis-<step>.html. Waits for each.", False)
+    tensorboard: bool = _run("Write TensorBoard events.", True)
+    plot: bool = _run("Draw history.png at the end.", True)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
