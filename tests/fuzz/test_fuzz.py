@@ -94,6 +94,19 @@ FOUND: dict[str, Config] = {
         accumulate=3,
         events=(Planned(2, "before step", "restart"),),
     ),
+    "a skip after the turn of an optimizer all of whose parameters are frozen": Config(
+        seed=7010003732,
+        parts=("instance norm",),
+        optimizers=("FusedNovoGrad", "Adamax"),
+        level="O3",
+        iterations=3,
+        held_out=True,
+        in_turns=True,
+        events=(
+            Planned(0, "after step", "freeze through the groups", seed=588),
+            Planned(2, "before forward", "inf in the outputs", seed=506),
+        ),
+    ),
     "all weights through .data, and then one of them assigned": Config(
         seed=2020005225,
         level="O5",

@@ -589,7 +589,7 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
     """What a step is of; None if these are all optimizers of their engine."""
     if len(prepared) == prepared[0].num_optimizers:
         return None
-    return (pair.model for one in prepared for pair in one.pairs())
+    return (parameter for one in prepared for parameter in one.members().model_params)
 
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
