@@ -67,10 +67,8 @@ def require_number(value: object, what: str, *, least: float = -math.inf) -> flo
     if isinstance(value, Tensor):
         if has_memory(value) and value.numel() == 1 and not value.is_complex():
             number = float(value)
-    elif is_number(value) and abs(value) < 2**63:
+    elif is_float_sized(value):
         number = float(value)
-    elif isinstance(value, float):
-        number = value
     if not number >= least:
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise StateError(f"{what} must be a number{bound}, not {_shown(value)}")
@@ -119,6 +117,11 @@ def has_memory(value: Tensor) -> bool:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_float_sized(value: object) -> TypeGuard[int | float]:
+    """Whether it is a float, or an integer that a float can hold."""
+    return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
 
 
 def copied(state: Any, what: str) -> Any:

@@ -18,7 +18,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.core.finite_json import finite_json
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import is_number
+from halfpeak.core.state_checks import is_float_sized
 from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]
@@ -188,12 +188,7 @@ def read_rows(path: Path) -> list[Row]:
         except (ValueError, RecursionError):
             break
         if isinstance(row, dict):
-            numbers = {name: value for name, value in row.items() if value is None or _is_number(value)}
+            numbers = {name: value for name, value in row.items() if value is None or is_float_sized(value)}
             if isinstance(numbers.get("step"), int):
                 rows.append(numbers)
     return rows
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a float, or an integer that a float can hold."""
-    return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)

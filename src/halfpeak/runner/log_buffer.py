@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import is_number, require_list, require_mapping
+from halfpeak.core.state_checks import is_float_sized, require_list, require_mapping
 from halfpeak.optim.arguments import require_dict
 
 Number = float | Tensor
@@ -106,18 +106,13 @@ class LogBuffer:
         for name, history in values.items():
             numbers = require_list(history, "logged values")
             weights = require_list(counts[name], "weights of them", len(numbers))
-            if not isinstance(name, str) or not all(map(_is_finite_size, (*numbers, *weights))):
+            if not isinstance(name, str) or not all(map(is_float_sized, (*numbers, *weights))):
                 raise StateError(
                     f"the log of {short_repr(name)} must be of numbers, not {short_repr(history)}"
                 )
         self.clear()
         self._values.update({name: list(history) for name, history in values.items()})
         self.n_history.update({name: list(weights) for name, weights in counts.items()})
-
-
-def _is_finite_size(value: object) -> bool:
-    """Whether it is a float, or an integer that a float can hold."""
-    return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
 
 
 def _number(name: str, value: Any) -> Number:
