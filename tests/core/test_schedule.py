@@ -15,7 +15,7 @@ from core.scale_models import CASES, LIMITS, Apex, Mmcv, ScaleModel
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
 
-UPDATES, HISTORIES = 3000, 8
+UPDATES, HISTORIES = 3000, 5
 
 
 def histories(seed: int) -> list[list[bool]]:

@@ -241,7 +241,7 @@ def test_skips_of_replays_are_told_and_those_of_the_capture_are_not(device: str)
     told: list[str] = []
     run = Run(device, level="O5", on_skip=lambda engine, event: told.append(event.message))
     captured = run.capture()
-    for index in range(40):
+    for index in range(5 if device == "cpu" else 40):
         captured(*run.batch(index, float("nan") if index == 2 else 1.0))
         if device == "cuda":
             torch.cuda.synchronize()

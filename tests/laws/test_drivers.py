@@ -45,7 +45,7 @@ def test_a_skip_moves_nothing(case: Case) -> None:
 
     Where no gradient is a float16 one, which a lower scale rounds otherwise, it goes on as if nothing had been.
     """
-    run, calm = case.run(), case.run()
+    run, calm = case.run(), None if case.level in ("O1", "O2", "O3") else case.run()
     run.convert()
     parameters = len(list(run.net.parameters()))
     for place in range(parameters):
@@ -60,11 +60,11 @@ def test_a_skip_moves_nothing(case: Case) -> None:
         if place:
             assert run.values() == before[1]
             assert run.scale() == (before[2] / 2 if before[2] != 1.0 else 1.0)
-        for number in range(case.every):
-            run.train(case.every * place + number)
-            calm.train(case.every * place + number)
+        for one in (run, calm):
+            for number in range(case.every if one else 0):
+                one.train(case.every * place + number)
         assert run.moved()
-        assert case.level in ("O1", "O2", "O3") or run.values() == calm.values()
+        assert calm is None or run.values() == calm.values()
 
 
 def weights(run: Run) -> list[Any]:
