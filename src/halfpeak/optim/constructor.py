@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, O
 from halfpeak.optim.metrics_sink import current_logger
 from halfpeak.optim.param_groups import ParamGroups, is_in, members_of
 from halfpeak.optim.paramwise import Place, check_custom_options, decay_multiplier, lr_multiplier
-from halfpeak.optim.registry import Factory, keywords_of, name_of
+from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -57,6 +57,10 @@ class DefaultOptimWrapperConstructor(ParamGroups):
     [(0.5, 0.25)]
     """
 
+    # mmengine's own registries in the subclass that halfpeak.shim makes.
+    _optimizers: ClassVar[Registry] = OPTIMIZERS
+    _wrappers: ClassVar[Registry] = OPTIM_WRAPPERS
+
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
     ) -> None:
@@ -81,12 +85,12 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         wrapper_cfg = {"type": "OptimWrapper", **self.optim_wrapper_cfg}
-        OPTIM_WRAPPERS.resolve(wrapper_cfg)
-        factory = OPTIMIZERS.resolve(self.optimizer_cfg)
+        self._wrappers.resolve(wrapper_cfg)
+        factory = self._optimizers.resolve(self.optimizer_cfg)
         argument = self._check_options(factory)
         groups = self._groups(_inner(model))
-        optimizer = OPTIMIZERS.build({**self.optimizer_cfg, argument: groups})
-        return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"optimizer": optimizer})
+        optimizer = self._optimizers.build({**self.optimizer_cfg, argument: groups})
+        return self._wrappers.build(wrapper_cfg, default_args={"optimizer": optimizer})
 
     def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
         if self.paramwise_cfg.get("bypass_duplicate") and is_in(parameter, params):
