@@ -107,6 +107,17 @@ FOUND: dict[str, Config] = {
             Planned(2, "before forward", "inf in the outputs", seed=506),
         ),
     ),
+    "all weights through .data, in the window in which some of them got their masters": Config(
+        seed=8010003028,
+        parts=("frozen",),
+        optimizers=("Adamax", "Adam fused"),
+        level="O5",
+        accumulate=2,
+        events=(
+            Planned(1, "after step", "unfreeze"),
+            Planned(3, "before forward", "all weights through .data"),
+        ),
+    ),
     "all weights through .data, and then one of them assigned": Config(
         seed=2020005225,
         level="O5",

@@ -435,6 +435,9 @@ class Masters:
         self._versions.add(parameter)
         self._high_versions.add(high)
         self._high_versions.record_one(self._index[id(parameter)], high)
+        # Who writes all parameters through .data before it is published writes this one, too.
+        for sample in self._samples.values():
+            sample.indices |= {self._index[id(parameter)]}
         return high
 
 

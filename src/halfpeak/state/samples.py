@@ -29,7 +29,7 @@ class Sample:
     Args:
         low: the parameter.
         high: its master.
-        indices: of all pairs that were published with it.
+        indices: of all pairs that were published with it, or made since.
     """
 
     def __init__(self, low: Tensor, high: Tensor, indices: Iterable[int]) -> None:
