@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,8 +83,13 @@ class InternalMasters(ApexStateLayout):
             others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. It has no
                 name here because torch's GradScaler warns of optimizers whose ``step`` names it.
         """
-        with _scaled_by(self, **others):
+        given = _given_by(self, **others)
+        vars(self).update(given)
+        try:
             return super().step(closure)
+        finally:
+            for name in given:
+                vars(self).pop(name, None)
 
     def measure(self, inputs: StepInputs) -> GradStats:
         if not self._has_masters():
@@ -145,21 +149,13 @@ class InternalMasters(ApexStateLayout):
         return master
 
 
-@contextmanager
-def _scaled_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> Generator[None]:
-    """Steps in the body have the scale and the ``found_inf`` of a GradScaler of torch's."""
+def _given_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> dict[str, Any]:
+    """What a step reads of a GradScaler of torch's."""
     if grad_scaler is None:
-        yield
-        return
+        return {}
     found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
     values = list(found.values())
-    given = {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
-    vars(optimizer).update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            vars(optimizer).pop(name, None)
+    return {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
 
 
 def no_amsgrad(amsgrad: bool) -> None:
