@@ -97,8 +97,8 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_ema_of_the_model(level: str) -> None:
     engine = prepared(level)
-    is_low = any(parameter.dtype is not torch.float32 for parameter in engine.model.parameters())
-    with pytest.warns(RuntimeWarning, match="average the float32 values") if is_low else nullcontext():
+    low = is_low(engine.model)  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="average the float32 values") if low else nullcontext():
         ema = torch.optim.swa_utils.AveragedModel(engine.model)
     before = [parameter.clone() for parameter in ema.parameters()]
     train(engine, range(4, 6))
@@ -106,6 +106,47 @@ def test_an_ema_of_the_model(level: str) -> None:
     ema.update_parameters(engine.model)
     assert not all(torch.equal(a, b) for a, b in zip(before, ema.parameters(), strict=True))
     assert ema(batch(0)).isfinite().all()
+
+
+def average_values(average: nn.Module, model: nn.Module) -> None:
+    """As timm's ModelEma and many by hand: through the values of ``state_dict``, which are the weights themselves in torch."""
+    now = model.state_dict()
+    for name, value in average.state_dict().items():
+        if value.is_floating_point():
+            value.mul_(0.999).add_(now[name], alpha=0.001)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", COPIES)
+def test_an_average_in_place_is_that_of_float32_where_it_was_made_before_and_is_never_lost(
+    level: str, how: str
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = COPIES[how](model)
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=64.0)
+    after, exact = COPIES[how](model), copy.deepcopy(before.state_dict())
+    with (
+        pytest.raises(halfpeak.OrderError, match="before the model is prepared")
+        if is_low(model)
+        else nullcontext()
+    ):
+        for step in range(3):
+            train(engine, range(step, step + 1))
+            average_values(before, model)
+            for name, value in model.state_dict().items():
+                if value.is_floating_point():
+                    exact[name].mul_(0.999).add_(value, alpha=0.001)
+            assert all(torch.equal(exact[name], value) for name, value in before.state_dict().items())
+            average_values(after, model)
+    values = after.state_dict()
+    values["0.weight"].fill_(0.5)
+    after.load_state_dict(values)  # what was written and comes back is not lost
+    assert all(after.state_dict()["0.weight"].flatten() == 0.5)
+
+
+def is_low(model: nn.Module) -> bool:
+    return any(parameter.dtype is not torch.float32 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("level", LEVELS)

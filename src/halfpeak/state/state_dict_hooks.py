@@ -64,6 +64,10 @@ class ValuesOut(_Hook):
     # What Module.register_state_dict_post_hook sets; also needed on copies and after unpickling.
     _from_public_api = True
 
+    def __init__(self, masters: Masters | None) -> None:
+        super().__init__(masters)
+        self._given: dict[int, tuple[Tensor, int]] = {}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         """Let go of the masters; say so where what is copied is to be averaged, in the low dtype that the copy has."""
         if _is_for_a_low_average():
@@ -77,12 +81,37 @@ class ValuesOut(_Hook):
         return super().__deepcopy__(memo)
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replace the low values in ``state``."""
+        """Replace the low values in ``state``.
+
+        Raises:
+            OrderError: what was given before was written in place, which reaches no weight.
+        """
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and is_low(value) and not isinstance(value, nn.Parameter):
                 exact = self._masters.value_of(tensor)
-                state[prefix + name] = value.float() if exact is None else exact.detach()
+                state[prefix + name] = self._widened(tensor, value) if exact is None else exact.detach()
+
+    def _widened(self, tensor: Tensor, value: Tensor) -> Tensor:
+        counter = self._given.pop(id(tensor), None)
+        if counter is not None and counter[0]._version != counter[1]:
+            self._given.clear()
+            raise OrderError(
+                f"values of state_dict() were written in place, but they are float32 copies of {tensor.dtype}, so no weight "
+                "has changed; write load_state_dict(values), and make a module that averages weights in this way (a deep "
+                "copy, timm's ModelEma) before the model is prepared"
+            )
+        wide = value.float()
+        if type(wide) is Tensor and not wide.is_inference():
+            # Counts the writes to it, without its memory.
+            counter = wide.detach()
+            counter.data = counter.new_empty(0)
+            self._given[id(tensor)] = (counter, counter._version)
+        return wide
+
+    def forget(self, tensor: Tensor) -> None:
+        """What was given for a tensor has come back, whoever has written it."""
+        self._given.pop(id(tensor), None)
 
 
 class ValuesIn(_Hook):
@@ -100,9 +129,12 @@ class ValuesIn(_Hook):
                 "load_state_dict(assign=True) would replace parameters that an optimizer's masters belong to; write "
                 "load_state_dict(state), or load before preparing"
             )
+        given = [hook for hook in module._state_dict_hooks.values() if isinstance(hook, ValuesOut)]
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
+                for out in given:
+                    out.forget(tensor)
                 value = self._masters.expect(tensor, value)
                 # What ValuesOut has widened; a copy is rounded by itself.
                 state[prefix + name] = value.to(tensor.dtype) if assigns and is_low(tensor) else value
