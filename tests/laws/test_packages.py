@@ -120,6 +120,7 @@ _GRAD = "gradients live on parameters: torch's optimizers read them there and no
 
 FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/modules.py", "data"): _CONVERT,
+    ("state/state_dict_hooks.py", "data"): "a tensor of its own, which is to count writes without its memory",
     (
         "casting/float8.py",
         "__class__",

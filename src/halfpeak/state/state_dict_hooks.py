@@ -66,7 +66,7 @@ class ValuesOut(_Hook):
 
     def __init__(self, masters: Masters | None) -> None:
         super().__init__(masters)
-        self._given: dict[int, tuple[Tensor, int]] = {}
+        self._given: dict[int, tuple[Tensor | None, int, bool]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         """Let go of the masters; say so where what is copied is to be averaged, in the low dtype that the copy has."""
@@ -84,7 +84,7 @@ class ValuesOut(_Hook):
         """Replace the low values in ``state``.
 
         Raises:
-            OrderError: what was given before was written in place, which reaches no weight.
+            OrderError: what was given twice before was written in place, which reaches no weight.
         """
         for name, tensor in _own_tensors(module):
             value = state.get(prefix + name)
@@ -93,8 +93,10 @@ class ValuesOut(_Hook):
                 state[prefix + name] = self._widened(tensor, value) if exact is None else exact.detach()
 
     def _widened(self, tensor: Tensor, value: Tensor) -> Tensor:
-        counter = self._given.pop(id(tensor), None)
-        if counter is not None and counter[0]._version != counter[1]:
+        counter, version, was_written = self._given.pop(id(tensor), (None, 0, False))
+        is_written = counter is not None and counter._version != version
+        # Once is what torch.distributed.checkpoint does: it reads files into values, asks for others, and loads the first.
+        if is_written and was_written:
             self._given.clear()
             raise OrderError(
                 f"values of state_dict() were written in place, but they are float32 copies of {tensor.dtype}, so no weight "
@@ -106,7 +108,7 @@ class ValuesOut(_Hook):
             # Counts the writes to it, without its memory.
             counter = wide.detach()
             counter.data = counter.new_empty(0)
-            self._given[id(tensor)] = (counter, counter._version)
+            self._given[id(tensor)] = (counter, counter._version, is_written)
         return wide
 
     def forget(self, tensor: Tensor) -> None:
