@@ -131,9 +131,12 @@ class Pair:
 
     def agree(self) -> None:
         if self.model is not self.main:
-            self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
+            self.agree_on_values()
             self.main.requires_grad_(self.model.requires_grad)
             self.seen_flags = self.model.requires_grad, self.main.requires_grad
+
+    def agree_on_values(self) -> None:
+        self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -336,11 +339,16 @@ class Reference:
 
     def _call(self, o: int, *closure: Callable[[], None]) -> bool:
         """``optimizer.step()``; an exception says whether it came after the optimizer's own code."""
-        before, idle = [main.detach().clone() for main in self._mains(o)], not self.grads_of(o)
+        mains, idle = self._mains(o), not self.grads_of(o)
+        # A step may change no bit, and torch's fused kernels count no versions.
+        before = [(main.detach().clone(), main._version) for main in mains]
         try:
             self.optimizers[o].step(*closure)
         except BaseException as error:
-            moved = any(not same_bits(a, b) for a, b in zip(before, self._mains(o), strict=True))
+            moved = any(
+                main._version != version or not same_bits(main, value)
+                for main, (value, version) in zip(mains, before, strict=True)
+            )
             error.stepped = moved or idle or getattr(error, "is_late", False)  # type: ignore[attr-defined]
             if error.stepped:  # type: ignore[attr-defined]
                 self._publish(o)
@@ -452,9 +460,8 @@ class Reference:
         for name, value in values.items():
             pair = self.pairs.get(id(names.get(name)))
             if pair is not None and pair.model is not pair.main:
-                pair.sync_flags()
                 pair.main.detach().copy_(value)
-                pair.agree()
+                pair.agree_on_values()
 
     def state(self) -> dict[str, Any]:
         """Everything."""
