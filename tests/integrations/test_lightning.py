@@ -360,6 +360,33 @@ def test_toggled_optimizers_of_a_gan_train_their_own_networks(lightning: SimpleN
         assert ours.requires_grad
 
 
+def test_each_schedule_waits_for_its_own_optimizer(lightning: SimpleNamespace) -> None:
+    class Pair(lightning.package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.nets = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+        def configure_optimizers(self) -> Any:
+            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+            schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+            return optimizers, [{"scheduler": one, "interval": "step"} for one in schedules]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for number, optimizer in enumerate(self.optimizers()):
+                factor = torch.inf if number == 0 and batch_idx == 1 else 1.0
+                self.manual_backward(self.nets[number](batch[0]).float().square().mean() * factor)
+                optimizer.step()
+                optimizer.zero_grad()
+            for schedule in self.lr_schedulers():
+                schedule.step()
+
+    trainer = make_trainer(lightning.package, lightning.precision("O2", scale=SCALE))
+    data = torch.utils.data.DataLoader([make_batch(number) for number in range(3)], batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Pair(), data)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [0.025, 0.0125]
+
+
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 @pytest.mark.parametrize("callback", ["EMAWeightAveraging", "WeightAveraging"])
 def test_averaged_weights_are_those_of_a_float32_run(

@@ -39,6 +39,7 @@ class EngineAdapter:
         has_masters: whether the optimizers step float32 copies of the parameters.
         engine: the engine between :meth:`connect` and :meth:`release`; else None.
         last: the result of the last step; None before the first.
+        results: that of each optimizer.
     """
 
     def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -46,6 +47,7 @@ class EngineAdapter:
         self.level: LevelName = get_level(level).name
         self.engine: Engine | None = None
         self.last: StepResult | None = None
+        self.results: dict[Optimizer, StepResult] = {}
         self._options = dict(options)
         self._original_dtypes: list[tuple[Tensor, torch.dtype]] = []
         self._saved_state: Mapping[str, Any] | None = None
@@ -83,6 +85,7 @@ class EngineAdapter:
         for (tensor, dtype), value in zip(self._original_dtypes, values, strict=True):
             tensor.data = (tensor if value is None else value).detach().to(tensor.device, dtype)
         self.engine = None
+        self.results.clear()
         self._original_dtypes = []
 
     def connected(self, advice: str) -> Engine:
@@ -103,7 +106,7 @@ class EngineAdapter:
         self, engine: Engine, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> StepResult:
         """Step or skip one optimizer, and keep the result in :attr:`last`."""
-        self.last = engine.step(closure, optimizers=optimizer)
+        self.last = self.results[optimizer] = engine.step(closure, optimizers=optimizer)
         return self.last
 
     def state_dict(self) -> dict[str, Any]:

@@ -186,7 +186,9 @@ class TrainerPlugin(EnginePlugin):
         loss = closure()
         self._after_closure(model, optimizer)
         if loss is None and model.automatic_optimization and not engine.is_open:
-            self.adapter.last = None  # training_step returned None, and no batch of the window has a gradient
+            # training_step returned None, and no batch of the window has a gradient.
+            self.adapter.results.pop(optimizer, None)
+            self.adapter.last = None
             return None
         self.adapter.step(engine, optimizer)
         return loss
@@ -217,14 +219,14 @@ def _check_callbacks(module: nn.Module, level: str) -> None:
 
 
 class SkipAwareScheduler:
-    """A learning-rate scheduler whose ``step`` does nothing after a skipped step; otherwise the scheduler itself."""
+    """A learning-rate scheduler whose ``step`` does nothing after a skipped one of its optimizer; else the scheduler itself."""
 
     def __init__(self, scheduler: Any, plugin: EnginePlugin) -> None:
         self._scheduler, self._plugin = scheduler, plugin
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler unless the last step was skipped. Waits for the device."""
-        last = self._plugin.last
+        """Step the scheduler unless the last step of its optimizer was skipped. Waits for the device."""
+        last = self._plugin.adapter.results.get(self._scheduler.optimizer)
         if last is not None and last.stepped():
             self._scheduler.step(*args, **kwargs)
 
