@@ -294,6 +294,15 @@ FOUND: dict[str, Config] = {
             Planned(0, "after step", "weights assigned to .data", seed=178),
         ),
     ),
+    "a frozen parameter that was loaded, and is then written through the groups": Config(
+        seed=9010001255,
+        parts=("frozen",),
+        iterations=12,
+        events=(
+            Planned(3, "before forward", "load_state_dict of the model", seed=301),
+            Planned(11, "after step", "masters written", seed=728),
+        ),
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": Config(
         seed=1010002902,
         parts=(),

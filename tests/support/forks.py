@@ -100,7 +100,7 @@ def be_python(arguments: Sequence[str]) -> NoReturn:
         else:
             runpy.run_path(first, run_name="__main__")
     except SystemExit as error:
-        status = error.code
+        status, _held = error.code, error  # whose frames hold the main module: it ends with the process
         if isinstance(status, str):
             print(status, file=sys.stderr)
     except BaseException:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 from zipfile import is_zipfile
 
 from halfpeak.core.errors import ConfigError
@@ -66,9 +67,9 @@ class Program:
         threads = threading.enumerate()
         try:
             if self.is_module:
-                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                _keep(runpy.run_module(self.target, run_name="__main__", alter_sys=True))
             elif self._is_archive():
-                runpy.run_path(self.target, run_name="__main__")
+                _keep(runpy.run_path(self.target, run_name="__main__"))
             else:
                 _MainLoader("__main__", os.path.abspath(self.target)).run()
         except SystemExit:
@@ -93,7 +94,9 @@ class Program:
         try:
             yield
         finally:
+            ended = sys.modules["__main__"]
             sys.argv, sys.path, sys.modules["__main__"] = argv, path, main
+            _keep(vars(ended))
 
     def _home(self) -> list[str]:
         if sys.flags.safe_path:
@@ -106,6 +109,14 @@ class Program:
 
     def _is_archive(self) -> bool:
         return os.path.isdir(self.target) or is_zipfile(self.target)
+
+
+def _keep(namespace: dict[str, Any]) -> None:
+    """Let what a program has made live until the interpreter ends, as python itself does.
+
+    A process group that is let go of earlier waits for its threads, which may wait for the interpreter meanwhile.
+    """
+    vars(sys.modules["__main__"]).setdefault("__programs__", []).append(namespace)
 
 
 class _MainLoader(SourceFileLoader):

@@ -91,7 +91,7 @@ class BeforeForward(_WeakHook):
         """Catch up; a compiled or traced forward pass leaves it to the next backward pass."""
         if self._method is None or is_compiling() or torch.jit.is_tracing():
             return
-        if peek_interpreter_stack() is None:
+        if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
             self._call()
         else:
             # A transform of torch.func lets nobody write parameters, or freeze them.

@@ -11,20 +11,15 @@ Longer than 500 lines because the order of a step, and what an exception leaves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
-from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import host_values
 from halfpeak.distributed.optimizer_state import is_called_by_params
@@ -51,7 +46,8 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of, trained_here
+from halfpeak.engine.optimizer import PreparedOptimizer, trained_here
+from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.fused.base import FusedOptimizer
@@ -155,8 +151,7 @@ class TrainStep:
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
-            passed = (scope, others, self._unmanaged)
-            guard = register_optimizer_step_pre_hook(partial(_refuse_step, passed, is_unit(scaler)))
+            guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
             yield scale_loss(loss, scale)
             if not synchronised:
                 others.refuse_unsynchronised()
@@ -180,7 +175,7 @@ class TrainStep:
             raise
         finally:
             if guard is not None:
-                guard.remove()
+                guard.end()
             if kept is not None:
                 kept.put_back()
 
@@ -557,25 +552,6 @@ class TrainStep:
     def _scale(self) -> Tensor:
         """The scale of loss 0.  # f32[]"""
         return self._scalers[0].state.scale
-
-
-def _refuse_step(
-    passed: Iterable[BackwardScope | OtherGrads | UnmanagedGrads], unit: bool, optimizer: Optimizer, *_: Any
-) -> None:
-    """Before the step of any optimizer, while a backward pass is under way.
-
-    Raises:
-        OrderError: its gradients are scaled, or set aside.
-    """
-    one = prepared_of(optimizer)
-    stepped = set(map(id, params_of(optimizer) if one is None else one.pairs().model_params))
-    for parameter, aside in chain.from_iterable(each.parameters() for each in passed):
-        if id(parameter) in stepped and (aside is not None or not (unit or parameter.grad is None)):
-            raise OrderError(
-                "optimizer.step() was called in a backward pass, in which gradients are multiplied by the loss scale, and "
-                "earlier ones set aside; call it after engine.backward(loss), with amp after the block of amp.scale_loss, and "
-                "not in a hook of a parameter"
-            )
 
 
 def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:

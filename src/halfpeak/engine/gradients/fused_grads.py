@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -132,7 +133,8 @@ def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimize
 
 def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
     """Whether the step of an optimizer may be given gradients beside ``.grad``: there is no hook that would look."""
-    return all(map(_is_own, optimizer._optimizer_step_pre_hooks.values())) and not _global_optimizer_pre_hooks
+    hooks = chain(optimizer._optimizer_step_pre_hooks.values(), _global_optimizer_pre_hooks.values())
+    return all(map(_is_own, hooks))
 
 
 def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -86,6 +86,7 @@ class ParamTable:
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
         self._members = params_of(optimizer)
+        self._masters, self._num_masters = masters, len(masters)
         self.model_params = [masters.model_param_of(member) for member in self._members]
         mains = map(masters.of, self.model_params)
         self.main_params = [m if main is None else main for m, main in zip(self._members, mains, strict=True)]
@@ -120,9 +121,10 @@ class ParamTable:
         return [*own, *window.model_params, *window.main_params]
 
     def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the same parameters are in the groups and the same of them are trainable."""
+        """Whether the same parameters are in the groups and the same of them are trainable, or have masters."""
         return (
-            self.is_of(optimizer)
+            len(self._masters) == self._num_masters
+            and self.is_of(optimizer)
             and list(map(_TRAINABLE, self.model_params)) == self._trainable[0]
             and list(map(_TRAINABLE, self._members)) == self._trainable[1]
         )
