@@ -377,6 +377,9 @@ class Reference:
                 for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                     buffer.copy_(saved)
                 used = [self.scales[loss_id] for loss_id in self.found_by_loss]
+                self.found_by_loss = {
+                    loss_id: found for loss_id, found in self.found_by_loss.items() if found
+                }
                 self._update_scales()
                 if not any(scale.dynamic for scale in used) or any(scale.is_exhausted for scale in used):
                     raise Collapse

@@ -294,6 +294,17 @@ FOUND: dict[str, Config] = {
             Planned(0, "after step", "weights assigned to .data", seed=178),
         ),
     ),
+    "a closure of two losses whose scales would grow and fall in turns": Config(
+        seed=10010012755,
+        parts=("scalar",),
+        optimizers=("Rprop",),
+        level="O1",
+        heads=2,
+        losses=2,
+        iterations=5,
+        scale=(("init", 4096.0), ("interval", 1)),
+        events=(Planned(4, "after step", "step with a closure", seed=615),),
+    ),
     "a frozen parameter that was loaded, and is then written through the groups": Config(
         seed=9010001255,
         parts=("frozen",),

@@ -464,7 +464,9 @@ class TrainStep:
         """
         found_infs = self._record.found_inf_per_scaler
         for scaler, found_inf in found_infs:
-            scaler.update(found_inf)
+            # No step is taken, so the others stay: two that grew and fell in turns would never end.
+            if bool(found_inf):
+                scaler.update(found_inf)
         self._record.discard_evaluation()
         used = [scaler for scaler, _ in found_infs] or self._scalers
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
