@@ -66,7 +66,13 @@ def time_variants(variants: Mapping[str, Variant], *, device: str, rounds: int) 
     """
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     with ExitStack() as stack:
-        threads = {name: stack.enter_context(ThreadPoolExecutor(1)) for name in variants}
+        # How many threads OpenMP takes is asked of the thread that asks for them.
+        threads = {
+            name: stack.enter_context(
+                ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+            )
+            for name in variants
+        }
         repeats = {
             name: threads[name].submit(_repeats, run, device).result() for name, run in variants.items()
         }
