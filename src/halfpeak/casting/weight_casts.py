@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from halfpeak.casting.tree import to
+from halfpeak.core.torch_compat import is_capturing
 
 
 class WeightCache:
@@ -49,7 +50,12 @@ class WeightCache:
 
     def cast(self, weight: nn.Parameter) -> Tensor:
         """``weight`` in the low dtype; differentiable."""
-        if weight.dim() < 2 or not (weight.requires_grad and torch.is_grad_enabled()) or is_capturing(weight):
+        # A CUDA graph would read a cast made before its capture in every replay.
+        if (
+            weight.dim() < 2
+            or not (weight.requires_grad and torch.is_grad_enabled())
+            or is_capturing(weight.device)
+        ):
             return to(weight, self._dtype)
         # No reference to the weight, not even a weak one, which torch.utils.swap_tensors refuses. While the cast lives,
         # its graph keeps the weight alive, so no other object can have its id.
@@ -77,9 +83,3 @@ class WeightCache:
     def clear(self) -> None:
         """Drop every cast. Excluded weights stay excluded."""
         self._entries.clear()
-
-
-def is_capturing(weight: Tensor) -> bool:
-    """Whether a computation with ``weight`` is being captured in a CUDA graph."""
-    # A CUDA graph would read a cast made before capture in every replay.
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

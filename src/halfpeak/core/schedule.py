@@ -6,7 +6,6 @@ of the skips that could not lower the scale any more.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, single
 
 NONFINITE_LOSS: Final = 2.0
 """``found_inf`` where the loss itself was not finite: with :attr:`ScaleConfig.recovers`, the scale stays."""
@@ -113,7 +112,7 @@ class ScaleConfig:
         if not (self.recovers and self.dynamic):
             return None
         counts = (max(self.interval - left, 0) for left in (3, 12, 96))
-        return Recovery(_single(min(self.init, self.ceiling) / 16), *counts)
+        return Recovery(single(min(self.init, self.ceiling) / 16), *counts)
 
     def start(self, device: torch.device | str | None = None) -> ScaleState:
         """The first state. A dynamic scale starts no higher than its ceiling."""
@@ -252,7 +251,7 @@ def _advance_on_host(
     elif overflow:
         failed = recovery is not None and clean >= recovery.after_growth
         clean, grace = 0, grace - 1 if config.dynamic else grace
-        lowered = max(_single(scale * _single(config.backoff)), _single(config.floor))
+        lowered = max(single(scale * single(config.backoff)), single(config.floor))
         falls = config.dynamic and grace <= 0
         stuck = stuck + 1 if not config.dynamic or (falls and lowered >= scale) else stuck
         scale = lowered if falls else scale
@@ -264,8 +263,8 @@ def _advance_on_host(
         if config.dynamic and (grows or config.refill == "clean"):
             grace = config.hysteresis
         if grows:
-            raised = _single(scale * _single(config.growth))
-            scale, clean = min(raised, _single(config.ceiling)) if math.isfinite(raised) else scale, 0
+            raised = single(scale * single(config.growth))
+            scale, clean = min(raised, single(config.ceiling)) if math.isfinite(raised) else scale, 0
             if recovery is not None and scale < recovery.below:
                 clean = recovery.after_growth
         stuck = max(stuck - (clean % 2 == 0), 0) if recovers else 0
@@ -273,11 +272,6 @@ def _advance_on_host(
         torch.tensor(scale, dtype=torch.float32, device="cpu"),
         *(torch.tensor(int(count), dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
     )
-
-
-def _single(number: float) -> float:
-    """Rounded to float32."""
-    return ctypes.c_float(number).value
 
 
 def require_scale(name: str, value: object) -> float:

@@ -39,6 +39,20 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
     return [_TYPES[scalar.dtype].from_address(scalar.data_ptr()).value for scalar in scalars]
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on ``device`` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def single(number: float) -> float:
+    """Rounded to float32.
+
+    >>> single(0.1)
+    0.10000000149011612
+    """
+    return ctypes.c_float(number).value
+
+
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Mark ``function`` as one that Python runs, with all it calls, between two compiled graphs.
 

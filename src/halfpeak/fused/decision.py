@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, single
 
 
 class StepInputs(NamedTuple):
@@ -105,8 +104,8 @@ def decide_on_host(
     if inputs.max_norm is not None:
         skips = skips or not math.isfinite(norm)
         # torch divides a number by a tensor as the reciprocal of the tensor times the number.
-        coef = _single(_single(1 / _single(norm + _single(1e-6))) * _single(inputs.max_norm))
-        times = _single(times * min(coef, 1.0))
+        coef = single(single(1 / single(norm + single(1e-6))) * single(inputs.max_norm))
+        times = single(times * min(coef, 1.0))
     skip = _float(skips)
     return StepDecision(
         skip,
@@ -120,8 +119,3 @@ def decide_on_host(
 
 def _float(number: float) -> Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
-
-
-def _single(number: float) -> float:
-    """Rounded to float32."""
-    return ctypes.c_float(number).value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, is_capturing
 
 
 class AsyncCopy:
@@ -84,7 +84,7 @@ class AsyncScalar:
 
     def _has_arrived(self) -> bool:
         """Whether no copy is on its way; then its value is taken over."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             return False
         if self._copy is not None:
             if not self._copy.is_ready():

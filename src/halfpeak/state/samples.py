@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from halfpeak.core.torch_compat import is_capturing
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
@@ -47,7 +48,7 @@ class Sample:
             self._low_values, self._high_values = _some_of(self._low).clone(), _some_of(self._high).clone()
             return
         self._records += 1
-        is_due = self._records % EVERY == 0 and not (is_shard(self._low) or _is_capturing(self._low))
+        is_due = self._records % EVERY == 0 and not (is_shard(self._low) or is_capturing(self._low.device))
         self._low_values = _some_of(self._low).clone() if is_due else None
 
     def forget(self) -> None:
@@ -97,8 +98,3 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 def _equal(tensor: Tensor, values: Tensor | None) -> bool:
     return values is not None and torch.equal(_some_of(tensor), values)
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -17,7 +17,7 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, is_capturing
 from halfpeak.engine.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.ops.async_scalar import AsyncCopy
@@ -99,7 +99,7 @@ class SkipWatch:
             self._judge(engine, result, known, self._calls)
         elif self._waits:
             self._judge(engine, result, torch.stack([one.float() for one in scalars]).tolist(), self._calls)
-        elif not (engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        elif not is_capturing(engine.device):
             if self._copy is not None and self._copy[0].is_ready():
                 copy, calls = self._copy
                 self._judge(engine, result, copy.read().tolist(), calls)

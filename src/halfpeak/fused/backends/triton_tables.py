@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from halfpeak.core.torch_compat import is_capturing
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import in_order
 from halfpeak.fused.rules.base import KernelConfig, Rule
@@ -46,11 +47,6 @@ def device_lr(group: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return None
     return lr if lr.dtype == torch.float32 else lr.float()
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceTable:
