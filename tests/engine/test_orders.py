@@ -366,6 +366,11 @@ def assigned(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
         parameter.data = value(parameter.data)
 
 
+def loaded_in_part(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+    part = next(engine.model.children())
+    part.load_state_dict({name: value(tensor) for name, tensor in part.state_dict().items()})
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": adam,
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -376,7 +381,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("level", ["O0", *MASTERED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("write", [through_data, in_place, assigned])
+@pytest.mark.parametrize("write", [through_data, in_place, assigned, loaded_in_part])
 @pytest.mark.parametrize("moment", ["before forward", "before step", "after a skip"])
 def test_weights_written_between_steps_are_those_that_train_on(
     level: str, optimizer: str, write: Callable[..., None], moment: str

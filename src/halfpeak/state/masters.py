@@ -388,9 +388,16 @@ class Masters:
         """
         high, store = self._master_of(parameter), self.store_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
+            index = self._index[id(parameter)]
+            sample = self._samples.get(index)
+            if sample is not None:
+                # Until now its values told what else was moved; from now on they differ for this pair alone.
+                self.follow_masters()
             with torch.no_grad():
                 high.copy_(value)
-            self._high_versions.record_one(self._index[id(parameter)], high)
+            self._high_versions.record_one(index, high)
+            if sample is not None:
+                sample.record_high()
         elif id(parameter) in self._frozen and parameter.shape == value.shape and value.is_floating_point():
             if not bool((value.to(parameter.dtype) == value).all()):
                 self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})

@@ -44,12 +44,18 @@ class Sample:
 
     def record(self) -> None:
         """Take the values as they are now; on an accelerator only where the coming step is to compare them."""
+        self.record_high()
         if _is_on_host(self._low):
-            self._low_values, self._high_values = _some_of(self._low).clone(), _some_of(self._high).clone()
+            self._low_values = _some_of(self._low).clone()
             return
         self._records += 1
         is_due = self._records % EVERY == 0 and not (is_shard(self._low) or is_capturing(self._low.device))
         self._low_values = _some_of(self._low).clone() if is_due else None
+
+    def record_high(self) -> None:
+        """Take those of the master alone: its parameter is about to be written."""
+        if _is_on_host(self._high):
+            self._high_values = _some_of(self._high).clone()
 
     def forget(self) -> None:
         """What was taken on an accelerator is out of date."""
