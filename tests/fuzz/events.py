@@ -112,9 +112,11 @@ def _(run: Run, pick: random.Random) -> None:
 def _(run: Run, pick: random.Random) -> None:
     before = [parameter.requires_grad for parameter in parameters(run)]
     run.model.requires_grad_(False)
-    look(run)
-    for parameter, flag in zip(parameters(run), before, strict=True):
-        parameter.requires_grad_(flag)
+    try:
+        look(run)
+    finally:
+        for parameter, flag in zip(parameters(run), before, strict=True):
+            parameter.requires_grad_(flag)
 
 
 @event("unfreeze and save", OUTSIDE)

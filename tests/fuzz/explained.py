@@ -31,10 +31,6 @@ ANOTHER_LAYOUT = Tolerance(
     "last elements of a block go through other instructions of the processor; from there on a weight may round to the next "
     "low number",
 )
-LAID_OUT_BY_A_SKIP = ANOTHER_LAYOUT._replace(
-    reason="a fused optimizer lays its memory out by the gradients of its first step, also of one that is skipped, of which by "
-    "hand it is given none; a parameter frozen since makes two layouts, which are cut differently"
-)
 WITHOUT_ROUNDING = Tolerance(
     0.02,
     1e-2,
@@ -52,8 +48,6 @@ def tolerance_of(config: Config) -> Tolerance:
         return WITHOUT_ROUNDING
     if (fused or config.level == "O3") and config.clip is not None and config.clip[0] == "norm":
         return ANOTHER_ORDER
-    if config.is_fused and any("freeze" in event.name for event in config.events):
-        return LAID_OUT_BY_A_SKIP
     return EXACT
 
 
@@ -67,7 +61,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         reference: the same.
     """
     mains = [p for o in subject.optimizers for group in o.param_groups for p in group["params"]]
-    if planned.name in ("freeze through the groups", "freeze and unfreeze all") and any(
+    if planned.name == "freeze through the groups" and any(
         subject.model_of(main).requires_grad and not main.requires_grad for main in mains
     ):
         return "since the last pass a master or its parameter was frozen or unfrozen, which the other side does not show yet"

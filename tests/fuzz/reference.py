@@ -22,6 +22,9 @@ from fuzz import models
 from fuzz.config import OPTIMIZERS, Config
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.optimizer_state import params_of
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -98,13 +101,13 @@ class Pair:
 
     def __init__(self, model: nn.Parameter, main: Tensor) -> None:
         self.model, self.main = model, main
+        self.trainable = main.requires_grad
         self.agree()
 
     def sync(self) -> None:
         """Whoever wrote last is followed by the other; a master keeps its digits where it rounds to the weight."""
         if self.model is self.main:
             return
-        self.sync_flags()
         value = self.value()
         if not same_bits(self.main, value):
             self.main.detach().copy_(value)
@@ -112,10 +115,12 @@ class Pair:
             self.model.detach().copy_(value)
         self.agree()
 
-    def sync_flags(self) -> None:
-        """Who is frozen or unfrozen through the groups is so in the model."""
-        if self.main.requires_grad != self.seen_flags[1]:
+    def agree_on_flags(self) -> None:
+        """Who is frozen or unfrozen through the groups is so in the model, and else the other way round."""
+        if self.main.requires_grad != self.trainable:
             self.model.requires_grad_(self.main.requires_grad)
+        self.main.requires_grad_(self.model.requires_grad)
+        self.trainable = self.model.requires_grad
 
     def value(self) -> Tensor:
         """In float32."""
@@ -131,12 +136,7 @@ class Pair:
 
     def agree(self) -> None:
         if self.model is not self.main:
-            self.agree_on_values()
-            self.main.requires_grad_(self.model.requires_grad)
-            self.seen_flags = self.model.requires_grad, self.main.requires_grad
-
-    def agree_on_values(self) -> None:
-        self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
+            self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -183,7 +183,8 @@ class Reference:
             return losses_of(self.config, self.model, at)
 
     def casts(self) -> AbstractContextManager[Any]:
-        """In which a forward pass computes."""
+        """In which a forward pass computes, before which weights and masters agree on who is trainable."""
+        self._agree_on_flags()
         if not self.properties.patch_torch_functions:
             return nullcontext()
         assert self.properties.patch_torch_functions_type is not None
@@ -318,6 +319,7 @@ class Reference:
                 self.found_by_loss = dict.fromkeys(self.found_by_loss, True)
             found = True
         for o in chosen if found else ():
+            self._lay_out(self.optimizers[o])
             for pair in self.pairs_of(o):
                 pair.main.grad = None
         used, ended = [self.scales[loss_id] for loss_id in self.found_by_loss], list[bool]()
@@ -337,15 +339,23 @@ class Reference:
             raise Collapse
         return Result(True, found, self.scales[0].scale, norm)
 
+    def _lay_out(self, optimizer: Optimizer) -> None:
+        """A fused step that is skipped has measured its gradients, and where these were the first has laid memory out."""
+        hooks = optimizer._optimizer_step_pre_hooks
+        by_value = self.config.clip is not None and self.config.clip[0] == "value"
+        if isinstance(optimizer, FusedOptimizer) and self.config.is_fused and not hooks and not by_value:
+            mains = params_of(optimizer)
+            optimizer.measure(StepInputs([main.grad for main in mains], mains, torch.ones(())))
+
     def _call(self, o: int, *closure: Callable[[], None]) -> bool:
         """``optimizer.step()``; an exception says whether it came after the optimizer's own code."""
         mains, idle = self._mains(o), not self.grads_of(o)
-        # A step may change no bit, and torch's fused kernels count no versions.
-        before = [(main.detach().clone(), main._version) for main in mains]
+        # A step may change no bit, and torch's fused kernels count no versions; of zeros they count the step alone.
+        before, counts = [(main.detach().clone(), main._version) for main in mains], self._step_counts(o)
         try:
             self.optimizers[o].step(*closure)
         except BaseException as error:
-            moved = any(
+            moved = self._step_counts(o) != counts or any(
                 main._version != version or not same_bits(main, value)
                 for main, (value, version) in zip(mains, before, strict=True)
             )
@@ -355,6 +365,10 @@ class Reference:
             raise
         self._publish(o)
         return True
+
+    def _step_counts(self, o: int) -> list[float]:
+        state = self.optimizers[o].state
+        return [float(state[main].get("step", 0)) if main in state else 0.0 for main in self._mains(o)]
 
     def _publish(self, o: int) -> None:
         for pair in self.pairs_of(o):
@@ -415,13 +429,19 @@ class Reference:
         self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
     def sync(self) -> None:
-        """Weights and masters agree; parameters that came lately get masters."""
-        self._adopt()
+        """Before a pass weights and masters agree, also on who is trainable."""
         self._follow()
+        self._agree_on_flags()
 
     def _follow(self) -> None:
+        """Their values agree; parameters that came lately get masters."""
+        self._adopt()
         for pair in self.pairs.values():
             pair.sync()
+
+    def _agree_on_flags(self) -> None:
+        for pair in self.pairs.values():
+            pair.agree_on_flags()
 
     def main_of(self, parameter: nn.Parameter) -> Tensor:
         """What the optimizer steps."""
@@ -464,11 +484,11 @@ class Reference:
             pair = self.pairs.get(id(names.get(name)))
             if pair is not None and pair.model is not pair.main:
                 pair.main.detach().copy_(value)
-                pair.agree_on_values()
+                pair.agree()
 
     def state(self) -> dict[str, Any]:
         """Everything."""
-        self.sync()
+        self._follow()
         return copy.deepcopy(
             {
                 "model": {k: v.detach() for k, v in self.model.state_dict().items()},
@@ -487,7 +507,7 @@ class Reference:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` gave."""
-        self.sync()
+        self._follow()
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self._keep(state["masters"])
@@ -520,7 +540,8 @@ class Reference:
         self.found, self.found_by_loss, self.bad_losses = state["found"]
         self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]
-        self.left = [None] * len(self.optimizers)
+        # They belong to the window, and nobody has read them yet.
+        self.left = [[] if self.grads_of(o) else None for o in range(len(self.optimizers))]
 
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
         """``load_state_dict()`` of each, which keeps the float32 state of those that are frozen."""
@@ -545,7 +566,7 @@ class Reference:
         """An independent run that is where this one is; hooks on optimizers stay here, as in ``copy.deepcopy`` of one."""
         if self.structure() is None:
             return self
-        self.sync()
+        self._follow()
         twin = copy.deepcopy(self)
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
         for grad, (_, theirs) in zip(self._window_grads(), twin._managed(), strict=True):
@@ -661,7 +682,7 @@ class Reference:
 
     def _recheck(self, o: int) -> None:
         """Gradients that somebody has edited since they were read are read again, before more are added."""
-        if self.left[o] is None:
+        if not self.left[o]:
             self._look_at_unseen(o)
         elif self.left[o] != self._seen_grads(o):
             self.found[o] = not all(bool(grad.isfinite().all()) for grad in self.grads_of(o))
