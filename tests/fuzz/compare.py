@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fuzz.config import Config, Planned
 from fuzz.events import AFTER, BEFORE, BETWEEN, EVENTS, FORWARDED, Injected, NextIteration, act
-from fuzz.explained import Tolerance, known, tolerance_of
+from fuzz.explained import Tolerance, known, tolerance_of, tolerance_of_tensor
 from fuzz.reference import LOW, Collapse, Reference, same_bits
 from fuzz.subject import Subject
 from halfpeak import HalfpeakError, LossScaleCollapse
@@ -232,6 +232,7 @@ class Comparison:
             ours.model.named_buffers(), theirs.model.named_buffers(), strict=True
         ):
             yield name, one, other
+        names = {id(parameter): name for name, parameter in ours.model.named_parameters()}
         for o, (mine, by_hand) in enumerate(zip(ours.optimizers, theirs.optimizers, strict=True)):
             left, right = mine.state_dict(), by_hand.state_dict()
             if _groups(left) != _groups(right):
@@ -246,7 +247,7 @@ class Comparison:
                     other = other if pair is None else pair.value()
                     value = one if value is None else value
                     value = value.to(other.dtype) if one.dtype in LOW else value
-                    yield f"optimizer {o}, parameter {i}", value, other
+                    yield f"optimizer {o}, value of {names.get(id(ours.model_of(one)), i)}", value, other
                 yield from _rows(
                     f"optimizer {o}, state {i}", left["state"].get(i, {}), right["state"].get(i, {})
                 )
@@ -262,6 +263,7 @@ class Comparison:
         one, other = one.double(), other.double()
         if not torch.equal(one.isfinite(), other.isfinite()):
             raise Mismatch(f"{name} is not finite where by hand it is, or the other way round")
+        tolerance = tolerance_of_tensor(self.config, name, tolerance)
         difference = (one - other).nan_to_num(0, 0, 0).abs().max() if one.numel() else 0.0
         if difference == 0:
             return

@@ -37,6 +37,8 @@ WITHOUT_ROUNDING = Tolerance(
     "a fused step divides gradients of low weights by the loss scale in float32, where others round the quotient, maybe to "
     "zero; Adam's and Adagrad's updates are as large for the smallest gradients",
 )
+LARGEST_UPDATE = 0.05
+"""Of one step of a fused optimizer: its learning rate."""
 
 
 def tolerance_of(config: Config) -> Tolerance:
@@ -49,6 +51,20 @@ def tolerance_of(config: Config) -> Tolerance:
     if (fused or config.level == "O3") and config.clip is not None and config.clip[0] == "norm":
         return ANOTHER_ORDER
     return EXACT
+
+
+def tolerance_of_tensor(config: Config, name: str, tolerance: Tolerance) -> Tolerance:
+    """What one tensor of a configuration is compared by: a batch norm takes away what a bias before it adds.
+
+    The gradient of that bias is rounding alone (``test_a_bias_before_a_batch_norm_has_no_gradient``), so where a last digit may
+    differ, it is another one altogether, and most optimizers make an update of full size of it.
+    """
+    if tolerance is EXACT or any(event.name == "evaluation mode from here on" for event in config.events):
+        return tolerance
+    places = [f"parts.{i}." for i, part in enumerate(config.parts) if part == "conv and batch norm"]
+    if name.endswith(tuple(place + of for place in places for of in ("conv.bias", "norm.running_mean"))):
+        return tolerance._replace(absolute=LARGEST_UPDATE * config.iterations)
+    return tolerance
 
 
 def known(config: Config, planned: Planned, subject: Subject, reference: Reference) -> str | None:

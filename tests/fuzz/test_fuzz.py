@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from fuzz import models
 from fuzz.compare import Mismatch, compare
 from fuzz.config import Config, Planned, draw
 from fuzz.events import EVENTS, MOMENTS
@@ -331,6 +334,18 @@ FOUND: dict[str, Config] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong_once(name: str) -> None:
     compare(FOUND[name])
+
+
+def test_a_bias_before_a_batch_norm_has_no_gradient() -> None:
+    """In float64: what ``fuzz.explained`` says of it."""
+    model = models.build(("conv and batch norm",), 1, seed=0).double()
+    x, ids, target = models.batch(0)
+    nn.functional.mse_loss(model(x.double(), ids)[0], target.double()).backward()
+    named = dict(model.named_parameters())
+    bias, weight = (
+        float(torch.as_tensor(named[f"parts.0.conv.{name}"].grad).abs().max()) for name in ("bias", "weight")
+    )
+    assert bias < 1e-15 < 1e-3 < weight
 
 
 def test_a_wrong_engine_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
