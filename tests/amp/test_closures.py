@@ -178,3 +178,61 @@ def test_a_try_that_overflows_leaves_no_trace_in_the_batch_norms() -> None:
     assert not inputs
     assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
     assert int(model[1].num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("zero_grad", ["before each step, no closure", "none", "optimizer", "model"])
+def test_gradients_of_before_a_closure_are_those_of_plain_torch(level: str, zero_grad: str) -> None:
+    """A closure may zero them, through the model too, or return a loss whose backward pass has been."""
+
+    def run(zero_grad: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, optimizer = amp.initialize(net, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        x, y = regression()
+
+        def backward(factor: float) -> Tensor:
+            loss = mse_loss(net(x).float() * factor, y)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            return loss.detach()
+
+        def closure() -> Tensor:
+            {"optimizer": optimizer, "model": net}[zero_grad].zero_grad()
+            return backward(2.0)
+
+        for _ in range(3):
+            if zero_grad in ("optimizer", "model"):
+                backward(1.0)
+                optimizer.step(closure)
+            else:
+                optimizer.zero_grad()
+                loss = backward(2.0)
+                optimizer.step(None if "no closure" in zero_grad else lambda loss=loss: loss)
+        return list(net.state_dict().values())
+
+    assert all(map(torch.equal, run(zero_grad), run("before each step, no closure")))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_closure_of_the_engine_needs_no_zero_grad(level: str) -> None:
+    def run(zeroes: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+        engine = halfpeak.prepare(net, optimizer, level, loss_scale=64.0)
+        x, y = regression()
+
+        def closure() -> Tensor:
+            if zeroes:
+                optimizer.zero_grad()
+            with engine.forward():
+                loss = mse_loss(net(x).float(), y)
+            engine.backward(loss)
+            return loss.detach()
+
+        engine.step(closure)
+        return list(net.state_dict().values())
+
+    assert all(map(torch.equal, run(False), run(True)))

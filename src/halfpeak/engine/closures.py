@@ -7,6 +7,7 @@ from typing import Any
 
 from halfpeak.core.errors import ClosureError
 from halfpeak.engine.amp_protocol import Closure
+from halfpeak.engine.gradients.window import Unscaled
 from halfpeak.engine.optimizer import PreparedOptimizer
 
 
@@ -16,9 +17,13 @@ class ScaledClosure:
     Each call publishes the masters, so that the forward pass sees where the optimizer has moved them, and calls the
     closure. While its gradients are not finite the loss scale falls and the closure is called again.
 
+    ``engine.step`` asks for no ``zero_grad()``, so there each call drops the gradients of the one before. In a step of the
+    user's the closure does, as in plain torch. What was there before the first call stays: a closure may just return a loss
+    whose backward pass has been.
+
     Args:
         closure: the user's.
-        prepared: the optimizer that calls it.
+        prepared: the optimizer that calls it; its step is running.
         accept: called when the gradients are finite and about to be used.
         retry: called when they are not, before the closure is called again; it raises when there is no use in that.
 
@@ -36,16 +41,21 @@ class ScaledClosure:
         retry: Callable[[PreparedOptimizer], None],
     ) -> None:
         self._closure, self._prepared, self._accept, self._retry = closure, prepared, accept, retry
+        self._is_of_engine = prepared.running is not None and prepared.running.by_engine
+        self._was_called = False
 
     def __call__(self) -> Any:
         """Evaluate once with finite gradients; returns what the user's closure returns."""
         prepared = self._prepared
         masters = prepared.masters
         while True:
-            if len(masters):
-                # zero_grad() of a model does not reach its masters.
+            if self._is_of_engine and self._was_called:
                 prepared.drop()
-                masters.publish(prepared.optimizer)
+            elif isinstance(prepared.window, Unscaled):
+                # Watched again, for zero_grad() of the model.
+                prepared.set_window(prepared.window)
+            self._was_called = True
+            masters.publish(prepared.optimizer)
             loss = self._closure()
             prepared.unscale_pending()
             prepared.disarm()

@@ -289,7 +289,8 @@ class Engine:
         optimizer that takes ``found_inf``.
 
         Args:
-            closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss.
+            closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss. It needs no
+                ``zero_grad()``.
             optimizers: those to step; None means all. With accumulation they must all be stepped together.
             keep_gradients: leave the parameters' own gradients in place; masters never keep theirs.
 
