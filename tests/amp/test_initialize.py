@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfpeak import amp
+from halfpeak.core.errors import ConfigTypeError
 from support.nets import LEVELS, LOW, MASTERED, make_net
 from support.snapshot import snapshot, values
 
@@ -105,6 +106,9 @@ def broken(case: str) -> tuple[Any, Any]:
         return net, [optimizer, object()]
     if case == "DataParallel":
         return nn.DataParallel(net), optimizer
+    if case in ("TorchScript", "TorchScript part"):
+        net[4] = torch.jit.trace(net[4], torch.ones(2, 8))
+        return net[4] if case == "TorchScript" else net, optimizer
     if case == "half parameter":
         net[4].half()
         return net, optimizer
@@ -130,6 +134,8 @@ BROKEN = {
     "optimizer is something else": TypeError,
     "optimizer list holds something else": TypeError,
     "DataParallel": RuntimeError,
+    "TorchScript": ConfigTypeError,
+    "TorchScript part": ConfigTypeError,
     "half parameter": RuntimeError,
     "half buffer": RuntimeError,
     "same model twice": TypeError,
@@ -142,6 +148,7 @@ BROKEN = {
 class TestRefusals:
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("case", BROKEN)
+    @pytest.mark.filterwarnings("ignore:.torch.jit")
     def test_changes_nothing(self, level: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
         models, optimizers = broken(case)
         flat = [models, optimizers, *(list(models) if isinstance(models, (list, tuple)) else [])]

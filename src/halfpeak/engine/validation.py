@@ -28,7 +28,7 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
     """Check the models.
 
     Raises:
-        ConfigTypeError: not a module.
+        ConfigTypeError: not a module, or a part of TorchScript.
         OrderError: prepared before.
         ParameterError: wrapped, so that casting its parameters would break the wrapper; or without storage.
     """
@@ -36,6 +36,14 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(
                 f"{type(model).__name__} is not a torch.nn.Module; pass a module or a list of modules"
+            )
+        scripted = next(
+            (n for n, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None
+        )
+        if scripted is not None:
+            raise ConfigTypeError(
+                f"{f'part {scripted!r} of ' if scripted else ''}{type(model).__name__} is TorchScript, which takes no hooks; "
+                "prepare the module that it was made from, and compile that with torch.compile"
             )
         part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)
         if part is not None or is_prepared(model):
