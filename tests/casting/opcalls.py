@@ -89,6 +89,9 @@ CALLS: dict[str, Callable[[Make], Any]] = {
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan sum prod std var cpu gelu softplus "
     "norm nuclear_norm vector_norm matrix_norm": lambda t: (t(3, 3),),
     "cumprod cumsum softmax log_softmax softmin logsumexp": lambda t: (t(3, 3), 0),
+    "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 hfft2 ihfft2 fftn ifftn rfftn irfftn hfftn "
+    "ihfftn": lambda t: (t(3, 3),),
+    "stft": lambda t: ((t(16),), {"n_fft": 6, "window": torch.ones(6), "return_complex": True}),
     "frobenius_norm": lambda t: (t(3, 3), (0, 1)),
     "renorm": lambda t: (t(3, 3), 2, 0, 1.0),
     "pow dist add sub rsub mul div eq ge gt le lt ne equal atan2": lambda t: (t(3, 3), t(3, 3)),

@@ -65,7 +65,17 @@ FLOAT32: Final[Rows] = (
 )
 """Floating arguments are cast to float32."""
 
-UPCAST: Final[Rows] = (("torch.Tensor", "cpu"),)
+UPCAST: Final[Rows] = (
+    # apex's list
+    ("torch.Tensor", "cpu"),
+    # no kernels for bfloat16, and for float16 only on accelerators, for sizes that are powers of two
+    ("torch", "stft"),
+    ("torch.Tensor", "stft"),
+    (
+        "torch.fft",
+        "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 hfft2 ihfft2 fftn ifftn rfftn irfftn hfftn ihfftn",
+    ),
+)
 """Low arguments are cast to float32; wider ones are left as they are."""
 
 PROMOTE: Final[Rows] = (
