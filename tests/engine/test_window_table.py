@@ -42,11 +42,14 @@ def failing_backward(engine: Engine) -> None:
         pass
 
 
-def edit(engine: Engine) -> None:
-    for parameter in engine.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(2)
-    engine.step()
+def edit_and(then: Event) -> Event:
+    def act(engine: Engine) -> None:
+        for parameter in engine.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        then(engine)
+
+    return act
 
 
 def zero_grad(engine: Engine) -> None:
@@ -65,7 +68,8 @@ EVENTS: dict[str, Event] = {
     "read": lambda engine: engine.main_grads(),
     "save": lambda engine: engine.state_dict(),
     "zero_grad, backward": zero_grad,
-    "edit, step": edit,
+    "edit, step": edit_and(Engine.step),
+    "edit, save": edit_and(Engine.state_dict),
     "step": lambda engine: engine.step(),
     "optimizer.step": lambda engine: engine.optimizers[0].step(),
     "abort": lambda engine: engine.abort(),
@@ -83,6 +87,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
         "save": Empty,
         "zero_grad, backward": Unscaled,
         "edit, step": Empty,
+        "edit, save": Empty,
         "step": Empty,
         "optimizer.step": Empty,
         "abort": Empty,
@@ -98,6 +103,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
         "save": Unscaled,
         "zero_grad, backward": Unscaled,
         "edit, step": Empty,
+        "edit, save": Unscaled,
         "step": Empty,
         "optimizer.step": OrderError,
         "abort": Empty,
@@ -113,6 +119,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
         "save": Scaled,
         "zero_grad, backward": Unscaled,
         "edit, step": OrderError,
+        "edit, save": OrderError,
         "step": OrderError,
         "optimizer.step": OrderError,
         "abort": Empty,
@@ -128,6 +135,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
         "save": Unscaled,
         "zero_grad, backward": Pending,
         "edit, step": OrderError,
+        "edit, save": OrderError,
         "step": Empty,
         "optimizer.step": OrderError,
         "abort": Empty,
@@ -136,9 +144,11 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
 
 
 # Where the scale is always 1 and there are no masters, pending gradients are unscaled as they lie: they may be edited.
-PENDING_AT_SCALE_ONE = {"edit, step": Empty}
+PENDING_AT_SCALE_ONE = {"edit, step": Empty, "edit, save": Unscaled}
+# O2's scale moves; scaled by one that is always 1, they may be edited before the next pass.
+SCALED_AT_SCALE_ONE = {"edit, save": Scaled}
 # Where masters have the gradients, those of the model's own low parameters are not what is stepped.
-UNSCALED_WITH_MASTERS = {"edit, step": OrderError}
+UNSCALED_WITH_MASTERS = {"edit, step": OrderError, "edit, save": OrderError}
 
 
 def engine_in(window: type[Any], level: str) -> Engine:
@@ -161,6 +171,8 @@ def test_what_an_event_makes_of_a_window(window: type[Any], event: str, level: s
     engine, expected = engine_in(window, level), TABLE[window][event]
     if window is Pending and level in ("O0", "O4"):
         expected = PENDING_AT_SCALE_ONE.get(event, expected)
+    if window is Scaled and level != "O2":
+        expected = SCALED_AT_SCALE_ONE.get(event, expected)
     if window is Unscaled and level in ("O2", "O5"):
         expected = UNSCALED_WITH_MASTERS.get(event, expected)
     before = [parameter.detach().clone() for parameter in engine.model.parameters()]

@@ -317,6 +317,28 @@ FOUND: dict[str, Config] = {
             Planned(11, "after step", "masters written", seed=728),
         ),
     ),
+    "a restart in a window whose gradients were written while they waited scaled": Config(
+        seed=60016503,
+        parts=(),
+        level="O4",
+        iterations=6,
+        accumulate=3,
+        options=(("loss_scale", 16.0),),
+        events=(
+            Planned(4, "before step", "gradients added to"),
+            Planned(5, "before backward", "restart"),
+        ),
+    ),
+    "a copy in such a window": Config(
+        seed=60027531,
+        parts=(),
+        level="O1",
+        accumulate=2,
+        events=(
+            Planned(2, "before step", "gradients added to"),
+            Planned(2, "after step", "go on with a deep copy"),
+        ),
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": Config(
         seed=1010002902,
         parts=(),

@@ -441,6 +441,9 @@ class Engine:
 
         Models (float32, the masters' values), optimizers, loss scalers, counters, and the open accumulation window.
         Waits for the device.
+
+        Raises:
+            OrderError: gradients of the window were edited while they waited scaled.
         """
         self.context.record.apply_pending()
         return save_state(self.context)

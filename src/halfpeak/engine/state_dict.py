@@ -21,6 +21,8 @@ from halfpeak.engine.gradients.window import (
     Scaled,
     Unscaled,
     after_delayed_backward,
+    rearmed,
+    rewatched,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
@@ -132,7 +134,8 @@ def save_window(context: EngineContext) -> dict[str, Any]:
     """The open accumulation window: gradients accumulated so far, where they stand, and what was found in them.
 
     Raises:
-        OrderError: it is open over shards, whose gradients FSDP2 holds where nobody can read them.
+        OrderError: it is open over shards, whose gradients FSDP2 holds where nobody can read them; or somebody has written to
+            gradients that wait scaled.
     """
     if any(one.is_open and has_shards(one.table().main_params) for one in context.prepared):
         raise OrderError(
@@ -170,6 +173,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
 
 def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
     prepared.unscale_pending()
+    _check_edits(prepared)
     window = prepared.window
     # Numbered among all parameters of the groups: some may freeze inside the window.
     own = set(map(id, prepared.pairs().model_params))
@@ -186,11 +190,22 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     }
 
 
+def _check_edits(prepared: PreparedOptimizer) -> None:
+    """In what is saved nothing shows any more that somebody has written to gradients that wait scaled, or are not stepped."""
+    before = prepared.window
+    prepared.disarm()
+    window = prepared.window
+    if isinstance(window, Unscaled):
+        prepared.window = rewatched(window, before)
+    elif isinstance(window, Scaled) and isinstance(before, Scaled) and before.is_armed:
+        prepared.window = rearmed(window)
+
+
 def _save_grads(
     prepared: PreparedOptimizer, pairs: Sequence[tuple[int, ParamPair]], scaled: Scaled | None
 ) -> dict[str, dict[int, Tensor]]:
     sentinel = None if scaled is None or scaled.sentinel is None else scaled.sentinel.holder
-    sums = {} if scaled is None else scaled.unedited_sums()
+    sums = {} if scaled is None else scaled.sums
     return {
         "true_sized": {
             i: pair.main.grad

@@ -163,6 +163,11 @@ class Scaled:
     sentinel: Sentinel | None
     sums: Mapping[int, Tensor]
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether edits are noticed; a backward pass that has begun adds to the gradients itself."""
+        return self.sentinel is not None or bool(self.snapshot.holders)
+
     def unedited_sums(self) -> dict[int, Tensor]:
         """:attr:`sums` of the parameters whose gradients nobody has written since."""
         edited = set(map(id, self.snapshot.changed()))
