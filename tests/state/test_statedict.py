@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim import SGD
 
 from halfpeak.casting.modules import convert_network
@@ -254,6 +255,17 @@ def test_parametrizations(parametrize: Any) -> None:
     model.load_state_dict(state)
     masters.refresh()
     assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters)
+
+
+def test_modules_that_are_put_below_later_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    _, exact = exact_low(model)
+    register_parametrization(model[0], "weight", nn.Identity())
+    names = {"0.bias": "0.bias", "0.parametrizations.weight.original": "0.weight"}
+    assert equal(model.state_dict(), {name: exact[before] for name, before in names.items()})
+    loaded = {name: exact[before] * 1.001 for name, before in names.items()}
+    model.load_state_dict(loaded)
+    assert equal(model.state_dict(), loaded)
 
 
 def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> None:

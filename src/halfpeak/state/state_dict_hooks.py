@@ -30,9 +30,8 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
     out, into = ValuesOut(masters), ValuesIn(masters)
     handles: list[RemovableHandle] = []
     for module in model.modules():
-        if next(_own_tensors(module), None) is not None:
-            handles.append(module.register_state_dict_post_hook(out))
-        # On every module, so that a refusal comes before anything below it was loaded.
+        # On every module: a refusal comes before anything below it was loaded, and what is put below it later is seen.
+        handles.append(module.register_state_dict_post_hook(out))
         handles.append(module.register_load_state_dict_pre_hook(into))
     return handles
 
@@ -58,7 +57,7 @@ class _Hook:
 class ValuesOut(_Hook):
     """Going out, a low parameter gives its master's value; without a master, itself widened.
 
-    With ``keep_vars=True`` the live parameter stays. Each hook looks at its own module's tensors only.
+    With ``keep_vars=True`` the live parameter stays.
     """
 
     # What Module.register_state_dict_post_hook sets; also needed on copies and after unpickling.
@@ -86,7 +85,7 @@ class ValuesOut(_Hook):
         Raises:
             OrderError: what was given twice before was written in place, which reaches no weight.
         """
-        for name, tensor in _own_tensors(module):
+        for name, tensor in _tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and is_low(value) and not isinstance(value, nn.Parameter):
                 exact = self._masters.value_of(tensor)
@@ -132,7 +131,7 @@ class ValuesIn(_Hook):
                 "load_state_dict(state), or load before preparing"
             )
         given = [hook for hook in module._state_dict_hooks.values() if isinstance(hook, ValuesOut)]
-        for name, tensor in _own_tensors(module):
+        for name, tensor in _tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 for out in given:
@@ -150,6 +149,10 @@ def _is_for_a_low_average() -> bool:
     return frame is not None and any(map(is_low, frame.f_locals["model"].parameters()))
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those of ``module``, and of modules that were put below it later: a parametrization, another layer."""
     own = chain(module._parameters.items(), module._buffers.items())
-    return ((name, tensor) for name, tensor in own if tensor is not None)
+    yield from ((name, tensor) for name, tensor in own if tensor is not None)
+    for name, child in module._modules.items():
+        if child is not None and not has_fp32_state_dict(child):
+            yield from ((f"{name}.{below}", tensor) for below, tensor in _tensors(child))
