@@ -310,19 +310,26 @@ def test_freezing_through_either_side_freezes_both(
 @pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("parts", ["engine", "model first", "optimizer first"])
-def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
-    level: str, optimizer: str, parts: str
+@pytest.mark.parametrize("come", ["unfrozen after the load", "group added before the load"])
+def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
+    level: str, optimizer: str, parts: str, come: str
 ) -> None:
+    is_frozen = come.startswith("unfrozen")
+
     def prepared() -> Engine:
         model = net()
-        model[0].requires_grad_(False)
-        parameters = model.parameters()
+        model[0].requires_grad_(not is_frozen)
+        parameters = model.parameters() if is_frozen else model[2].parameters()
         made = adam(parameters) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.3)
         return halfpeak.prepare(model, made, level, loss_scale=SCALE)
 
     first, second = prepared(), prepared()
     train(first)
-    unfreeze(first)
+    if is_frozen:
+        unfreeze(first)
+    else:
+        add_group(first)
+        add_group(second)
     for seed in range(1, 4):
         train(first, seed)
     file = io.BytesIO()
@@ -339,7 +346,8 @@ def test_frozen_at_prepare_then_loaded_then_unfrozen_is_the_run_that_was_saved(
             load()
         second.load_loop_state_dict(of_loop)
     assert same(weights(second), weights(first))
-    unfreeze(second)
+    if is_frozen:
+        unfreeze(second)
     for engine in (first, second):
         for seed in range(4, 6):
             train(engine, seed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final, cast
 
@@ -67,6 +69,8 @@ class Masters:
         self._watched: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
+        # Those that have been adopted: groups may have been added to them since.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
         self._retained: dict[int, set[int]] = {}
@@ -133,6 +137,7 @@ class Masters:
             move_grads: False leaves gradients where they are, because they are scaled.
             trained: frozen parameters, by ``id``, that get a master all the same: they have a state, or a gradient.
         """
+        self._optimizers.add(optimizer)
         store = remainder_store_of(optimizer)
         if store is not None and not any(known is store for known in self._stores):
             self._stores.append(store)
@@ -166,6 +171,7 @@ class Masters:
                     if master in optimizer.state:
                         optimizer.state[low] = optimizer.state.pop(master)
         allow_copy(optimizer)
+        self._optimizers.discard(optimizer)
         store = remainder_store_of(optimizer)
         self._stores = [known for known in self._stores if known is not store]
 
@@ -383,8 +389,8 @@ class Masters:
     def take(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
 
-        Where the parameter ends up with something else, :meth:`refresh` follows it. One that stands frozen in an optimizer's
-        groups gets a master if its dtype cannot hold the value: unfrozen later, it goes on from there.
+        Where the parameter ends up with something else, :meth:`refresh` follows it. One that stands in an optimizer's groups
+        and has no master yet, because it is frozen or came later, gets one if its dtype cannot hold the value.
         """
         high, store = self._master_of(parameter), self.store_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
@@ -398,11 +404,18 @@ class Masters:
             self._high_versions.record_one(index, high)
             if sample is not None:
                 sample.record_high()
-        elif id(parameter) in self._frozen and parameter.shape == value.shape and value.is_floating_point():
-            if not bool((value.to(parameter.dtype) == value).all()):
-                self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
-        elif store is not None and parameter.shape == value.shape and value.is_floating_point():
+        elif parameter.shape != value.shape or not value.is_floating_point():
+            return
+        elif store is not None:
             store.take(parameter, value)
+        elif self._waits_for_master(parameter) and not bool((value.to(parameter.dtype) == value).all()):
+            self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
+
+    def _waits_for_master(self, parameter: Tensor) -> bool:
+        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
+            return id(parameter) in self._frozen
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        return any(parameter is member for group in groups for member in group["params"])
 
     def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
         """:meth:`take` for who writes the parameter next: what he is to write, once."""
