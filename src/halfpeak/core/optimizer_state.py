@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -69,6 +70,12 @@ _QUOTE: Final = "'"
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
+    """Whether the parameters of an optimizer are these, in this order. Asked in every step, so in loops that run in C."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:

@@ -254,9 +254,9 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        window = self.checked_pending(self.members()) if isinstance(self.window, Pending) else None
-        if window is None:
+        if (pending := self.checked_pending()) is None:
             return
+        window = pending[0]
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
         accumulator = GradAccumulator(
             window.scale.reciprocal(), window.pass_found_inf, kernels, self.masters.grad_buffers
@@ -264,16 +264,16 @@ class PreparedOptimizer:
         accumulator.accumulate(window.pairs, NOTHING_STASHED)
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
-    def checked_pending(self, table: ParamTable) -> Pending | None:
-        """Pending gradients of ``table``, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
+    def checked_pending(self) -> tuple[Pending, list[Tensor | None]] | None:
+        """Pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
         if not isinstance(self.window, Pending):
             return None
-        window = check_pending(self.window, table)
-        if window is None:
+        pending = check_pending(self.window, self.members())
+        if pending is None:
             self.drop()
         else:
-            self.window = window
-        return window
+            self.window = pending[0]
+        return pending
 
     def drop(self) -> None:
         """Drop the window: no gradient is left anywhere."""
@@ -492,8 +492,8 @@ def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOpt
     here = threading.get_ident()
     for one in prepared:
         one.thread = here
-    alive = ((one, one._optimizer()) for one in list(_PREPARED) if one.thread == here)
-    return {one: optimizer for one, optimizer in alive if optimizer is not None}
+    alive = [one for known in _PREPARED.keyrefs() if (one := known()) and one.thread == here]
+    return {one: optimizer for one in alive if (optimizer := one._optimizer()) is not None}
 
 
 _PREPARED: Final[weakref.WeakKeyDictionary[PreparedOptimizer, None]] = weakref.WeakKeyDictionary()

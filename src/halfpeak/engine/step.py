@@ -251,10 +251,9 @@ class TrainStep:
 
     def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
         """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
-        table = one.members()
-        pending = one.checked_pending(table)
+        pending, table = one.checked_pending(), one.members()
         if pending is not None:
-            return pending_grads(pending, table, optimizer)
+            return pending_grads(*pending, table, optimizer)
         if isinstance(one.window, Unscaled):
             refuse_unseen_backward(one.window, one.window.pairs)
             return unscaled_grads(one.window, table, optimizer)

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.versions import TensorVersions
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -285,9 +285,9 @@ class Masters:
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
         """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
-        targets = params_of(optimizer)
         known, indices = self._looked_up
-        if len(known) != len(targets) or not all(map(is_, known, targets)):
+        if not are_params_of(optimizer, known):
+            targets = params_of(optimizer)
             low_params = [low for target in targets if (low := self.low_of(target)) is not None]
             indices = [self._index[id(low)] for low in low_params]
             self._looked_up = (targets, indices)

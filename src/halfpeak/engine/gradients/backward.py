@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Final
@@ -185,10 +185,11 @@ class BackwardScope:
             scaler: whose scale it is.
             scale: what the loss was multiplied by.  # f32[]
         """
+        grads = gradients_of(self.all_pairs.model_params) if mode is GradMode.LEAVE_FOR_STEP else []
         if mode is GradMode.LEAVE_SCALED:
             self._leave_scaled(scaler, scale)
-        elif mode is GradMode.LEAVE_FOR_STEP and self._are_plain():
-            self._leave_for_step(scaler, scale)
+        elif _are_plain(grads):
+            self._leave_for_step(grads, scaler, scale)
         else:
             self._accumulate(scale)
 
@@ -218,12 +219,12 @@ class BackwardScope:
             prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, own, sums))
 
     @untraced
-    def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> None:
+    def _leave_for_step(self, grads: list[Tensor | None], scaler: LossScaler, scale: Tensor) -> None:
         self._is_done = True
         (prepared,) = self._prepared
         assert isinstance(prepared.window, Empty)
         prepared.window = left_for_step(
-            prepared.window, self.pairs[0], scale, self.found_inf, unit=is_unit(scaler)
+            prepared.window, self.pairs[0], grads, scale, self.found_inf, unit=is_unit(scaler)
         )
 
     @untraced
@@ -246,10 +247,11 @@ class BackwardScope:
     def _all_stashed(self) -> dict[int, Tensor]:
         return {key: grad for one in self._stashed if not one.is_empty for key, grad in one.by_id().items()}
 
-    def _are_plain(self) -> bool:
-        """Whether there are new gradients, and all are dense and have no graph."""
-        grads = [grad for grad in gradients_of(self.all_pairs.model_params) if grad is not None]
-        return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
+
+def _are_plain(grads: Iterable[Tensor | None]) -> bool:
+    """Whether there are gradients, and all are dense and have no graph."""
+    there = [grad for grad in grads if grad is not None]
+    return bool(there) and not any(map(_HAS_GRAPH, there)) and not any(map(_IS_SPARSE, there))
 
 
 _NO_PAIRS: Final = ParamPairs()

@@ -91,8 +91,9 @@ class FusedGrads:
         return not keep
 
 
-def check_pending(window: Pending, table: ParamTable) -> Pending | None:
-    """Pending gradients without their sentinel, to be read; None if the optimizer was told to drop them.
+def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
+    """Pending gradients without their sentinel, to be read, in the order of the groups; None if the optimizer was told to
+    drop them.
 
     Zeros that ``zero_grad(set_to_none=False)`` wrote are what the optimizer is to read then.
 
@@ -102,7 +103,7 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
     refuse_edits([holder.grad for holder in window.snapshot.changed()])
     grads, sentinel = gradients_of(table.model_params), window.sentinel
     if sentinel is None:
-        return None if are_none(grads) else window
+        return None if are_none(grads) else (window, grads)
     left, changed = sentinel.holder.grad, not sentinel.unchanged()
     if changed:
         refuse_edits([left])
@@ -112,12 +113,14 @@ def check_pending(window: Pending, table: ParamTable) -> Pending | None:
         return None
     if changed:
         torch._foreach_zero_([grad for grad in grads if grad is not None])
-    return replace(window, sentinel=None)
+    return replace(window, sentinel=None), grads
 
 
-def pending_grads(window: Pending, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads:
-    """The pending gradients of a window that :func:`check_pending` has returned."""
-    grads, inv_scale = gradients_of(table.model_params), window.scale.reciprocal()
+def pending_grads(
+    window: Pending, grads: Sequence[Tensor | None], table: ParamTable, optimizer: FusedOptimizer
+) -> FusedGrads:
+    """The pending gradients of a window, as :func:`check_pending` has returned both."""
+    inv_scale = window.scale.reciprocal()
     return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=True)
 
 

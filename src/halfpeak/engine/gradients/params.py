@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Final, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.core.optimizer_state import are_params_of, params_of
+from halfpeak.ops.foreach import gradients_of
 from halfpeak.state.masters import Masters
 
-_GRAD: Final = attrgetter("grad")
 _TRAINABLE: Final = attrgetter("requires_grad")
 
 
@@ -57,11 +57,11 @@ class ParamPairs(list[ParamPair]):
 
     def main_grads(self) -> list[Tensor]:
         """The gradients that the optimizer reads."""
-        return [grad for grad in map(_GRAD, self.main_params) if grad is not None]
+        return [grad for grad in gradients_of(self.main_params) if grad is not None]
 
     def with_gradient(self) -> list[Tensor]:
         """The main parameters that have a gradient."""
-        grads = map(_GRAD, self.main_params)
+        grads = gradients_of(self.main_params)
         return list(compress(self.main_params, map(is_not, grads, repeat(None))))
 
     def has_low_gradient(self, beside: Tensor | None = None) -> bool:
@@ -70,7 +70,7 @@ class ParamPairs(list[ParamPair]):
         Args:
             beside: a gradient that does not count.
         """
-        return not {id(None), id(beside)}.issuperset(map(id, map(_GRAD, self.low_params)))
+        return not {id(None), id(beside)}.issuperset(map(id, gradients_of(self.low_params)))
 
 
 class ParamTable:
@@ -90,7 +90,6 @@ class ParamTable:
         self.model_params = [masters.model_param_of(member) for member in self._members]
         mains = map(masters.of, self.model_params)
         self.main_params = [m if main is None else main for m, main in zip(self._members, mains, strict=True)]
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self._members))
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
@@ -124,14 +123,11 @@ class ParamTable:
         """Whether the same parameters are in the groups and the same of them are trainable, or have masters."""
         return (
             len(self._masters) == self._num_masters
-            and self.is_of(optimizer)
+            and are_params_of(optimizer, self._members)
             and list(map(_TRAINABLE, self.model_params)) == self._trainable[0]
             and list(map(_TRAINABLE, self._members)) == self._trainable[1]
         )
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether the same parameters are in the groups."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        return list(map(len, groups)) == self._sizes and all(
-            map(is_, chain.from_iterable(groups), self._members)
-        )
+        return are_params_of(optimizer, self._members)

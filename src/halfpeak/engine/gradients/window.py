@@ -26,10 +26,9 @@ from torch import Tensor
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.gradients.params import ParamPairs
-from halfpeak.ops.foreach import are_dense
+from halfpeak.ops.foreach import are_dense, gradients_of
 from halfpeak.state.loss_scaler import LossScaler
 
-_GRAD: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 
 
@@ -38,16 +37,18 @@ class GradSnapshot:
 
     __slots__ = ("_grads", "_versions", "_written", "holders")
 
-    def __init__(self, holders: Iterable[Tensor] = ()) -> None:
+    def __init__(self, holders: Iterable[Tensor] = (), grads: list[Tensor | None] | None = None) -> None:
         self.holders = list(holders)
-        self._grads: list[Tensor | None] = list(map(_GRAD, self.holders))
+        self._grads = gradients_of(self.holders) if grads is None else grads
         self._written = [grad for grad in self._grads if grad is not None]
         self._versions = list(map(_VERSION, self._written))
 
     def unchanged(self) -> bool:
         """Whether every gradient is as it was."""
-        now = list(map(_GRAD, self.holders))
-        return all(map(is_, now, self._grads)) and list(map(_VERSION, self._written)) == self._versions
+        return (
+            all(map(is_, gradients_of(self.holders), self._grads))
+            and list(map(_VERSION, self._written)) == self._versions
+        )
 
     def changed(self) -> list[Tensor]:
         """The tensors whose gradient is not as it was."""
@@ -341,6 +342,7 @@ def rewatched(window: Unscaled, before: Window) -> Unscaled:
 def left_for_step(
     window: Empty,
     pairs: ParamPairs,
+    grads: list[Tensor | None],
     scale: Tensor,
     pass_found_inf: Tensor,
     *,
@@ -351,11 +353,12 @@ def left_for_step(
     Args:
         window: before.
         pairs: the parameters at the pass.
+        grads: of each of them, or None.
         scale: what the loss was multiplied by.  # f32[]
         pass_found_inf: where the finding is written when the gradients are read.  # f32[]
         unit: whether the scale is always 1: then the gradients of parameters without a master may be edited.
     """
-    snapshot = GradSnapshot(pairs.low_params if unit else pairs.model_params)
+    snapshot = GradSnapshot(pairs.low_params) if unit else GradSnapshot(pairs.model_params, grads)
     smallest = pairs.smallest
     sentinel = None if smallest is None else Sentinel.place(smallest.main, PENDING_SENTINEL)
     return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)

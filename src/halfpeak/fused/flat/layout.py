@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.fused.flat.buffers import (
     ALIGN,
     MIN_STANDALONE,
@@ -134,13 +134,11 @@ class FlatLayout:
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
-        targets = params_of(optimizer)
         return (
-            len(targets) == len(self.targets)
-            and all(map(is_, targets, self.targets))
+            are_params_of(optimizer, self.targets)
             and all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
-            and _places(memory_of(targets)) == self._places
+            and _places(memory_of(self.targets)) == self._places
             and _places(memory_of(model_params)) == self._low_places
             and self._holds_state(optimizer)
         )
