@@ -106,7 +106,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
     in_groups = {id(subject.model_of(main)) for main in mains}
     joining = [p.grad for p in subject.model.parameters() if id(p) not in in_groups and p.grad is not None]
     overflowed = planned.name == "add a group" and not all(bool(grad.isfinite().all()) for grad in joining)
-    if config.is_fused and (overflowed or (planned.name.startswith("gradients ") and any(reference.found))):
+    if config.is_fused and overflowed:
         return "a fused step has one found_inf, for itself and for the scale, where others know an edit from what it found"
     edits_unread = planned.name.startswith("gradients ") and reference.window == "scaled"
     if (edits_unread or planned.name.startswith("zero_grad")) and any(reference.found):

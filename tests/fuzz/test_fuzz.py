@@ -339,6 +339,27 @@ FOUND: dict[str, Config] = {
             Planned(2, "after step", "go on with a deep copy"),
         ),
     ),
+    "an overflow that is clipped away between the passes of a fused optimizer": Config(
+        seed=12050012436,
+        parts=(),
+        optimizers=("FusedLAMB",),
+        level="O5",
+        accumulate=2,
+        events=(
+            Planned(2, "before step", "clip by torch's value"),
+            Planned(2, "before backward", "inf in a gradient", seed=571),
+        ),
+    ),
+    "gradients kept after a step of a fused optimizer that was skipped": Config(
+        seed=90018647,
+        parts=(),
+        optimizers=("FusedAdagrad",),
+        level="O4",
+        events=(
+            Planned(2, "before step", "gradients kept after the step"),
+            Planned(2, "before backward", "inf in a gradient", seed=749),
+        ),
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": Config(
         seed=1010002902,
         parts=(),

@@ -292,7 +292,8 @@ class Engine:
             closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss. It needs no
                 ``zero_grad()``.
             optimizers: those to step; None means all. With accumulation they must all be stepped together.
-            keep_gradients: leave the parameters' own gradients in place; masters never keep theirs.
+            keep_gradients: leave the parameters' own gradients in place; masters never keep theirs, and a step that the host
+                knows to have skipped leaves none.
 
         Raises:
             OrderError: the last backward pass was not synchronised, so its gradients are still scaled; or it was

@@ -468,7 +468,7 @@ class PreparedOptimizer:
             return
         found_inf = torch.zeros_like(window.found_inf)
         foreach.check_(grads, found_inf)
-        self.window = replace(window, found_inf=found_inf)
+        self.window = replace(window, found_inf=found_inf, is_edited=True)
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -169,6 +170,11 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         context.record.add_found_inf(context.scalers[index], found_inf)
         # A fused step that decides on the device looks for such a loss here.
         context.record.add_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
+    found = any(bool(found_inf) for found_inf in state["losses"].values())
+    for prepared in context.prepared:
+        window = prepared.window
+        if isinstance(window, Unscaled):
+            prepared.window = replace(window, is_edited=bool(window.found_inf) != found)
 
 
 def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:

@@ -229,8 +229,11 @@ class TrainStep:
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)
-            if nonfinite is None and is_known_to_skip(found_inf):
-                nonfinite = self._collapse.nonfinite_grads(prepared)
+            if is_known_to_skip(found_inf):
+                # What a skip left would make the next window skip, too.
+                keep_gradients = False
+                if nonfinite is None:
+                    nonfinite = self._collapse.nonfinite_grads(prepared)
             with disable_casts():
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
@@ -262,8 +265,11 @@ class TrainStep:
     def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
         """The whole decision, made where the gradients are; None where the host takes part in it.
 
-        It does where ranks must agree, where a loss scale is close to its limit, and where several losses were scaled.
+        It does where ranks must agree, where a loss scale is close to its limit, where several losses were scaled, and where an
+        edit has made of gradients something else than their losses have.
         """
+        if isinstance(one.window, Unscaled) and one.window.is_edited:
+            return None
         scaler = self._record.only_scaler
         if scaler is None or not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit():
             return None

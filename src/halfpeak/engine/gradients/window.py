@@ -130,12 +130,14 @@ class Unscaled:
         pairs: the parameters at the last backward pass.
         snapshot: of the gradients, to notice ``zero_grad()`` and edits.
         sentinel: :data:`LOW_SENTINEL` on a low parameter, or None where there is none that is free.
+        is_edited: whether ``found_inf`` may be another than that of the backward passes, by which the loss scale moves.
     """
 
     found_inf: Tensor
     pairs: ParamPairs
     snapshot: GradSnapshot
     sentinel: Sentinel | None = None
+    is_edited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,8 @@ def after_backward(window: Window, pairs: ParamPairs, found_inf: Tensor) -> Unsc
     """
     # The optimizers of one backward pass may belong to two runs, which may live on two devices.
     found_inf = torch.maximum(window.found_inf, found_inf.to(window.found_inf.device))
-    return Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient()))
+    is_edited = isinstance(window, Unscaled) and window.is_edited
+    return Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient()), is_edited=is_edited)
 
 
 def after_delayed_backward(
