@@ -28,6 +28,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
 def build(level: str, optimizer: Callable[[Any], Any] = adam, **options: Any) -> Engine:
     model = net()
     return halfpeak.prepare(model, optimizer(model.parameters()), level, loss_scale=SCALE, **options)
@@ -51,6 +55,32 @@ def weights(engine: Engine) -> list[Tensor]:
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
+
+
+# What torch.inference_mode() would spoil for good.
+
+MAKERS: dict[str, Callable[[Engine], object]] = {
+    "prepare": lambda _: build("O2"),
+    "step": Engine.step,
+    "optimizer.step": lambda engine: engine.optimizers[0].step(),
+    "load_state_dict": lambda engine: engine.load_state_dict(engine.state_dict()),
+    "load_loop_state_dict": lambda engine: engine.load_loop_state_dict(engine.loop_state_dict()),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("call", MAKERS)
+def test_inference_mode_is_refused_and_the_run_goes_on(call: str, level: str) -> None:
+    engine, plain = build(level, momentum), build(level, momentum)
+    for one in (engine, plain):
+        train(one, 0)
+        backward(one, 1)
+    with torch.inference_mode(), pytest.raises(halfpeak.OrderError, match="inference_mode"):
+        MAKERS[call](engine)
+    for one in (engine, plain):
+        one.step()
+        train(one, 2)
+    assert same(weights(engine), weights(plain))
 
 
 # Parameters that come later.

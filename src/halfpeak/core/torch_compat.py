@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.compiler import is_compiling
 
+from halfpeak.core.errors import OrderError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -42,6 +44,19 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on ``device`` now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_inference_mode(call: str) -> None:
+    """Refuse what makes or writes tensors that are trained later: torch would fail then, in another place.
+
+    Raises:
+        OrderError: ``call`` was called in ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise OrderError(
+            f"{call} was called in torch.inference_mode(), and what it would make or write there could not be trained; "
+            "call it outside of it, or write torch.no_grad() instead"
+        )
 
 
 def single(number: float) -> float:

@@ -24,7 +24,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, LossIdError, Orde
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.core.torch_compat import refuse_inference_mode, traced_inline, untraced
 from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_access_by_params
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import broadcast_masters, check_wrapped
@@ -310,6 +310,7 @@ class Engine:
         self, closure: Callable[[], Any] | None, optimizers: Optimizers, *, keep_gradients: bool
     ) -> StepResult:
         self._refuse_in_replay("step()")
+        refuse_inference_mode("engine.step()")
         self._has_forward = False
         prepared, every = self._prepared_of(optimizers), self.context.config.accumulation.every
         if every > 1 and len(prepared) < len(self.context.prepared):

@@ -25,6 +25,7 @@ from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, NormRule, Polic
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
+from halfpeak.core.torch_compat import refuse_inference_mode
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.diagnosis.skips import OnSkip, watch_for
 from halfpeak.engine.engine import Engine
@@ -208,6 +209,7 @@ def build(
         casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
         reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
     """
+    refuse_inference_mode("prepare()")
     policy = config.policy
     models = [uncompiled(model) for model in models]
     check_models(models, policy)

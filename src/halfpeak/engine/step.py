@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
@@ -407,6 +407,7 @@ class TrainStep:
         """
         config = self._config
         try:
+            refuse_inference_mode("optimizer.step()")
             check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
         except OrderError:
             # No step has begun, so what the passes of the window have found stays.

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.core.state_checks import require_count, require_mapping
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 
 
 class LossScaler:
@@ -85,6 +85,7 @@ class LossScaler:
 
     def parse(self, state: Mapping[str, Any]) -> ScaleState:
         """The state that :meth:`load_state_dict` would load. Changes nothing."""
+        refuse_inference_mode("load_state_dict()")
         require_mapping(state, "a loss scaler's state", ScaleState._fields)
         try:
             scale = require_scale("scale", state["scale"])
