@@ -18,7 +18,7 @@ from halfpeak.integrations.timm import LossScaler
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import make_batch, make_net
 
-MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda")
+MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda", "timm.optim.lookahead")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def timm_utils() -> Iterator[SimpleNamespace]:
         pytest.skip("timm is not installed")
     assert files is not None
     before = dict(sys.modules)
-    for package in ("timm", "timm.utils"):
+    for package in ("timm", "timm.utils", "timm.optim"):
         sys.modules[package] = ModuleType(package)
     loaded: dict[str, Any] = {}
     for name in MODULES:
@@ -96,6 +96,40 @@ def test_adaptive_clipping_is_timms_own(timm_utils: SimpleNamespace) -> None:
     train(run, clip_grad=0.01, clip_mode="agc")
     expected = plain_run("O2", clip=lambda p: timm_utils.agc.adaptive_clip_grad(list(p), 0.01))[0]
     assert_same(weights(run.net), expected)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_lookahead_is_its_rule_by_hand(level: str, resumed: bool, timm_utils: SimpleNamespace) -> None:
+    """It calls no ``Optimizer.__init__``, steps by another optimizer and writes parameters itself."""
+
+    def build() -> Any:
+        net = make_net()
+        optimizer = timm_utils.lookahead.Lookahead(adamw(net.parameters()), alpha=0.5, k=3)
+        return halfpeak.prepare(net, optimizer, level, scale=SCALE)
+
+    net = make_net()
+    by_hand, engine = halfpeak.prepare(net, adamw(net.parameters()), level, scale=SCALE), build()
+    slow: list[torch.Tensor] = []
+    for number, (x, y) in enumerate(batches()):
+        results = []
+        for one in (by_hand, engine):
+            with one.forward():
+                loss = nn.functional.mse_loss(one.model(x).float(), y)
+            one.backward(loss)
+            results.append(one.step().stepped())
+        assert results[0] == results[1]
+        if number % 3 == 2 and results[0]:
+            with torch.no_grad():
+                fast = list(by_hand.main_params())
+                slow = slow or [weight.clone() for weight in fast]
+                for kept, weight in zip(slow, fast, strict=True):
+                    weight.copy_(kept.add_(weight - kept, alpha=0.5))
+        if resumed:
+            state, engine = engine.state_dict(), build()
+            engine.load_state_dict(state)
+    assert_same(weights(engine.model), weights(net))
+    assert by_hand.num_steps == 6
 
 
 def test_the_call_is_timms(timm_utils: SimpleNamespace) -> None:
