@@ -121,6 +121,13 @@ def test_what_cannot_be_is_said() -> None:
         accelerator.prepare(adamw(net.parameters()))
     with pytest.raises(halfpeak.OrderError, match=r"accelerator\.prepare\(model, optimizer\)"):
         accelerator.backward(net(batches()[1][0]).sum())
+    _, first = accelerator.prepare(net, adamw(net.parameters()))
+    other = make_net()
+    accelerator.prepare(other, adamw(other.parameters()))
+    with pytest.raises(
+        halfpeak.OrderError, match=r"accelerator\.prepare\(one, other, optimizer, other_optimizer\)"
+    ):
+        first.step()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -12,7 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
@@ -149,7 +149,18 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._adapter = adapter
 
     def step(self, closure: Any = None) -> None:
-        """Step or skip where accumulation ends; else do nothing."""
+        """Step or skip where accumulation ends; else do nothing.
+
+        Raises:
+            OrderError: a later call of ``Accelerator.prepare`` was for other optimizers.
+        """
         if self.gradient_state.sync_gradients:
-            self.last = self._adapter.step(self._adapter.connected(ADVICE), self.optimizer, closure)
+            engine = self._adapter.connected(ADVICE)
+            if self.optimizer not in engine.optimizers:
+                raise OrderError(
+                    f"{type(self.optimizer).__name__} was prepared in an earlier call of accelerator.prepare(), and the last "
+                    "one has taken its place; for networks that train in turns, write "
+                    "one, other, optimizer, other_optimizer = accelerator.prepare(one, other, optimizer, other_optimizer)"
+                )
+            self.last = self._adapter.step(engine, self.optimizer, closure)
             self._is_overflow = not self.last.stepped()

@@ -75,10 +75,6 @@ class TensorVersions:
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
         self._pointers.append(self._storages[-1].cdata)
 
-    def is_recorded(self, index: int) -> bool:
-        """Whether the tensor at ``index`` was recorded since it was added."""
-        return self._versions[index] != _NEVER_RECORDED
-
     @untraced
     def record(self, tensors: Sequence[Tensor]) -> None:
         """Take the snapshot of all tensors; their number may differ from before."""
