@@ -22,6 +22,7 @@ from torch.nn.functional import mse_loss
 
 import halfpeak
 from halfpeak import amp, fused
+from halfpeak.amp.fp16_utils import FP16_Optimizer, convert_network
 from halfpeak.integrations.timm import LossScaler
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from halfpeak.runner import (
@@ -38,6 +39,10 @@ TOTAL = 9
 """Passes of a run: three windows of three."""
 SCALE = 1024.0
 """The first loss scale: a power of two at which nothing overflows by itself."""
+AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
+"""In which operations run, by level."""
+HALF = {"O2": torch.float16, "O5": torch.bfloat16}
+"""In which models are, by level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +240,19 @@ class NativeRun(Run):
         self.result = self.engine.step(closure)
 
 
+class RoundedRun(NativeRun):
+    """The engine over a model that was made half before: its masters begin rounded, and no norm is kept."""
+
+    restores_statistics = False
+    options: ClassVar[Mapping[str, Any]] = {"keep_batchnorm_fp32": False}
+
+    def build(self) -> None:
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.copy_(parameter.to(HALF[self.case.level]))
+        super().build()
+
+
 class AutocastRun(NativeRun):
     """The engine that casts by torch's lists: what drivers over ``torch.autocast`` are compared with."""
 
@@ -313,6 +331,63 @@ class AmpRun(Run):
         self.stepped = True
 
 
+class Fp16OptimizerRun(Run):
+    """``FP16_Optimizer`` over a model that the caller has made half."""
+
+    restores_statistics = False
+
+    def build(self) -> None:
+        self.dtype = HALF[self.case.level]
+        convert_network(self.net, self.dtype)
+        arguments = {"init_scale": SCALE, "max_loss_scale": SCALE}
+        self.wrapper = FP16_Optimizer(
+            self.optimizer, dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False
+        )
+        self.stepped = False
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss((batch[0].to(self.dtype), batch[1]))
+
+    def backward(self, loss_of: Callable[[], Tensor]) -> None:
+        if self.done % self.every == 0:
+            self.wrapper.zero_grad()
+        self.wrapper.backward(loss_of() / self.every)
+
+    def step(self) -> None:
+        self.stepped = self.is_boundary
+        if self.is_boundary:
+            if self.clip is not None:
+                self.wrapper.clip_master_grads(self.clip)
+            self.wrapper.step()
+            self.stepped = not self.wrapper.overflow
+
+    def moved(self) -> bool:
+        return self.stepped
+
+    def scale(self) -> float:
+        return self.wrapper.loss_scale
+
+    def save(self) -> Any:
+        return {"model": self.net.state_dict(), "optimizer": self.wrapper.state_dict()}
+
+    def load(self, state: Any) -> None:
+        self.net.load_state_dict(state["model"])
+        self.wrapper.load_state_dict(state["optimizer"])
+
+    def drop(self) -> None:
+        self.wrapper.zero_grad(set_grads_to_None=True)
+        self.done -= self.done % self.every
+
+    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> Tensor:
+            self.wrapper.zero_grad()
+            loss = loss_of()
+            self.wrapper.backward(loss)
+            return loss
+
+        self.wrapper.step(closure)
+
+
 class WrapperRun(Run):
     """The wrappers of ``halfpeak.optim``; they count windows and clip."""
 
@@ -389,9 +464,6 @@ class ApexWrapperRun(WrapperRun):
         return self.wrapper.state_dict()["apex_amp"]["loss_scaler0"]["loss_scale"]
 
 
-AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
-
-
 class HookRun(Run):
     """The optimizer hooks of ``halfpeak.runner``, called as a runner calls them."""
 
@@ -443,7 +515,7 @@ class HookRun(Run):
 
 class Fp16HookRun(HookRun):
     mode: ClassVar[str] = "master"
-    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"O2": torch.float16, "O5": torch.bfloat16}
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = HALF
 
     def make_hook(self, **options: Any) -> Any:
         options |= {"mode": self.mode, "dtype": self.dtypes[self.case.level]}
@@ -629,6 +701,9 @@ class Driver:
 DRIVERS: dict[str, Driver] = {
     "native": Driver(make=NativeRun, copies=True),
     "amp": Driver(make=AmpRun, saves_windows=False),
+    "FP16_Optimizer": Driver(
+        make=Fp16OptimizerRun, reference=RoundedRun, levels=("O2", "O5"), saves_windows=False
+    ),
     "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",), copies=True),
     "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4"), copies=True),
     "ApexOptimWrapper": Driver(make=ApexWrapperRun, copies=True),
