@@ -163,6 +163,7 @@ class Reference:
         structure.freeze(self.model)
         self.optimizers = structure.optimizers(config, self.model)
         self.pairs: dict[int, Pair] = {}
+        self.members: list[list[int]] = [[] for _ in self.optimizers]
         self._convert(self.model)
         # At levels that convert the model, its state_dict() is float32.
         self.widens = self.properties.cast_model_type not in (None, False)
@@ -176,7 +177,8 @@ class Reference:
 
     def forward(self, at: int) -> list[Tensor]:
         """The losses of iteration ``at``, one per loss scaler."""
-        self.sync()
+        self._follow()
+        self._agree_on_flags()
         if self.stats is None and torch.is_grad_enabled():
             self.stats = [buffer.clone() for buffer in self._statistics()]
         with self.casts():
@@ -305,7 +307,9 @@ class Reference:
         if (self.micro + 1) % self.config.accumulate:
             self.micro += 1
             return Result(False, scale=self.scales[0].scale)
-        self.sync()
+        self._adopt(joined=True)
+        self._follow()
+        self._agree_on_flags()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         for o in chosen:
             if self.left[o] != self._seen_grads(o):
@@ -429,13 +433,13 @@ class Reference:
         self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
     def sync(self) -> None:
-        """Before a pass weights and masters agree, also on who is trainable."""
+        """Before a backward pass weights and masters agree, also on who is trainable; who came lately gets a master."""
+        self._adopt()
         self._follow()
         self._agree_on_flags()
 
     def _follow(self) -> None:
-        """Their values agree; parameters that came lately get masters."""
-        self._adopt()
+        """Their values agree."""
         for pair in self.pairs.values():
             pair.sync()
 
@@ -513,8 +517,7 @@ class Reference:
         self._keep(state["masters"])
         self._keep_trained(state["optimizers"])
         for name, pair in self._by_name():
-            if name in state["masters"]:
-                pair.main.detach().copy_(state["masters"][name])
+            pair.main.detach().copy_(state["masters"].get(name, pair.model.detach()))
             pair.agree()
         for o, saved in enumerate(state["optimizers"]):
             self.optimizers[o].load_state_dict(saved)
@@ -542,6 +545,7 @@ class Reference:
         self.stats = state["stats"]
         # They belong to the window, and nobody has read them yet.
         self.left = [[] if self.grads_of(o) else None for o in range(len(self.optimizers))]
+        self.members = [[] for _ in self.optimizers]
 
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
         """``load_state_dict()`` of each, which keeps the float32 state of those that are frozen."""
@@ -569,6 +573,8 @@ class Reference:
         self._follow()
         twin = copy.deepcopy(self)
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
+        twin._adopt()
+        twin.members = [[] for _ in twin.optimizers]
         for grad, (_, theirs) in zip(self._window_grads(), twin._managed(), strict=True):
             theirs.grad = grad
         for o, left in enumerate(self.left):
@@ -626,12 +632,14 @@ class Reference:
             return isinstance(module, _BatchNorm) and module.affine
         return isinstance(module, (_NormBase, nn.LayerNorm, nn.GroupNorm))
 
-    def _adopt(self, exact: dict[int, Tensor] | None = None) -> None:
-        """Masters for the low, trainable parameters in the groups."""
+    def _adopt(self, exact: dict[int, Tensor] | None = None, *, joined: bool = False) -> None:
+        """Masters for the low, trainable parameters in the groups; ``joined``: not where the same stand as in a pass before."""
         if not self.properties.master_weights:
             return
         known = {id(pair.main) for pair in self.pairs.values()}
-        for optimizer in self.optimizers:
+        for o, optimizer in enumerate(self.optimizers):
+            if joined and self.members[o] == list(map(id, self._mains(o))):
+                continue
             for group in optimizer.param_groups:
                 for i, parameter in enumerate(group["params"]):
                     if id(parameter) in known or parameter.dtype not in LOW:
@@ -648,6 +656,7 @@ class Reference:
                     if parameter in optimizer.state:
                         row = optimizer.state.pop(parameter)
                         optimizer.state[pair.main] = {k: _cast(v, torch.float32) for k, v in row.items()}
+            self.members[o] = list(map(id, self._mains(o)))
 
     def _pair(self, parameter: nn.Parameter, value: Tensor) -> Pair:
         master = value.detach().float().clone().requires_grad_(parameter.requires_grad)
