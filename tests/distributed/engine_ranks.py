@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 OPTIONS = [
     *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), LEVELS),
+    *product(("own no_sync", "own no_sync, scaled"), LEVELS),
     *product(("PowerSGD",), ("O0", "O4")),
 ]
 """What is asked of ``DistributedDataParallel``, and the level."""
@@ -78,18 +80,29 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
     arguments: dict[str, Any] = {"gradient_as_bucket_view": True} if "views" in option else {}
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scale = halfpeak.ScaleConfig(init=1024.0)
-    engine = halfpeak.prepare(model, optimizer, level, accumulate=every, clip=1.0, scale=scale)
+    scale, own = halfpeak.ScaleConfig(init=1024.0), "own no_sync" in option
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=1 if own else every, clip=1.0, scale=scale)
     wrapped = DistributedDataParallel(model, static_graph=option == "static_graph", **arguments)
     if option in HOOKS:
         wrapped.register_comm_hook(*HOOKS[option]())
     outcomes: list[bool] = []
     for step in range(WINDOWS * every):
         spoilt = rank == 1 and poisoned is not None and step == every + poisoned
-        with engine.forward(None if "not told" in option else wrapped):
-            loss = wrapped(batch(rank, step)).float().square().mean()
+        is_inside = step % every != every - 1
+        with (
+            wrapped.no_sync() if own and is_inside else nullcontext(),
+            engine.forward(None if own or "not told" in option else wrapped),
+        ):
+            loss = wrapped(batch(rank, step)).float().square().mean() / (every if own else 1)
         # A loss of inf with finite activations: found_inf has to come from the gradients.
-        engine.backward(loss * float("inf") if spoilt else loss)
+        loss = loss * float("inf") if spoilt else loss
+        if "scaled" in option:
+            with engine.scaled(loss) as scaled:
+                scaled.backward()
+        else:
+            engine.backward(loss)
+        if own and is_inside:
+            continue
         result = engine.step()
         if result.boundary:
             outcomes.append(result.stepped())

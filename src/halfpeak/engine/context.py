@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ class EngineContext:
         device: where the scalars of a step live.
         handles: of the hooks on the models.
         synchronised: whether gradients of the last forward pass are reduced over the ranks by its backward pass.
+        unreduced: models whose ``DistributedDataParallel`` was in the script's own ``no_sync`` when they last computed.
     """
 
     config: EngineConfig
@@ -54,6 +55,7 @@ class EngineContext:
     device: torch.device
     handles: list[RemovableHandle]
     synchronised: bool = True
+    unreduced: set[nn.Module] = field(default_factory=set[nn.Module])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -63,7 +65,9 @@ class EngineContext:
     @property
     def holds_local_grads(self) -> bool:
         """Whether gradients of the open window are those of this rank alone."""
-        return not self.synchronised and any(isinstance(one.window, Scaled) for one in self.prepared)
+        return not self.is_reduced(self.prepared) and any(
+            isinstance(one.window, Scaled) for one in self.prepared
+        )
 
     def names_of(self, prepared: PreparedOptimizer) -> list[str]:
         """What the parameters of an optimizer are called in the models, in the order of its groups."""
@@ -87,7 +91,14 @@ class EngineContext:
         self.masters.follow_masters()
         self.stats.begin_forward()
 
-    def delays_unscaling(self) -> bool:
+    def is_reduced(self, prepared: Iterable[PreparedOptimizer]) -> bool:
+        """Whether the coming backward pass reduces the gradients of all parameters of these optimizers over the ranks."""
+        if not self.synchronised or not self.unreduced:
+            return self.synchronised
+        local = {id(parameter) for model in self.unreduced for parameter in model.parameters()}
+        return not any(id(p) in local for one in prepared for p in one.pairs().model_params)
+
+    def delays_unscaling(self, prepared: Iterable[PreparedOptimizer]) -> bool:
         """Whether gradients of the coming backward pass stay scaled for a later one of the window.
 
         They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
@@ -98,7 +109,9 @@ class EngineContext:
         inside = not config.accumulation.is_boundary(self.record.micro_step)
         fp32_weights = config.policy.param in (None, torch.float32) and not self.masters.accumulates_fp32
         is_read = any(isinstance(one.window, Unscaled) for one in self.prepared)
-        return not self.synchronised or (inside and fp32_weights and config.num_losses == 1 and not is_read)
+        return not self.is_reduced(prepared) or (
+            inside and fp32_weights and config.num_losses == 1 and not is_read
+        )
 
 
 class StepEngine(Protocol):

@@ -51,7 +51,7 @@ from halfpeak.engine.state_dict import (
 )
 from halfpeak.engine.step import OnFoundInf, TrainStep
 from halfpeak.engine.step_record import StepRecord
-from halfpeak.engine.sync import synchronising
+from halfpeak.engine.sync import note_reduction, synchronising
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler
@@ -235,10 +235,10 @@ class Engine:
                 loss,
                 self.scaler(loss_id),
                 prepared,
-                delay=self.context.delays_unscaling(),
+                delay=self.context.delays_unscaling(prepared),
                 on_found_inf=None,
                 preserved=[one for one in self.context.prepared if one not in prepared],
-                synchronised=self.context.synchronised,
+                synchronised=self.context.is_reduced(prepared),
             ) as scaled,
         ):
             scaled.backward(**kwargs)
@@ -262,7 +262,7 @@ class Engine:
             loss: any shape.
             optimizers: those whose parameters get gradients in the body; None means all. They may belong to other engines.
             loss_id: which loss scaler is used.
-            delay: leave the gradients scaled for a later pass.
+            delay: leave the gradients scaled for a later pass, as where ``DistributedDataParallel`` is in ``no_sync``.
             on_found_inf: called with the scaler, the ``found_inf`` of the pass, and the other optimizers whose parameters it
                 has reached; None keeps ``found_inf`` for the next step.
 
@@ -271,6 +271,7 @@ class Engine:
         """
         self._refuse_in_replay("scaled()")
         prepared = self.context.prepared if optimizers is None else _prepared_anywhere(optimizers)
+        delay = delay or not self.context.is_reduced(prepared)
         return self.context.train_step.backward(
             loss, self.scaler(loss_id), prepared, delay=delay, on_found_inf=on_found_inf
         )
@@ -363,7 +364,7 @@ class Engine:
         for one in prepared:
             one.unscale_pending()
         waiting = [one.window for one in prepared if isinstance(one.window, Scaled)]
-        if waiting and self.context.synchronised and self.config.accumulation.every > 1:
+        if waiting and self.context.is_reduced(prepared) and self.config.accumulation.every > 1:
             with self.context.train_step.backward(
                 torch.zeros((), dtype=torch.float32, device=self.device),
                 waiting[0].scaler,
@@ -813,10 +814,11 @@ class Engine:
         warnings.warn(f"engine.{old} is called engine.{new}", DeprecationWarning, stacklevel=3)
         return getattr(self, new)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, model: nn.Module) -> None:
         """What models do before they compute."""
         if not self._is_replaying:
             self.context.catch_up()
+            note_reduction(model, self.context.unreduced)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)
 

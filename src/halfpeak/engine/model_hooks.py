@@ -40,8 +40,8 @@ def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]
     return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
 
 
-def hook_forward(model: nn.Module, catch_up: Callable[[], None]) -> RemovableHandle:
-    """Call the method ``catch_up`` before anything else that a forward pass of the model does; held weakly."""
+def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call the method ``catch_up`` with the model before anything else that its forward pass does; held weakly."""
     handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
     hooks = model._forward_pre_hooks
     # The compiler of torch 2.11 counts hooks in the order in which they were put in, whichever goes first.
@@ -59,7 +59,7 @@ def owner_of(model: nn.Module) -> object:
 class _WeakHook:
     """A hook that holds the object of a method weakly. A deep copy or a pickle of the model lets go of it."""
 
-    def __init__(self, method: Callable[[], None] | None) -> None:
+    def __init__(self, method: Callable[..., None] | None) -> None:
         self._method: weakref.WeakMethod[Any] | None = None if method is None else weakref.WeakMethod(method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WeakHook:
@@ -74,10 +74,10 @@ class _WeakHook:
         method = None if self._method is None else self._method()
         return None if method is None else method.__self__
 
-    def _call(self) -> None:
+    def _call(self, *args: Any) -> None:
         method = None if self._method is None else self._method()
         if method is not None:
-            method()
+            method(*args)
 
 
 class BeforeForward(_WeakHook):
@@ -92,11 +92,11 @@ class BeforeForward(_WeakHook):
         if self._method is None or is_compiling() or torch.jit.is_tracing():
             return
         if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
-            self._call()
+            self._call(module)
         else:
             # A transform of torch.func lets nobody write parameters, or freeze them.
             with temporarily_clear_interpreter_stack():
-                self._call()
+                self._call(module)
 
 
 class AfterLoad(_WeakHook):

@@ -1,4 +1,4 @@
-"""Whether a wrapped model reduces its gradients over the ranks in a backward pass."""
+"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, and who has told it not to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 @contextmanager
@@ -21,3 +23,15 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
             yield
     else:
         yield
+
+
+def note_reduction(model: nn.Module, unreduced: set[nn.Module]) -> None:
+    """In a forward pass of ``model`` that gradients will follow: whether its ``DistributedDataParallel`` will reduce them.
+
+    Args:
+        model: which computes now; in no ``DistributedDataParallel``, nothing is known.
+        unreduced: it is added to these where the script is in ``no_sync``, and taken from them where it is not.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and torch.is_grad_enabled():
+        (unreduced.discard if wrapper.require_backward_grad_sync else unreduced.add)(model)

@@ -203,9 +203,10 @@ class CompiledStep:
         engine, context = self._engine, self._engine.context
         context.stats.mark_forward_begun()
         loss_id, *numbers = backward
-        optimizers = [context.prepared[number].optimizer for number in numbers]
+        prepared = [context.prepared[number] for number in numbers]
+        optimizers = [one.optimizer for one in prepared]
         weights = [weight for number in numbers for weight in self.weights[number]]
-        delay = context.delays_unscaling()
+        delay = context.delays_unscaling(prepared)
         used, given = set[int](), set[int]()
         with engine.scaled(loss, optimizers=optimizers, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
