@@ -381,8 +381,8 @@ def check_step(window: Window) -> None:
     """
     if isinstance(window, Scaled):
         raise OrderError(
-            "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; pass the "
-            "wrapped module in every iteration: engine.forward(wrapped)"
+            "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; leave "
+            "no_sync for its last pass, or let the engine enter it in every iteration: engine.forward(wrapped)"
         )
 
 
