@@ -31,6 +31,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
 OPTIONS = [
     *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), LEVELS),
     *product(("own no_sync", "own no_sync, scaled"), LEVELS),
+    ("own no_sync, compiled", "O2"),
     *product(("PowerSGD",), ("O0", "O4")),
 ]
 """What is asked of ``DistributedDataParallel``, and the level."""
@@ -82,7 +83,9 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale, own = halfpeak.ScaleConfig(init=1024.0), "own no_sync" in option
     engine = halfpeak.prepare(model, optimizer, level, accumulate=1 if own else every, clip=1.0, scale=scale)
-    wrapped = DistributedDataParallel(model, static_graph=option == "static_graph", **arguments)
+    compiles = "compiled" in option
+    inner: Any = torch.compile(model, backend="eager") if compiles else model
+    wrapped = DistributedDataParallel(inner, static_graph=option == "static_graph", **arguments)
     if option in HOOKS:
         wrapped.register_comm_hook(*HOOKS[option]())
     outcomes: list[bool] = []
@@ -91,7 +94,7 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
         is_inside = step % every != every - 1
         with (
             wrapped.no_sync() if own and is_inside else nullcontext(),
-            engine.forward(None if own or "not told" in option else wrapped),
+            engine.forward(None if (own and not compiles) or "not told" in option else wrapped),
         ):
             loss = wrapped(batch(rank, step)).float().square().mean() / (every if own else 1)
         # A loss of inf with finite activations: found_inf has to come from the gradients.

@@ -51,7 +51,7 @@ from halfpeak.engine.state_dict import (
 )
 from halfpeak.engine.step import OnFoundInf, TrainStep
 from halfpeak.engine.step_record import StepRecord
-from halfpeak.engine.sync import note_reduction, synchronising
+from halfpeak.engine.sync import is_in_no_sync, note_reduction, synchronising
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler
@@ -162,7 +162,8 @@ class Engine:
             if counts and not is_dynamo_compiling():
                 self.context.stats.begin_forward()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
-            synchronised = counts and (wrapped is None or config.accumulation.is_boundary(self.micro_step))
+            ends_window = config.accumulation.is_boundary(self.micro_step) and not is_in_no_sync(wrapped)
+            synchronised = counts and (wrapped is None or ends_window)
             if counts:
                 self.context.synchronised = synchronised
                 self._has_forward, self._forward_uncast = True, False

@@ -34,4 +34,9 @@ def note_reduction(model: nn.Module, unreduced: set[nn.Module]) -> None:
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
-        (unreduced.discard if wrapper.require_backward_grad_sync else unreduced.add)(model)
+        (unreduced.add if is_in_no_sync(wrapper) else unreduced.discard)(model)
+
+
+def is_in_no_sync(wrapped: nn.Module | None) -> bool:
+    """Whether a script has entered ``wrapped.no_sync()`` of a ``DistributedDataParallel``."""
+    return not getattr(wrapped, "require_backward_grad_sync", True)
