@@ -210,6 +210,9 @@ class Reference:
         for o in chosen:
             self._recheck(o)
         found = any(self._add(fresh, scale.scale, chosen))
+        if self.window == "scaled":
+            # Autograd adds up what is looked at then: a sum may be infinite where no gradient is.
+            found = found or not all(bool(grad.isfinite().all()) for o in chosen for grad in self.grads_of(o))
         for o in chosen:
             self.found[o] = self.found[o] or found or bad_loss
             self.left[o] = self._seen_grads(o)
