@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import halfpeak
 from halfpeak.core.errors import ConfigTypeError
+from support.nets import make_batch, make_net
 
 MODEL = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -45,3 +47,32 @@ def test_an_engine_shows_its_public_names() -> None:
     shown = dir(halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     assert {"backward", "forward", "step", "num_steps"} <= set(shown)
     assert not [name for name in shown if name.startswith("_") or name in ("taken", "plan")]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # as its package is imported
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_an_optimizer_without_init_and_defaults_is_stepped(level: str) -> None:
+    """torch's ``PostLocalSGDOptimizer`` calls no ``Optimizer.__init__``; its averager writes what the optimizer steps."""
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    def halve(params: list[dict[str, Any]]) -> None:
+        for parameter in params[0]["params"]:
+            parameter.detach().mul_(0.5)
+
+    found: list[torch.Tensor] = []
+    for wraps in (False, True):
+        model = make_net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.125)
+        if wraps:
+            optimizer = PostLocalSGDOptimizer(optimizer, SimpleNamespace(average_parameters=halve, step=0))  # type: ignore[arg-type]
+        engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=256.0))
+        x, y = make_batch(0)
+        for _ in range(3):
+            with engine.forward():
+                loss = torch.nn.functional.mse_loss(model(x).float(), y)
+            engine.backward(loss)
+            engine.step()
+            if not wraps:
+                halve(optimizer.param_groups)
+        found.append(torch.cat([main.detach().flatten() for main in engine.main_params()]))
+    assert torch.equal(*found)

@@ -87,8 +87,9 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass a bare optimizer or a list of them"
             )
         if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            # timm's Lookahead calls no Optimizer.__init__; torch completes it as it does an optimizer from an older pickle.
-            Optimizer.__setstate__(optimizer, {})
+            # timm's Lookahead and torch's PostLocalSGDOptimizer call no Optimizer.__init__; torch completes them as it does
+            # an optimizer from an older pickle.
+            Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
         if prepared_of(optimizer) is not None:
             raise OrderError(
                 f"{type(optimizer).__name__} was prepared before; call engine.remove() on its engine first, or build a "
