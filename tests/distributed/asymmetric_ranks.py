@@ -257,6 +257,18 @@ def static_graph() -> str:
     return ""
 
 
+def wrapped_before() -> str:
+    """A model in ``DistributedDataParallel`` whose parameters become low."""
+    model = Net()
+    wrapped = DistributedDataParallel(model)
+    halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    try:
+        wrapped(batch(0, 0))
+    except halfpeak.OrderError as error:
+        return str(error)
+    return ""
+
+
 def refused(run: Run) -> dict[str, Any]:
     """What ``check_ranks`` says on every rank."""
     before = collectives()
@@ -316,6 +328,7 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     for level, name in EXPERTS:
         seen[f"experts {level} {name}"] = experts(level, name)
     seen["own norms"], seen["static graph"] = own_norms(), static_graph()
+    seen["wrapped before"] = wrapped_before()
     dist.barrier()
     seen["leave"] = leave(rank)
     return seen

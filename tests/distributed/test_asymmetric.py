@@ -44,7 +44,11 @@ def test_experts_and_what_ranks_share_are_clipped_by_one_norm(ranks: Seen, level
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("own norms", "have clipped by different norms"), ("static graph", "static_graph=True with accumulate")],
+    [
+        ("own norms", "have clipped by different norms"),
+        ("static graph", "static_graph=True with accumulate"),
+        ("wrapped before", "wrapped the model before its parameters became torch.float16"),
+    ],
 )
 def test_what_would_part_ranks_is_refused_on_all(ranks: Seen, name: str, text: str) -> None:
     assert all(text in one for one in ranks[name])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.state.masters import Masters
 
 
@@ -22,6 +22,26 @@ def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
             "static_graph=True with accumulate: DistributedDataParallel then counts on gradients that every backward pass "
             "reduces, and those inside a window are not; leave static_graph out"
         )
+
+
+def check_built_after_casts(wrapped: Any) -> None:
+    """Check that ``DistributedDataParallel`` was made of the parameters as they are: it would reduce no others, in silence.
+
+    Raises:
+        OrderError: they have become low since.
+    """
+    known = wrapped._get_ddp_logging_data().get("dtypes", "")
+    dtypes = {parameter.dtype for parameter in wrapped.parameters() if parameter.requires_grad}
+    for dtype, name in _NAMES.items():
+        if dtype in dtypes and name not in known:
+            raise OrderError(
+                f"DistributedDataParallel wrapped the model before its parameters became {dtype}, and would not reduce their "
+                "gradients; prepare the model first, then wrap it"
+            )
+
+
+_NAMES: Final = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+"""What ``DistributedDataParallel`` calls the dtypes of what it was made of."""
 
 
 def broadcast_masters(masters: Masters, wrapped: Any) -> None:

@@ -40,7 +40,7 @@ class EngineContext:
         device: where the scalars of a step live.
         handles: of the hooks on the models.
         synchronised: whether gradients of the last forward pass are reduced over the ranks by its backward pass.
-        unreduced: models whose ``DistributedDataParallel`` was in the script's own ``no_sync`` when they last computed.
+        reduces: by model, whether its ``DistributedDataParallel`` was outside of ``no_sync`` when it last computed.
     """
 
     config: EngineConfig
@@ -55,7 +55,7 @@ class EngineContext:
     device: torch.device
     handles: list[RemovableHandle]
     synchronised: bool = True
-    unreduced: set[nn.Module] = field(default_factory=set[nn.Module])
+    reduces: dict[nn.Module, bool] = field(default_factory=dict[nn.Module, bool])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -93,9 +93,10 @@ class EngineContext:
 
     def is_reduced(self, prepared: Iterable[PreparedOptimizer]) -> bool:
         """Whether the coming backward pass reduces the gradients of all parameters of these optimizers over the ranks."""
-        if not self.synchronised or not self.unreduced:
+        if not self.synchronised or all(self.reduces.values()):
             return self.synchronised
-        local = {id(parameter) for model in self.unreduced for parameter in model.parameters()}
+        unreduced = (model for model, is_reduced in self.reduces.items() if not is_reduced)
+        local = {id(parameter) for model in unreduced for parameter in model.parameters()}
         return not any(id(p) in local for one in prepared for p in one.pairs().model_params)
 
     def delays_unscaling(self, prepared: Iterable[PreparedOptimizer]) -> bool:

@@ -819,7 +819,7 @@ class Engine:
         """What models do before they compute."""
         if not self._is_replaying:
             self.context.catch_up()
-            note_reduction(model, self.context.unreduced)
+            note_reduction(model, self.context.reduces)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfpeak.distributed.replicas import check_built_after_casts
+
 
 @contextmanager
 def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
@@ -25,16 +27,21 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
         yield
 
 
-def note_reduction(model: nn.Module, unreduced: set[nn.Module]) -> None:
+def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
     """In a forward pass of ``model`` that gradients will follow: whether its ``DistributedDataParallel`` will reduce them.
 
     Args:
         model: which computes now; in no ``DistributedDataParallel``, nothing is known.
-        unreduced: it is added to these where the script is in ``no_sync``, and taken from them where it is not.
+        reduces: where it is noted: False where the script is in ``no_sync``.
+
+    Raises:
+        OrderError: the model has come to low weights after it was wrapped.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
-        (unreduced.add if is_in_no_sync(wrapper) else unreduced.discard)(model)
+        if model not in reduces:
+            check_built_after_casts(wrapper)
+        reduces[model] = not is_in_no_sync(wrapper)
 
 
 def is_in_no_sync(wrapped: nn.Module | None) -> bool:
