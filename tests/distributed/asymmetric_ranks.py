@@ -261,9 +261,10 @@ def wrapped_before() -> str:
     """A model in ``DistributedDataParallel`` whose parameters become low."""
     model = Net()
     wrapped = DistributedDataParallel(model)
-    halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
     try:
-        wrapped(batch(0, 0))
+        with engine.forward():
+            wrapped(batch(0, 0))
     except halfpeak.OrderError as error:
         return str(error)
     return ""
