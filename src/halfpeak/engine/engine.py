@@ -162,8 +162,10 @@ class Engine:
             if counts and not is_dynamo_compiling():
                 self.context.stats.begin_forward()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
-            ends_window = config.accumulation.is_boundary(self.micro_step) and not is_in_no_sync(wrapped)
-            synchronised = counts and (wrapped is None or ends_window)
+            synchronised = counts and (
+                wrapped is None
+                or (config.accumulation.is_boundary(self.micro_step) and not is_in_no_sync(wrapped))
+            )
             if counts:
                 self.context.synchronised = synchronised
                 self._has_forward, self._forward_uncast = True, False
