@@ -576,10 +576,10 @@ class Reference:
         self._follow()
         twin = copy.deepcopy(self)
         twin.pairs = {id(pair.model): pair for pair in twin.pairs.values()}
-        twin._adopt()
-        twin.members = [[] for _ in twin.optimizers]
         for grad, (_, theirs) in zip(self._window_grads(), twin._managed(), strict=True):
             theirs.grad = grad
+        twin._adopt()
+        twin.members = [[] for _ in twin.optimizers]
         for o, left in enumerate(self.left):
             # What was edited since it was read is read again there, too.
             if left is not None:
