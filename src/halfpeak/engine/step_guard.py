@@ -43,6 +43,8 @@ class StepGuard:
         """The pass is over."""
         self._passed = ()
         _forget(self._known)
+        # With it, what is called when this object dies goes.
+        del self._known
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Before the step of an optimizer.
