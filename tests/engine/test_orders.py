@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -150,6 +151,52 @@ def test_a_group_added_inside_a_window_keeps_the_gradients_of_its_passes(level: 
     for one, other in zip(weights(run(late=True)), weights(run(late=False)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
         assert not torch.equal(one, other * 0)
+
+
+def copied(engine: Engine) -> Engine:
+    return copy.deepcopy(engine)
+
+
+def resumed(engine: Engine) -> Engine:
+    held = io.BytesIO()
+    torch.save(engine.state_dict(), held)
+    held.seek(0)
+    fresh = net()
+    parts = [{"params": list(fresh[number].parameters())} for number in (2, 0)]
+    again = halfpeak.prepare(
+        fresh,
+        torch.optim.SGD(parts, lr=0.5),
+        engine.config.properties.opt_level,
+        loss_scale=SCALE,
+        accumulate=engine.config.accumulation.every,
+    )
+    again.load_state_dict(torch.load(held, weights_only=True))
+    return again
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("go_on", [copied, resumed])
+def test_a_copy_and_a_resume_have_the_gradients_of_a_group_that_joined_inside_the_window(
+    level: str, every: int, go_on: Callable[[Engine], Engine]
+) -> None:
+    def run(go_on: Callable[[Engine], Engine]) -> Engine:
+        model = net()
+        engine = halfpeak.prepare(
+            model, torch.optim.SGD(model[2].parameters(), lr=0.5), level, loss_scale=SCALE, accumulate=every
+        )
+        backward(engine)
+        add_group(engine)
+        engine = go_on(engine)
+        engine.step()
+        if every == 2:
+            backward(engine, 1)
+            engine.step()
+        return engine
+
+    stayed = weights(run(lambda engine: engine))
+    assert not same(stayed[:2], weights(build(level, momentum))[:2])
+    assert same(stayed, weights(run(go_on)))
 
 
 # Gradients between the passes of a window.

@@ -537,12 +537,15 @@ class Reference:
             vars(scale).update(saved)
         self.micro, self.num_steps, self.num_skipped = state["counts"]
         for name, main in self._managed():
-            if state["grads"].get(name) is not None and main.dtype != state["grads"][name].dtype:
+            grad = state["grads"].get(name)
+            if grad is not None and main.dtype in LOW and grad.dtype not in LOW:
                 self._pair(self.model_of(main), main)
         self._adopt()
         for name, main in self._managed():
             self.model_of(main).grad = None
-            main.grad = state["grads"].get(name)
+            # That of a parameter that has joined in the window is as low as the parameter was.
+            grad = state["grads"].get(name)
+            main.grad = None if grad is None else grad.to(main.dtype)
         self.found, self.found_by_loss, self.bad_losses = state["found"]
         self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]

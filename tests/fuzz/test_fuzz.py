@@ -360,6 +360,16 @@ FOUND: dict[str, Config] = {
             Planned(2, "before backward", "inf in a gradient", seed=749),
         ),
     ),
+    **{
+        f"a group with gradients joins inside a window, and then: {name}": Config(
+            seed=13010013085,
+            parts=(),
+            iterations=3,
+            held_out=True,
+            events=(Planned(1, "before step", "add a group"), Planned(1, "before step", name)),
+        )
+        for name in ("go on with a deep copy", "restart")
+    },
     "a restart in a window in which a parameter with a gradient has been frozen": Config(
         seed=1010002902,
         parts=(),

@@ -206,7 +206,8 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
     held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
     if num_grads is not None:
         require_count(num_grads, "the number of gradients of the state's window")
-    if phase != "CLEAN" and held != (held or None if num_grads is None else num_grads):
+    saved_grads = max(held, 1) if num_grads is None else num_grads
+    if phase != "CLEAN" and held != saved_grads:
         raise StateError(
             f"the state was saved inside a window, and of its gradients {held} are here; a distributed checkpoint is read into "
             "the tensors that are there: save at the end of a window, or with torch.save"
@@ -223,8 +224,8 @@ def _check_gradient(
     grad: object, what: str, pair: ParamPair, prepared: PreparedOptimizer, is_scaled: bool
 ) -> None:
     owner = pair.model if is_scaled else pair.main
-    # A parameter that froze inside the window gets its master when the window is loaded.
-    late = prepared.masters.is_frozen(pair.model)
+    # It gets its master when the window is loaded.
+    late = prepared.masters.waits_for_master(pair.model)
     if is_scaled and (late or pair.model is not pair.main):
         # Sums of several passes wait in float32.
         allowed = {owner.dtype, torch.float32}

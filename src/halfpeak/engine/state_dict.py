@@ -181,8 +181,8 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     prepared.unscale_pending()
     _check_edits(prepared)
     window = prepared.window
-    # Numbered among all parameters of the groups: some may freeze inside the window.
-    own = set(map(id, prepared.pairs().model_params))
+    # Numbered among all parameters of the groups: inside the window some may freeze, or join with gradients.
+    own = set(map(id, prepared.window_pairs().model_params))
     pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
     scaled = window if isinstance(window, Scaled) else None
     grads = _save_grads(prepared, pairs, scaled)
@@ -214,14 +214,19 @@ def _save_grads(
     sums = {} if scaled is None else scaled.sums
     return {
         "true_sized": {
-            i: pair.main.grad
+            # Masters hold float32, and a parameter that has joined gets one when the window is loaded.
+            i: pair.main.grad.float() if prepared.masters.waits_for_master(pair.model) else pair.main.grad
             for i, pair in pairs
-            if prepared.is_open and pair.main.grad is not None and pair.main is not sentinel
+            if prepared.is_open
+            and pair.main.grad is not None
+            and pair.main is not sentinel
+            # What waits scaled lies where autograd left it.
+            and (scaled is None or pair.model is not pair.main)
         },
         "scaled": {
             i: sums.get(id(pair.model), pair.model.grad)
             for i, pair in pairs
-            if scaled is not None and pair.model is not pair.main and pair.model.grad is not None
+            if scaled is not None and pair.model.grad is not None
         },
         "parked": {
             i: scaled.stashed[id(pair.model)]

@@ -190,9 +190,14 @@ class Masters:
         """Whether several optimizers step the master of a low parameter."""
         return id(parameter) in self._shared
 
-    def is_frozen(self, parameter: Tensor) -> bool:
-        """Whether a low parameter in the groups has no master yet, because it is frozen."""
-        return id(parameter) in self._frozen
+    def waits_for_master(self, parameter: Tensor) -> bool:
+        """Whether a low parameter in the groups has no master yet: it is frozen, or has joined since the last backward pass."""
+        if id(parameter) in self._index:
+            return False
+        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
+            return id(parameter) in self._frozen
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        return any(parameter is member for group in groups for member in group["params"])
 
     def is_grad_retained(self, master: Tensor) -> bool:
         """Whether an optimizer still has to step the gradient of a master."""
@@ -408,14 +413,8 @@ class Masters:
             return
         elif store is not None:
             store.take(parameter, value)
-        elif self._waits_for_master(parameter) and not bool((value.to(parameter.dtype) == value).all()):
+        elif self.waits_for_master(parameter) and not bool((value.to(parameter.dtype) == value).all()):
             self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
-
-    def _waits_for_master(self, parameter: Tensor) -> bool:
-        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
-            return id(parameter) in self._frozen
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
-        return any(parameter is member for group in groups for member in group["params"])
 
     def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
         """:meth:`take` for who writes the parameter next: what he is to write, once."""
