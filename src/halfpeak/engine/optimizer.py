@@ -319,7 +319,7 @@ class PreparedOptimizer:
         if isinstance(window, Empty):
             window, grads = self._empty, pairs.main_grads()
         elif isinstance(window, Unscaled):
-            unseen = window.snapshot.changed_or_new(pairs.with_gradient())
+            unseen = window.snapshot.changed_or_new(pairs.main_params)
             grads = [holder.grad for holder in unseen if holder.grad is not None]
         else:
             return

@@ -265,7 +265,7 @@ def _load_one(
     found_inf = saved["found_inf"].to(prepared.found_inf.device, torch.float32, copy=True)
     pairs = table.pairs_of(ParamPairs(table.all_pairs[index] for index in holding))
     if saved["phase"] == "UNSCALED":
-        prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient())))
+        prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot.of_present(pairs.main_params)))
     elif saved["phase"] == "SCALED":
         index, scale = saved["frozen"]
         scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, torch.float32, copy=True))

@@ -50,6 +50,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     Attributes:
         num_steps: steps in which something was updated, since this object was made.
+        num_layouts: how often it has given its parameters other memory.
         remainders: what its weights have rounded away, if it stores that.
 
     Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
@@ -64,6 +65,7 @@ class FusedOptimizer(Optimizer, ABC):
     copied: ClassVar[tuple[str, ...]] = ("_requested", "_state_format")
     """Attributes that a copy or a pickle has too, beside the state. Those of all base classes count."""
 
+    num_layouts: int = 0
     _step_supports_amp_scaling = True
     profile_hook_step = staticmethod(with_step_hooks)
 
@@ -352,6 +354,7 @@ class FusedOptimizer(Optimizer, ABC):
         if self._backend is not None:
             self._backend.invalidate_layout()
         layout = self._layout = FlatLayout(self, rules, model_params, mask, layout)
+        self.num_layouts += 1
         slices = layout.slices(mask) or []
         if self.remainders is not None:
             self.remainders.note()

@@ -414,7 +414,8 @@ def _groups(tensors: Sequence[Tensor]) -> list[_Group]:
 
 
 _DTYPE: Final = attrgetter("dtype")
-_DEVICE: Final = attrgetter("device")
+_DEVICE: Final = Tensor.get_device
+"""An index, -1 on the host: half the cost of a ``torch.device``, and no process has two kinds of accelerator."""
 _LAYOUT: Final = attrgetter("layout")
 _GRAD: Final = attrgetter("grad")
 _HAS_GRAPH: Final = attrgetter("requires_grad")

@@ -76,8 +76,17 @@ class TensorVersions:
         self._pointers.append(self._storages[-1].cdata)
 
     @untraced
-    def record(self, tensors: Sequence[Tensor]) -> None:
-        """Take the snapshot of all tensors; their number may differ from before."""
+    def record(self, tensors: Sequence[Tensor], *, moved: bool = True) -> None:
+        """Take the snapshot of all tensors; their number may differ from before.
+
+        Args:
+            tensors: in the order in which they are passed from now on.
+            moved: False where they are the same and have been written in place, which saves a look at their memory: one
+                that has been given other memory all the same counts as changed.
+        """
+        if not moved:
+            self._versions = list(map(_VERSION, tensors))
+            return
         before = self._addresses
         self._versions, self._addresses = _versions_and_addresses(tensors)
         if len(before) != len(tensors):

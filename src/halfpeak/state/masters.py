@@ -78,6 +78,8 @@ class Masters:
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
         self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
+        # Which optimizer has stepped all masters last, and how often it had given parameters other memory by then.
+        self._layout: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._low)
@@ -225,13 +227,13 @@ class Masters:
         discriminator, and its backward pass after it.
         """
         indices = list(range(len(self._low))) if optimizer is None else self._indices(optimizer)
-        self._publish(indices)
+        self._publish(indices, optimizer)
         self._sample(indices)
 
     def record_published(self, optimizer: Optimizer) -> None:
         """An optimizer has written its low parameters itself."""
         indices = self._indices(optimizer)
-        self._mark(indices)
+        self._mark(indices, optimizer)
         self._sample(indices)
 
     def _sample(self, indices: list[int]) -> None:
@@ -267,7 +269,7 @@ class Masters:
                 self._high[index].requires_grad_(low[index])
         self._trainable = low
 
-    def _publish(self, indices: list[int]) -> None:
+    def _publish(self, indices: list[int], optimizer: Optimizer | None = None) -> None:
         if not indices:
             return
         low, high = self._low, self._high
@@ -275,12 +277,16 @@ class Masters:
             low, high = [low[i] for i in indices], [high[i] for i in indices]
         with torch.no_grad():
             foreach.copy_cast_(low, high)
-        self._mark(indices)
+        self._mark(indices, optimizer)
 
-    def _mark(self, indices: Sequence[int]) -> None:
+    def _mark(self, indices: Sequence[int], optimizer: Optimizer | None) -> None:
         if len(indices) == len(self._low):
-            self._versions.record(self._low)
-            self._high_versions.record(self._high)
+            # Where the optimizer that has just stepped them keeps them all where they were, only versions have changed.
+            layout = None if optimizer is None else (id(optimizer), getattr(optimizer, "num_layouts", 0))
+            moved = layout is None or layout != self._layout
+            self._layout = layout
+            self._versions.record(self._low, moved=moved)
+            self._high_versions.record(self._high, moved=moved)
             for sample in self._samples.values():
                 sample.record()
         else:

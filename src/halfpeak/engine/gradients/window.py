@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, is_
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -43,6 +44,13 @@ class GradSnapshot:
         self._written = [grad for grad in self._grads if grad is not None]
         self._versions = list(map(_VERSION, self._written))
 
+    @classmethod
+    def of_present(cls, tensors: Sequence[Tensor]) -> GradSnapshot:
+        """Of those of the tensors that have a gradient."""
+        grads = gradients_of(tensors)
+        present = list(map(is_not, grads, repeat(None)))
+        return cls(compress(tensors, present), list(compress(grads, present)))
+
     def unchanged(self) -> bool:
         """Whether every gradient is as it was."""
         return (
@@ -62,12 +70,17 @@ class GradSnapshot:
             if (grad is not None and grad._version != version) or not _is_same(holder.grad, grad)
         ]
 
-    def changed_or_new(self, holders: list[Tensor]) -> list[Tensor]:
-        """:meth:`changed`, and those of ``holders`` that had no gradient then."""
-        if len(holders) == len(self.holders) and all(map(is_, holders, self.holders)):
-            return self.changed()
+    def changed_or_new(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """:meth:`changed`, and those of ``tensors`` that have a gradient and had none then."""
+        now = GradSnapshot.of_present(tensors)
+        if (
+            now._versions == self._versions
+            and all(map(is_, now._grads, self._grads))
+            and all(map(is_, now.holders, self.holders))
+        ):
+            return []
         known = set(map(id, self.holders))
-        return [*self.changed(), *(holder for holder in holders if id(holder) not in known)]
+        return [*self.changed(), *(holder for holder in now.holders if id(holder) not in known)]
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
@@ -239,7 +252,7 @@ def after_backward(window: Window, pairs: ParamPairs, found_inf: Tensor) -> Unsc
     # The optimizers of one backward pass may belong to two runs, which may live on two devices.
     found_inf = torch.maximum(window.found_inf, found_inf.to(window.found_inf.device))
     is_edited = isinstance(window, Unscaled) and window.is_edited
-    return Unscaled(found_inf, pairs, GradSnapshot(pairs.with_gradient()), is_edited=is_edited)
+    return Unscaled(found_inf, pairs, GradSnapshot.of_present(pairs.main_params), is_edited=is_edited)
 
 
 def after_delayed_backward(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import is_, itemgetter
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, groupby
+from operator import is_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,14 +40,6 @@ class BufferSlice:
     step_count: StepCount
     group: int
     rule: Rule
-
-
-class _Column(NamedTuple):
-    """The state tensors of one name."""
-
-    name: str
-    rows: list[Any]
-    tensors: list[Tensor]
 
 
 class FlatLayout:
@@ -119,7 +111,7 @@ class FlatLayout:
         self._state = optimizer.state
         self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
-        self._in_rows = self._state_tensors(optimizer.state)
+        self._in_rows = _values_of(self._rows)
         self._group_steps = {
             self._group_of[i]: counter.step
             for i, counter in self._counters.items()
@@ -217,7 +209,7 @@ class FlatLayout:
                 if where == "parameter":
                     self._state[self.targets[index]]["step"] = own.step
         if left:
-            self._in_rows = self._state_tensors(self._state)
+            self._in_rows = _values_of(self._rows)
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
         target, low = self.targets[index], self.model_params[index]
@@ -297,35 +289,24 @@ class FlatLayout:
         self._blocks, self._pieces, self._mask, self._places = [], [], [], []
         self._guests, self.guests = [], []
 
-    def _state_tensors(self, state: Mapping[Any, Any]) -> list[_Column]:
-        """For each name in the states, the rows that have it and their tensors."""
-        found: dict[str, _Column] = {}
-        for index in self._counters:
-            row = state[self.targets[index]]
-            rule = self._rule(index)
-            for name in (*rule.state_names, "step") if rule.step_scope == "parameter" else rule.state_names:
-                column = found.setdefault(name, _Column(name, [], []))
-                column.rows.append(row)
-                column.tensors.append(row[name])
-        return list(found.values())
-
     def _holds_state(self, optimizer: Optimizer) -> bool:
         if optimizer.state is not self._state or len(optimizer.state) != len(self._rows):
             return False
-        try:
-            return (
-                all(map(is_, optimizer.state.values(), self._rows))
-                and all(
-                    all(map(is_, map(itemgetter(column.name), column.rows), column.tensors))
-                    for column in self._in_rows
-                )
-                and all(
-                    optimizer.param_groups[group].get("step") is step
-                    for group, step in self._group_steps.items()
-                )
-            )
-        except KeyError:
+        if not all(map(is_, optimizer.state.values(), self._rows)):
             return False
+        in_rows = _values_of(self._rows)
+        return (
+            len(in_rows) == len(self._in_rows)
+            and all(map(is_, in_rows, self._in_rows))
+            and all(
+                optimizer.param_groups[group].get("step") is step for group, step in self._group_steps.items()
+            )
+        )
+
+
+def _values_of(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The states of all parameters one after another. Asked in every step, so in a loop that runs in C."""
+    return list(chain.from_iterable(map(dict[str, Any].values, rows)))
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
