@@ -100,8 +100,9 @@ def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Ten
     Raises:
         OrderError: somebody has written to them, or has given masters gradients.
     """
-    refuse_edits([holder.grad for holder in window.snapshot.changed()])
     grads, sentinel = gradients_of(table.model_params), window.sentinel
+    if not window.snapshot.holds(grads):
+        refuse_edits([holder.grad for holder in window.snapshot.changed()])
     if sentinel is None:
         return None if are_none(grads) else (window, grads)
     left, changed = sentinel.holder.grad, not sentinel.unchanged()

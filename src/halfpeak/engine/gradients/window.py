@@ -53,8 +53,13 @@ class GradSnapshot:
 
     def unchanged(self) -> bool:
         """Whether every gradient is as it was."""
+        return self.holds(gradients_of(self.holders))
+
+    def holds(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether these are the gradients of the snapshot, in its order, and nobody has written to them."""
         return (
-            all(map(is_, gradients_of(self.holders), self._grads))
+            len(grads) == len(self._grads)
+            and all(map(is_, grads, self._grads))
             and list(map(_VERSION, self._written)) == self._versions
         )
 
@@ -72,15 +77,12 @@ class GradSnapshot:
 
     def changed_or_new(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """:meth:`changed`, and those of ``tensors`` that have a gradient and had none then."""
-        now = GradSnapshot.of_present(tensors)
-        if (
-            now._versions == self._versions
-            and all(map(is_, now._grads, self._grads))
-            and all(map(is_, now.holders, self.holders))
-        ):
+        grads = gradients_of(tensors)
+        if self.holds([grad for grad in grads if grad is not None]):
             return []
         known = set(map(id, self.holders))
-        return [*self.changed(), *(holder for holder in now.holders if id(holder) not in known)]
+        new = (t for t, grad in zip(tensors, grads, strict=True) if grad is not None and id(t) not in known)
+        return [*self.changed(), *new]
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
