@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from halfpeak.core.errors import OrderError
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.amp_protocol import (
     Closure,
@@ -155,7 +155,7 @@ class PreparedOptimizer:
     def members(self) -> ParamTable:
         """:meth:`table`, whichever of the parameters were trainable when it was made."""
         table = self._table
-        return table if table is not None and table.is_of(self.optimizer) else self.table()
+        return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
     def pairs(self) -> ParamPairs:
         """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""

@@ -1,4 +1,4 @@
-"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, and who has told it not to."""
+"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, and how the engine or a script decides it."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
             (n for n, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None
         )
         if scripted is not None:
+            which = f"part {scripted!r} of {type(model).__name__}" if scripted else type(model).__name__
             raise ConfigTypeError(
-                f"{f'part {scripted!r} of ' if scripted else ''}{type(model).__name__} is TorchScript, which takes no hooks; "
+                f"{which} is TorchScript, which takes no hooks; "
                 "prepare the module that it was made from, and compile that with torch.compile"
             )
         part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)

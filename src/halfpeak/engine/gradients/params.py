@@ -77,7 +77,8 @@ class ParamTable:
     """The parameters in an optimizer's groups at the time the table was made; valid while :meth:`is_current`.
 
     Attributes:
-        main_params: for each parameter in the groups, in order, what holds its unscaled gradient: a master, the parameter
+        members: the parameters in the groups, in order.
+        main_params: for each of them, what holds its unscaled gradient: a master, the parameter
             itself, or the placeholder of a remainder.
         model_params: for each, the low parameter it is the master of, or itself.
         all_pairs: every pair once, frozen parameters included.
@@ -85,12 +86,12 @@ class ParamTable:
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
-        self._members = params_of(optimizer)
+        self.members = params_of(optimizer)
         self._masters, self._num_masters = masters, len(masters)
-        self.model_params = [masters.model_param_of(member) for member in self._members]
+        self.model_params = [masters.model_param_of(member) for member in self.members]
         mains = map(masters.of, self.model_params)
-        self.main_params = [m if main is None else main for m, main in zip(self._members, mains, strict=True)]
-        self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self._members))
+        self.main_params = [m if main is None else main for m, main in zip(self.members, mains, strict=True)]
+        self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self.members))
         pairs = map(ParamPair, self.model_params, self.main_params)
         self.all_pairs = list({id(pair.model): pair for pair in pairs}.values())
         self.pairs = ParamPairs(
@@ -123,11 +124,7 @@ class ParamTable:
         """Whether the same parameters are in the groups and the same of them are trainable, or have masters."""
         return (
             len(self._masters) == self._num_masters
-            and are_params_of(optimizer, self._members)
+            and are_params_of(optimizer, self.members)
             and list(map(_TRAINABLE, self.model_params)) == self._trainable[0]
-            and list(map(_TRAINABLE, self._members)) == self._trainable[1]
+            and list(map(_TRAINABLE, self.members)) == self._trainable[1]
         )
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether the same parameters are in the groups."""
-        return are_params_of(optimizer, self._members)
