@@ -1,4 +1,4 @@
-"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, and how the engine or a script decides it."""
+"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, as the engine or a script has told it."""
 
 from __future__ import annotations
 
