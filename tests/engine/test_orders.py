@@ -456,8 +456,20 @@ def loaded_in_part(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
     part.load_state_dict({name: value(tensor) for name, tensor in part.state_dict().items()})
 
 
+class AssigningSGD(torch.optim.SGD):
+    """Gives parameters other memory in every step, as SAM does when it goes back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter - group["lr"] * parameter.grad
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": adam,
+    "assigning": lambda p: AssigningSGD(p, lr=0.01),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "FusedAdamW": lambda p: FusedAdamW(p, lr=0.01),
     "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
@@ -474,6 +486,7 @@ def test_weights_written_between_steps_are_those_that_train_on(
     engine = build(level, OPTIMIZERS[optimizer])
     for group in engine.optimizers[0].param_groups:
         group["lr"] = 1e-3
+    train(engine)
     train(engine)
 
     def write_now() -> list[Tensor]:

@@ -78,7 +78,7 @@ class Masters:
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
         self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
-        # Which optimizer has stepped all masters last, and how often it had given parameters other memory by then.
+        # Which fused optimizer has stepped all masters last, and how often it had given parameters other memory by then.
         self._layout: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -281,8 +281,9 @@ class Masters:
 
     def _mark(self, indices: Sequence[int], optimizer: Optimizer | None) -> None:
         if len(indices) == len(self._low):
-            # Where the optimizer that has just stepped them keeps them all where they were, only versions have changed.
-            layout = None if optimizer is None else (id(optimizer), getattr(optimizer, "num_layouts", 0))
+            # Where a fused optimizer that has just stepped them says that all are where they were, only versions have changed.
+            num_layouts = getattr(optimizer, "num_layouts", None)
+            layout = None if num_layouts is None else (id(optimizer), num_layouts)
             moved = layout is None or layout != self._layout
             self._layout = layout
             self._versions.record(self._low, moved=moved)
