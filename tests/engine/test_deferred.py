@@ -229,6 +229,43 @@ def user_hook(engine: Engine) -> None:
     backward(engine, 2)
 
 
+class OwnStep(FusedAdamW):
+    """Gradients are edited before the step, and parameters after it, as recipes do in a subclass."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch._foreach_clamp_min_([p.grad for p in group["params"] if p.grad is not None], -0.001)
+        loss = super().step(closure)
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+        return loss
+
+
+def hooked(parameters: Any) -> Optimizer:
+    """With a hook after the step that was there before the engine's."""
+    optimizer = FusedAdamW(parameters, lr=0.01, eps=1e-4)
+    optimizer.register_step_post_hook(
+        lambda *_: [p.data.mul_(0.5) for group in optimizer.param_groups for p in group["params"]]
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("make", [lambda p: OwnStep(p, lr=0.01, eps=1e-4), hooked])
+def test_who_looks_into_a_step_sees_gradients_and_moves_the_model(
+    level: str, make: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", make)
+    engines = both(level, "own")
+    for engine in engines:
+        train(engine, range(4))
+    engine = engines[0]
+    values = engine.model.state_dict()
+    assert all(torch.equal(p, values[name].to(p.dtype)) for name, p in engine.model.named_parameters())
+    assert state_hash(engine) == state_hash(engines[1])
+
+
 def zero_optimizer(engine: Engine) -> None:
     engine.optimizers[0].zero_grad()
 

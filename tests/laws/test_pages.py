@@ -138,7 +138,8 @@ def test_the_tests_that_the_page_of_reliability_names_exist() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     tests = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").rglob("*.py")}
     files, functions = re.findall(r"`(\w+/test_\w+\.py)`", text), re.findall(r"`(test_\w+)`", text)
-    assert files and functions
+    assert files
+    assert functions
     assert not [name for name in files if name not in tests]
     sources = "".join(path.read_text() for path in tests.values())
     assert not [name for name in functions if f"def {name}(" not in sources]

@@ -136,9 +136,17 @@ def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimize
 
 
 def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
-    """Whether the step of an optimizer may be given gradients beside ``.grad``: there is no hook that would look."""
-    hooks = chain(optimizer._optimizer_step_pre_hooks.values(), _global_optimizer_pre_hooks.values())
-    return all(map(_is_own, hooks))
+    """Whether the step of an optimizer may be given gradients beside ``.grad`` and write low parameters itself.
+
+    Not where somebody else would look at gradients before it, or write masters after it: a hook, or a subclass with a ``step``
+    of its own.
+    """
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+    )
+    return type(optimizer).step.__module__.startswith("halfpeak.") and all(map(_is_own, hooks))
 
 
 def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
