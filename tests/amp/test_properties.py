@@ -65,7 +65,7 @@ def test_the_default_level_is_o1() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception]]] = [
     ("o1", {}, RuntimeError),
     ("01", {}, RuntimeError),
-    ("O6", {}, RuntimeError),
+    ("O9", {}, RuntimeError),
     (None, {}, RuntimeError),
     (1, {}, RuntimeError),
     ("O1", {"keep_batchnorm_fp32": False}, RuntimeError),

@@ -83,7 +83,9 @@ def test_an_engine_survives_every_form(loop: type[EngineLoop], form: str, tmp_pa
     back["optimizers"] = list(map(numbered, back["optimizers"]))  # a DCP folder has them by name
     # What lies between two windows is taken from the model when it is loaded, and a folder has no room for counters.
     without = {"buffers"} if form != "accelerate" else {"buffers", "counters"}
-    assert not any(differences(there[key], back[key]) for key in there.keys() - without)
+    assert {
+        key: found for key in there if key not in without and (found := differences(there[key], back[key]))
+    } == {}
 
 
 @pytest.mark.parametrize("loop", [Fp16Loop, AmpO2Loop, EngineO2Loop])
@@ -301,4 +303,6 @@ def test_the_page_names_every_form() -> None:
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = {name.strip(" `").replace("-", "_") for cell in first for name in cell.split(",")}
-    assert named == (FORMS.keys() - {"unknown"}) | TARGETS.keys()
+    assert named == (FORMS.keys() - {"unknown"}) | TARGETS.keys(), (
+        "the first columns of the tables of that page"
+    )

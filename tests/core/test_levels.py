@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.levels import LEVELS, Properties, get_level, parse_loss_scale, resolve
+from halfpeak.core.levels import LEVELS, LevelName, Properties, get_level, parse_loss_scale, resolve
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
+from halfpeak.insight.checkup import COLORS
+from halfpeak.insight.doctor import SAFEST
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -28,6 +30,19 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 
 PER_OP, PER_MODULE = ("O1", "O4"), ("O0", "O2", "O3", "O5")
 ALL = (*PER_MODULE, *PER_OP)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        pytest.param(set(DEFAULTS), id="DEFAULTS of this file"),
+        pytest.param(set(get_args(LevelName)) - {"auto"}, id="LevelName in core/levels.py"),
+        pytest.param(set(COLORS), id="COLORS in insight/checkup.py"),
+        pytest.param(set(SAFEST), id="SAFEST in insight/doctor.py"),
+    ],
+)
+def test_what_has_a_row_for_each_level_has_one_for_all(named: set[str]) -> None:
+    assert named == set(LEVELS)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -130,7 +145,7 @@ def test_none_means_the_own_value_of_the_level(level: str) -> None:
     assert resolve(level, **dict.fromkeys(set(names) - {"opt_level"})) == resolve(level)
 
 
-@pytest.mark.parametrize("level", ["02", "o2", "O6", "", "O2 ", None, 2, ["O2"], {}, torch.int8], ids=repr)
+@pytest.mark.parametrize("level", ["02", "o2", "O9", "", "O2 ", None, 2, ["O2"], {}, torch.int8], ids=repr)
 def test_unknown_level(level: Any) -> None:
     with pytest.raises(ConfigError, match="letter O, not the digit zero") as caught:
         get_level(level)
@@ -216,7 +231,7 @@ def test_scale_without_a_base_is_that_of_apex() -> None:
 
 def test_tables_and_values_cannot_be_edited() -> None:
     with pytest.raises(TypeError):
-        LEVELS["O6"] = LEVELS["O2"]  # type: ignore[index]
+        LEVELS["O9"] = LEVELS["O2"]  # type: ignore[index]
     for value, name in ((LEVELS["O2"], "name"), (resolve("O2"), "loss_scale"), (Policy(), "param")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, name, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,20 +15,25 @@ from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.core.torch_compat import host_values
 
 BOUNDS = st.sampled_from([2.0**-14, 1.0, 3.7, 128.0])
-CONFIGS = st.builds(
-    ScaleConfig,
-    init=st.sampled_from([2.0**-20, 0.3, 1.0, 2.0**16, 2.0**32, 3.3e38]),
-    dynamic=st.booleans(),
-    growth=st.sampled_from([1.0, 1.1, 2.0, 1e30]),
-    backoff=st.sampled_from([1.0, 0.9, 0.5, 1e-30]),
-    interval=st.sampled_from([1, 2, 3, 4, 14]),
-    hysteresis=st.integers(1, 3),
-    refill=st.sampled_from(["clean", "growth"]),
-    floor=BOUNDS,
-    ceiling=st.sampled_from([128.0, 2.0**24, 3.3e38]),
-    recovers=st.booleans(),
-)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "init": st.sampled_from([2.0**-20, 0.3, 1.0, 2.0**16, 2.0**32, 3.3e38]),
+    "dynamic": st.booleans(),
+    "growth": st.sampled_from([1.0, 1.1, 2.0, 1e30]),
+    "backoff": st.sampled_from([1.0, 0.9, 0.5, 1e-30]),
+    "interval": st.sampled_from([1, 2, 3, 4, 14]),
+    "hysteresis": st.integers(1, 3),
+    "refill": st.sampled_from(["clean", "growth"]),
+    "floor": BOUNDS,
+    "ceiling": st.sampled_from([128.0, 2.0**24, 3.3e38]),
+    "recovers": st.booleans(),
+}
+CONFIGS = st.builds(ScaleConfig, **FIELDS)
 FOUND_INFS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_size=1, max_size=30)
+
+
+def test_every_number_that_moves_the_scale_is_varied_below() -> None:
+    """And in ``CONFIGS`` of tests/fused/test_triton_backend.py, for the kernel. ``patience`` moves nothing."""
+    assert FIELDS.keys() == {field.name for field in dataclasses.fields(ScaleConfig)} - {"patience"}
 
 
 def by_tensors(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:

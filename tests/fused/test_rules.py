@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from fused.reference import CASES
+from halfpeak import fused
+
+
+def test_every_optimizer_has_a_case_and_is_named_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fused.md").read_text()
+    table = page.partition("| class | rule of |")[2].partition("\n\n")[0]
+    assert {kind.__name__ for kind, _ in CASES.values()} == set(fused.__all__), "CASES in reference.py"
+    assert set(re.findall(r"`(Fused\w+)`", table)) == set(fused.__all__), "the table of docs/fused.md"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -173,6 +174,13 @@ CONFIGS = {
     "recovers in small steps": ScaleConfig(init=2.0**8, interval=2, floor=1.0, hysteresis=2, recovers=True),
     "crooked": ScaleConfig(init=1000.0, interval=2, growth=1.7, backoff=0.3),
 }
+
+
+def test_every_number_that_moves_the_scale_is_varied_above() -> None:
+    """Each field of :class:`ScaleConfig` has another value than its default in a row of ``CONFIGS``."""
+    default, fields = ScaleConfig(), {field.name for field in dataclasses.fields(ScaleConfig)} - {"patience"}
+    rows = CONFIGS.values()
+    assert [n for n in fields if all(getattr(row, n) == getattr(default, n) for row in rows)] == []
 
 
 @pytest.mark.parametrize("device", DEVICES)

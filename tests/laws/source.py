@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,6 +82,12 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
         package = package[:-1]
     package = package[: len(package) - node.level + 1]
     return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def require_none(found: Iterable[str], remedy: str) -> None:
+    """A law holds: fail with every place where it does not, and with what to do there."""
+    places = list(found)
+    assert not places, "\n".join([*places, "", f"What to do: {remedy}"])
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -79,7 +79,7 @@ def test_each_keyword_of_prepare_changes_something(keyword: str) -> None:
 
 def test_no_keyword_of_prepare_is_left_out() -> None:
     accepted = set(inspect.signature(halfpeak.prepare).parameters)
-    assert accepted - {"models", "optimizers"} == PREPARE.keys() | DEPRECATED
+    assert accepted - {"models", "optimizers"} == PREPARE.keys() | DEPRECATED, "each has a row in PREPARE"
 
 
 @pytest.mark.parametrize("keyword", sorted(DEPRECATED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from graphlib import CycleError, TopologicalSorter
 
-from laws.source import PACKAGE, Module, functions, imports, modules
+from laws.source import PACKAGE, Module, functions, imports, modules, require_none
 
 LAYER = {
     "core": 0,
@@ -46,8 +46,9 @@ def package_of(name: str) -> str:
 
 def test_every_package_has_a_layer() -> None:
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert packages <= LAYER.keys()
-    assert not [package for package in packages if not (PACKAGE / package / "__init__.py").exists()]
+    require_none(packages - LAYER.keys(), "give it a layer in LAYER, and a row in docs/ARCHITECTURE.md")
+    bare = [package for package in packages if not (PACKAGE / package / "__init__.py").exists()]
+    require_none(bare, "write its __init__.py")
 
 
 def test_imports_go_down() -> None:
@@ -64,7 +65,10 @@ def test_imports_go_down() -> None:
                 wrong.append(
                     f"{module.at(node)}: {module.package} (layer {LAYER[module.package]}) imports {name}"
                 )
-    assert not wrong, "\n".join(wrong)
+    require_none(
+        wrong,
+        "move what both need to a lower layer, or pass it in as an argument; docs/ARCHITECTURE.md has the layers",
+    )
 
 
 def test_nobody_imports_the_command_line_or_the_shim() -> None:
@@ -77,7 +81,7 @@ def test_nobody_imports_the_command_line_or_the_shim() -> None:
         and (module.package, package_of(name)) not in SIDEWAYS
         and module.package
     ]
-    assert not outsiders, "\n".join(outsiders)
+    require_none(outsiders, "move what is needed into a package below")
 
 
 def test_no_cycles() -> None:
@@ -86,7 +90,10 @@ def test_no_cycles() -> None:
     try:
         order = list(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
+        cycle = " -> ".join(error.args[1])
+        raise AssertionError(
+            f"import cycle: {cycle}; put what both files need into a third, or make them one"
+        ) from None
     assert len(order) == len(names)
 
 
@@ -98,7 +105,9 @@ def test_no_own_imports_inside_functions() -> None:
         for node, name in imports_of(module, function)
         if name.split(".")[0] == "halfpeak"
     ]
-    assert not hidden, "\n".join(hidden)
+    require_none(
+        hidden, "import it at the top; where that makes a cycle, put what both files need into a third"
+    )
 
 
 def targets(module: Module) -> set[str]:

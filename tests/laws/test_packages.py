@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
-from laws.source import Module, for_types_only, imports, modules
+from laws.source import Module, for_types_only, imports, modules, require_none
 
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that return results and never report them."""
@@ -62,7 +62,11 @@ def test_state_of_the_process_lives_where_it_must() -> None:
         if module.where not in STATE
         for node in mutable_state(module.tree)
     ]
-    assert not found, "\n".join(found)
+    require_none(
+        found,
+        "keep it in an object that somebody owns; write a constant as NAME: Final = ...; or add the file to STATE, with a "
+        "reason",
+    )
 
 
 def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -110,8 +114,10 @@ def test_quiet_packages_do_not_write_on_objects_of_others() -> None:
             used.add((module.where, attribute))
             if (module.where, attribute) not in FOREIGN_WRITES:
                 unknown.append(f"{module.at(node)}: {ast.unparse(node)[:90]}")
-    assert not unknown, "\n".join(unknown)
-    assert FOREIGN_WRITES.keys() <= used, f"no longer needed: {FOREIGN_WRITES.keys() - used}"
+    require_none(unknown, "add a method to the object's own class; or a row to FOREIGN_WRITES, with a reason")
+    require_none(
+        map(str, FOREIGN_WRITES.keys() - used), "nothing needs these rows of FOREIGN_WRITES: delete them"
+    )
 
 
 _CONVERT = "converting a model in place is its job, and writing .data keeps the parameters' identity"
@@ -202,7 +208,7 @@ def test_only_listed_files_talk_to_other_ranks() -> None:
     others = [
         module.at(node) for module in modules() if module.where not in DISTRIBUTED for node in talks(module)
     ]
-    assert not others
+    require_none(others, "call one of the files in DISTRIBUTED, or add this one to it, with a reason")
 
 
 def talks(module: Module) -> Iterator[ast.AST]:
@@ -224,7 +230,7 @@ def test_triton_is_imported_only_in_ops_triton() -> None:
         for node, name in imports(module)
         if name.split(".")[0] == "triton"
     ]
-    assert not outside
+    require_none(outside, "put the kernel into ops/triton and call it through halfpeak.ops.triton.kernels()")
 
 
 def test_quiet_packages_neither_print_nor_log() -> None:
@@ -234,7 +240,7 @@ def test_quiet_packages_neither_print_nor_log() -> None:
         for node in ast.walk(module.tree)
         if speaks(module, node)
     ]
-    assert not loud, "\n".join(loud)
+    require_none(loud, "return it, or raise an error or a warning; front ends may say it")
 
 
 def speaks(module: Module, node: ast.AST) -> bool:
@@ -291,8 +297,12 @@ def test_a_long_file_says_why() -> None:
         if (lines := module.text.count("\n")) > LONGEST
         and f"Longer than {LONGEST} lines because" not in (ast.get_docstring(module.tree) or "")
     }
-    assert not long
+    require_none(
+        [f"{where}: {lines} lines" for where, lines in long.items()],
+        f'split it, or say in its docstring "Longer than {LONGEST} lines because ..."',
+    )
 
 
 def test_every_file_says_what_it_owns() -> None:
-    assert not [module.where for module in modules() if not ast.get_docstring(module.tree)]
+    silent = [module.where for module in modules() if not ast.get_docstring(module.tree)]
+    require_none(silent, "begin the file with a docstring: one sentence on what it owns")

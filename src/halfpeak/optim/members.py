@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
+from halfpeak import fused
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
 from halfpeak.optim.apex_wrapper import ApexOptimWrapper
 from halfpeak.optim.registry import Registry
@@ -23,8 +23,8 @@ TORCH_OPTIMIZERS: Final = tuple(
 )
 """The names of torch's own optimizers in the installed release."""
 
-FUSED_OPTIMIZERS: Final = (FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD)
-"""halfpeak's own, under the names of apex's."""
+FUSED_OPTIMIZERS: Final = tuple(getattr(fused, name) for name in fused.__all__)
+"""halfpeak's own, under the names of their classes."""
 
 OPTIMIZERS: Final = Registry("optimizer", mmengine="OPTIMIZERS")
 """What ``type`` of an ``optimizer`` configuration may name."""

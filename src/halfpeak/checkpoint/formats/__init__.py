@@ -1,6 +1,8 @@
 """The formats of checkpoints, as one table: who wrote a file, where its parts are, and how one is written.
 
-A new format is a file with ``read``, ``write`` and a :class:`~halfpeak.checkpoint.formats.format.Format`, and a row here.
+A new format is a file with ``read``, ``write`` and a :class:`~halfpeak.checkpoint.formats.format.Format`, and a row here;
+``lightning.py`` is a plain example. The value in between is :class:`~halfpeak.checkpoint.canonical.Contents`.
+What only halfpeak knows is kept if ``write`` adds ``contents.halfpeak_entry`` and ``read`` gives it to ``add_halfpeak_entry``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Final
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
+from halfpeak.core.levels import LEVELS, PER_OP
 from halfpeak.migrate.calls import argument, ending_as, keyword_of
 from halfpeak.migrate.edits import Edits, parse_line
 from halfpeak.migrate.findings import Finding, NotSupported
@@ -34,7 +35,7 @@ _GONE: Final = frozenset({"verbosity", "opt_level", "min_loss_scale", "max_loss_
 _SHARED: Final = frozenset({"master_params", "disable_casts"})
 """Names of amp that work with an engine as they do with amp."""
 
-_NO_OP_CASTS: Final = frozenset({"O0", "O2", "O3", "O5"})
+_NO_OP_CASTS: Final = LEVELS.keys() - PER_OP
 """Levels that cast no operations, so that it does not matter which statements are inside ``engine.forward()``."""
 
 _BEFORE_ANOTHER: Final = cst.Arg(cst.Name("_"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))

@@ -13,7 +13,7 @@ from halfpeak.amp.session import _amp_state
 from halfpeak.shim.apex_impl.stash import attach, detach
 from halfpeak.shim.spec import Undo
 
-O0, O1, O2, O3, O4, O5 = opt_levels.values()
+O0, O1, O2, O3, O4, O5 = (opt_levels[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
 
 
 @functools.wraps(amp.initialize)
