@@ -91,6 +91,15 @@ def test_every_network_in_a_model_is_connected_again(two: Seen) -> None:
     assert first["parameters"][0].dtype is torch.float16
 
 
+def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(two: Seen) -> None:
+    first, other = two["in a loop"]
+    assert same(first["kept"], first["read"])
+    assert same(other["kept"], first["read"])
+    assert first["state"] == other["state"]
+    assert all("save after a step" in warning for seen in (first, other) for warning in seen["warned"])
+    assert len(first["warned"]) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+import halfpeak
 from distributed.launching import fork_ranks
 from halfpeak.core.errors import HalfpeakError
+from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
 
@@ -186,6 +189,26 @@ def nested() -> dict[str, Any]:
     return {"parameters": [p.detach().clone() for p in model.parameters()]}
 
 
+def in_a_loop() -> dict[str, Any]:
+    """A loop that wraps first, as after reading a checkpoint; and what it saves after a pass that was not reduced."""
+    model = make(seed=dist.get_rank())
+    wrapped, optimizer = DistributedDataParallel(model), adamw(model)
+    read = [p.detach().clone() for p in model.parameters()]
+    adapter = EngineAdapter("O2", {"scale": halfpeak.ScaleConfig(init=SCALE)}, {})
+    adapter.connect([wrapped], [model], [optimizer])
+    kept = list(model.state_dict().values())
+    x, y = batch(0, None)
+    with wrapped.no_sync():
+        loss = mse_loss(wrapped(x).float(), y)
+    with scale_loss(adapter.connected(""), loss, delay=True) as scaled:
+        scaled.backward()
+    with warnings.catch_warnings(record=True) as warned:
+        state = adapter.state_dict()
+    adapter.connect([wrapped], [model], [optimizer])
+    adapter.load_state_dict(state)
+    return {"read": read, "kept": kept, "warned": [str(one.message) for one in warned], "state": repr(state)}
+
+
 def refusals() -> dict[str, Any]:
     """What cannot work under several ranks."""
     found: dict[str, Any] = {}
@@ -236,7 +259,7 @@ def scenarios(ranks: int) -> dict[str, Scenario]:
             for every in (1, 3)
             for poisoned in (None, 5)
         }
-        found |= {"nested": nested, "refusals": refusals}
+        found |= {"nested": nested, "in a loop": in_a_loop, "refusals": refusals}
     return found
 
 

@@ -58,13 +58,14 @@ def test_a_schedule_waits_where_a_step_is_skipped(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_resumed_run_goes_on_bit_for_bit(level: str, tmp_path: Path) -> None:
-    whole = Run(level)
+@pytest.mark.parametrize("build", [adamw, halfpeak.fused.FusedAdamW])
+def test_a_resumed_run_goes_on_bit_for_bit(level: str, build: Any, tmp_path: Path) -> None:
+    whole = Run(level, build)
     whole.train()
-    half = Run(level)
+    half = Run(level, build)
     half.train(stop=5)
     half.accelerator.save_state(str(tmp_path))
-    resumed = Run(level)
+    resumed = Run(level, build)
     resumed.train(stop=2)
     resumed.accelerator.load_state(str(tmp_path))
     resumed.train(start=5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
 import accelerate
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
+from halfpeak.engine.gradients.backward import is_in_bucket
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
 from halfpeak.integrations.grad_scaler import GradScaler
 from halfpeak.optim.unwrap import unwrap
@@ -131,9 +132,33 @@ class Accelerator(accelerate.Accelerator):
         """Clamp the unscaled gradients that the optimizers will read."""
         super().clip_grad_value_(self._stepped(parameters), clip_value)
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The ``state_dict`` of a model, as ``save_state`` and ``save_model`` write it."""
+        state = super().get_state_dict(model, unwrap=unwrap)
+        _separate(model, state)
+        return state
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Restore what ``save_state`` wrote."""
+        models = () if self.adapter.engine is None else self.adapter.engine.models
+        with ExitStack() as stack:
+            for model in models:
+                stack.callback(model.register_state_dict_post_hook(_separate).remove)
+            super().load_state(*args, **kwargs)
+
     def _stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         return stepped_parameters(self.adapter.connected(ADVICE), given)
+
+
+def _separate(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Copy the values that lie beside others, as fused optimizers lay parameters: accelerate and safetensors take those for
+    tied weights, and save and load but one of them."""
+    copies: dict[Any, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and is_in_bucket(value):
+            key = (value.data_ptr(), value.shape, value.stride())
+            state[name] = copies.setdefault(key, value.clone())
 
 
 class EngineOptimizer(AcceleratedOptimizer):

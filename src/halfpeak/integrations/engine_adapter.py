@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
@@ -19,7 +20,7 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.engine.state_checks import check_buffers
-from halfpeak.optim.unwrap import check_can_convert, reconnect
+from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values
 
 _STATE_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
 
@@ -66,8 +67,11 @@ class EngineAdapter:
             t for model in models for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()
         ]
         dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+        values = [pair for wrapper in wrappers for pair in synchronised_values(wrapper)]
         self.engine = prepare(models, optimizers, self.level, **self._options)
         self._original_dtypes = dtypes
+        for parameter, value in values:
+            self.engine.masters.take(parameter, value)
         for wrapper in wrappers:
             reconnect(wrapper)
         if self._saved_state is not None:
@@ -110,10 +114,22 @@ class EngineAdapter:
         return self.last
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32."""
+        """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32.
+
+        Gradients that ranks have not reduced yet are left out, with a warning: the loop writes one file for all ranks.
+        """
         if self.engine is None:
             return dict(self._saved_state or {})
-        return self.engine.loop_state_dict()
+        state = self.engine.loop_state_dict()
+        if "rank" not in state["window"]:
+            return state
+        warnings.warn(
+            "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
+            "begins the window anew; save after a step",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {**state, "window": None, "buffers": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; before :meth:`connect` it is kept until there is an engine.

@@ -23,7 +23,7 @@ from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
 from halfpeak.optim.arguments import require_choice
 from halfpeak.optim.loss_scale import SkipCount
-from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
+from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values, unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import is_first_rank
 
@@ -171,8 +171,7 @@ class ApexOptimWrapper(OptimWrapper):
         wrapped, model = self._wrapped, unwrap(self._wrapped)
         if self._is_converting():
             check_can_convert(wrapped)
-        # DistributedDataParallel has made the weights of all ranks equal, so the masters may start from exact ones.
-        values = [(p, p.data) for p in model.parameters()] if wrapped is not model else []
+        values = synchronised_values(wrapped)
         engine = build(self._made_config, [model], [self.optimizer], reducer=self._reducer())
         for parameter, value in values:
             engine.masters.take(parameter, value)

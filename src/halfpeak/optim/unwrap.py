@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from halfpeak.core.errors import ParameterError
 from halfpeak.engine.validation import wrapper_of
@@ -54,6 +54,15 @@ def reconnect(model: nn.Module) -> None:
         wrapped.__setstate__(wrapped.__getstate__())
         for hook, state in hooks:
             wrapped.register_comm_hook(state, hook)
+
+
+def synchronised_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """The trainable parameters inside every ``DistributedDataParallel`` in ``model``, with the values that it has made equal.
+
+    Masters may start from these: :func:`halfpeak.prepare` rounds them on several ranks, because nothing says that they agree.
+    """
+    found = (parameter for wrapped in _distributed(model) for parameter in wrapped.parameters())
+    return [(parameter, parameter.data) for parameter in found if parameter.requires_grad]
 
 
 def _distributed(model: nn.Module) -> Iterable[Any]:
