@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fused.reference import give, gradients_for, parameters_of
+from halfpeak import StateError
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
@@ -305,6 +306,46 @@ def test_tied_weights_are_stepped_once() -> None:
             optimizer.step()
     assert models[0].head.weight is models[0].embed.weight
     torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **MIN_COMPILED_LENGTH)
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda row, key: row[key].mul_(0.5),
+    "replaced": lambda row, key: row.update({key: row[key] * 0.5}),
+    "other memory": lambda row, key: setattr(row[key], "data", row[key] * 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad", "Adagrad"])
+def test_states_that_somebody_writes_are_stepped(name: str, write: str) -> None:
+    twins = Twins(name)
+    for _ in range(3):
+        twins.step()
+        for optimizer, parameters in ((twins.fused, twins.ours), (twins.plain, twins.theirs)):
+            for parameter in parameters[::2]:
+                row = optimizer.state[parameter]
+                for key in row.keys() - {"step"}:
+                    WRITES[write](row, key)
+                if "step" in row:
+                    row["step"] = torch.tensor(1.0)
+    twins.step()
+    twins.agree()
+
+
+def test_a_count_that_parameters_share_is_not_written_in_place() -> None:
+    twins = Twins("AdamW")
+    twins.step()
+    before = [parameter.detach().clone() for parameter in twins.ours]
+    rows = [twins.fused.state[parameter] for parameter in twins.ours]
+    rows[1]["step"].zero_()
+    give(twins.ours, gradients_for(twins.ours))
+    with pytest.raises(StateError, match=r'assign another tensor: optimizer.state\[p\]\["step"\] = torch'):
+        twins.fused.step()
+    assert all(map(torch.equal, twins.ours, before))
+    for row in rows:
+        row["step"] = torch.tensor(1.0)
+    twins.step()
+    twins.agree()
 
 
 def test_dtypes_mixed_in_one_group() -> None:

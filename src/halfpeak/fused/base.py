@@ -345,6 +345,8 @@ class FusedOptimizer(Optimizer, ABC):
         rules = [self.rule(group) for group in self.param_groups]
         mask = [grad is not None for grad in inputs.grads]
         layout, model_params = self._layout, inputs.model_params
+        if layout is not None:
+            layout.check_counts()
         if layout is not None and layout.is_current(self, rules, model_params):
             slices = layout.slices(mask)
             if slices is not None:

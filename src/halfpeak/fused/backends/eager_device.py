@@ -57,7 +57,7 @@ class EagerDeviceBackend(DeviceBackend):
                 _update(slice_, grad, slice(start, start + size), numbers[key], step.found_inf)
         for counter in {id(slice_.step_count): slice_.step_count for slice_ in step.slices}.values():
             found_inf = step.found_inf
-            counter.step.add_(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
+            counter.increment(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
 
     def invalidate_grads(self) -> None:
         self._packer.invalidate_grads()

@@ -112,6 +112,11 @@ class FlatLayout:
         self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
         self._in_rows = _values_of(self._rows)
+        # Memory may be given to the same tensors, too: optimizer.state[p]["exp_avg"].data = ...
+        self._states = [
+            row[part.name] for index, row in self._row_of.items() for part in self._rule(index).storage
+        ]
+        self._state_places = [] if has_shards(self._states) else _places(self._states)
         self._group_steps = {
             self._group_of[i]: counter.step
             for i, counter in self._counters.items()
@@ -123,6 +128,7 @@ class FlatLayout:
         self.written: list[Tensor] = []
         self.guests: list[tuple[Tensor, Tensor]] = []
         self._pieces: list[BufferSlice] = []
+        self._counts: list[StepCount] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
@@ -153,7 +159,17 @@ class FlatLayout:
         moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
         self._mask = list(mask)
+        self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
         return self._pieces
+
+    def check_counts(self) -> None:
+        """Before anything is read of the states.
+
+        Raises:
+            StateError: somebody has written into a step count that several parameters share.
+        """
+        for counter in self._counts:
+            counter.check(self._rows)
 
     def by_split(self, slices: Sequence[BufferSlice]) -> dict[Any, list[BufferSlice]]:
         """Slices by the dimensions of the mesh over which their parameters are cut; None where they are whole."""
@@ -298,6 +314,7 @@ class FlatLayout:
         return (
             len(in_rows) == len(self._in_rows)
             and all(map(is_, in_rows, self._in_rows))
+            and (not self._state_places or _places(self._states) == self._state_places)
             and all(
                 optimizer.param_groups[group].get("step") is step for group, step in self._group_steps.items()
             )

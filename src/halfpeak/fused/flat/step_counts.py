@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfpeak.core.errors import StateError
 from halfpeak.fused.rules.base import Rule
 
 
@@ -21,10 +22,32 @@ class StepCount:
     """
 
     step: Tensor
+    _version: int = field(init=False)
 
-    def increment(self) -> None:
-        """Add one."""
-        self.step += 1
+    def __post_init__(self) -> None:
+        self._version = _version_of(self.step)
+
+    def increment(self, by: Tensor | int = 1) -> None:
+        """Add one, or what a tensor says."""
+        self.step += by
+        self._version = _version_of(self.step)
+
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse what somebody has written into the count of several parameters, for one of them or for each.
+
+        Args:
+            rows: the states of all parameters.
+
+        Raises:
+            StateError: he has.
+        """
+        if _version_of(self.step) == self._version:
+            return
+        if (n := sum(row.get("step") is self.step for row in rows)) > 1:
+            raise StateError(
+                f'optimizer.state[p]["step"] was written in place, and {n} parameters that step together share it; assign '
+                f'another tensor: optimizer.state[p]["step"] = torch.tensor({float(self.step)})'
+            )
 
 
 def step_counts_of(
@@ -61,3 +84,8 @@ def step_counts_of(
         if where == "group":
             groups[group]["step"] = counters[key].step
     return found
+
+
+def _version_of(step: Tensor) -> int:
+    # What was made under inference_mode is not counted.
+    return 0 if step.is_inference() else step._version
