@@ -242,10 +242,10 @@ def test_without_an_engine() -> None:
         kept.step()
         whole.step()
     assert kept.remainders is not None
-    assert torch.equal(kept.remainders.value_of(low), master.detach())
+    assert torch.equal(kept.remainders.fp32_value(low), master.detach())
     copied = copy.deepcopy(kept)
     assert copied.remainders is not None
-    assert torch.equal(copied.remainders.value_of(copied.param_groups[0]["params"][0]), master.detach())
+    assert torch.equal(copied.remainders.fp32_value(copied.param_groups[0]["params"][0]), master.detach())
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ def test_memory_that_returns_to_its_address_has_no_remainder(is_stepped: bool) -
     weight.data = at_one_address(1.0)
     remainders = optimizer.remainders
     assert remainders is not None
-    remainders.take(weight, torch.full((64,), 1.001))
-    assert torch.equal(remainders.value_of(weight), torch.full((64,), 1.001))
+    remainders.set_value(weight, torch.full((64,), 1.001))
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 1.001))
     weight.data = torch.zeros_like(weight)
     weight.data = at_one_address(0.5)
-    assert torch.equal(remainders.value_of(weight), torch.full((64,), 0.5))
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 0.5))
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    assert torch.equal(remainders.value_of(weight), torch.full((64,), 0.5))
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 0.5))

@@ -136,7 +136,7 @@ def test_remainders_give_the_updates_of_a_float32_master(device: str) -> None:
         plain.step()
     remainders = compact.remainders
     assert remainders is not None
-    assert all(torch.equal(remainders.value_of(low), value) for low, value in zip(lows, wide, strict=True))
+    assert all(torch.equal(remainders.fp32_value(low), value) for low, value in zip(lows, wide, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

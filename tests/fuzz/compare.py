@@ -242,7 +242,7 @@ class Comparison:
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
                 # One gets its master, and what was written into its weight, when its optimizer next has a pass of its own.
                 if one.requires_grad:
-                    value = ours.engine.masters.value_of(ours.model_of(one))
+                    value = ours.engine.masters.fp32_value(ours.model_of(one))
                     pair = theirs.pairs.get(id(theirs.model_of(other)))
                     other = other if pair is None else pair.value()
                     value = one if value is None else value

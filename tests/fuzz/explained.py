@@ -114,7 +114,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
     pending = [
         main
         for main in mains
-        if (low := subject.model_of(main)) is not main and subject.engine.masters.value_of(low) is not main
+        if (low := subject.model_of(main)) is not main and subject.engine.masters.fp32_value(low) is not main
     ]
     if planned.name == "masters written" and reference.micro % config.accumulate and pending:
         return "masters that are written follow a write through .data of the same window only at its step"

@@ -157,7 +157,7 @@ def test_a_master_follows_who_writes_to_its_parameter(dtype: torch.dtype, steps:
     with torch.no_grad():
         WRITES[write](parameter)
     wanted = torch.where(parameter == was, high_was, parameter.float())
-    value = masters.value_of(parameter)
+    value = masters.fp32_value(parameter)
     assert value is not None
     assert torch.equal(torch.nan_to_num(value), torch.nan_to_num(wanted))
     assert steps == 0 or torch.equal(high, high_was), "looking must not change a master"
@@ -213,7 +213,7 @@ def test_a_step_that_was_not_published_is_published_late() -> None:
         masters.mark_stepped(optimizer)
         optimizer.step()
         assert parameter.item() == 1.0
-        assert masters.value_of(parameter) is masters.of(parameter)
+        assert masters.fp32_value(parameter) is masters.of(parameter)
         late(masters)
         assert (parameter.item(), master(masters, parameter).item()) == (0.5, 0.5)
 
@@ -241,7 +241,7 @@ def test_a_loaded_value_stays_exact(dtype: torch.dtype) -> None:
     masters, optimizer = adopted(parameter)
     step(masters, optimizer)
     value = torch.tensor([1 / 3, 1e6])
-    masters.take(parameter, value)
+    masters.set_value(parameter, value)
     with torch.no_grad():
         parameter.copy_(value)
     masters.refresh()
@@ -252,8 +252,8 @@ def test_values_that_do_not_fit_are_left_to_the_load_itself() -> None:
     parameter = low(1.0, 2.0)
     masters, _ = adopted(parameter)
     for value in (torch.ones(3), torch.ones(1, 2), torch.ones(2, dtype=torch.int64)):
-        masters.take(parameter, value)
-    masters.take(nn.Parameter(torch.ones(2)), torch.zeros(2))
+        masters.set_value(parameter, value)
+    masters.set_value(nn.Parameter(torch.ones(2)), torch.zeros(2))
     assert master(masters, parameter).tolist() == [1.0, 2.0]
 
 
@@ -275,7 +275,7 @@ def test_a_moved_or_resized_parameter_is_an_error(move: Callable[[Tensor], Tenso
         masters.refresh()
     assert torch.equal(master(masters, parameter), before)
     # Saving is still possible.
-    value = masters.value_of(parameter)
+    value = masters.fp32_value(parameter)
     assert value is not None
     assert (value.shape, value.device, value.dtype) == (parameter.shape, parameter.device, torch.float32)
     assert torch.equal(value.cpu(), before if value.shape == before.shape else torch.zeros(5))

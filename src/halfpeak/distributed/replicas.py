@@ -60,9 +60,9 @@ def broadcast_masters(masters: Masters, wrapped: Any) -> None:
     masters.refresh()
     first = dist.get_global_rank(group, 0)
     for name, parameter in wrapped.module.named_parameters():
-        value = None if name in ignored else masters.value_of(parameter)
+        value = None if name in ignored else masters.fp32_value(parameter)
         if value is not None:
             value = value.detach()
             with torch.no_grad():
                 dist.broadcast(value, src=first, group=group)
-            masters.take(parameter, value)
+            masters.set_value(parameter, value)

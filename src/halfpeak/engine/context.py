@@ -82,7 +82,7 @@ class EngineContext:
         ]
 
     def catch_up(self) -> None:
-        """Before a forward pass: end a step that an exception has left, and follow who wrote masters or statistics since."""
+        """Before a forward pass: finish an interrupted step if it has changed anything, and follow writes to masters."""
         for one in self.prepared:
             one.finish_if_mutated()
         if not any(one.running is not None for one in self.prepared):
@@ -103,8 +103,8 @@ class EngineContext:
         """Whether gradients of the coming backward pass stay scaled for a later one of the window.
 
         They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
-        for the whole window: then autograd adds to what lies there, and nothing is set aside, divided and added up; until
-        somebody has the window's gradients unscaled, to read or change them.
+        for the whole window: then autograd itself adds them up, until somebody reads or changes gradients of the window, for
+        which they are unscaled.
         """
         config = self.config
         inside = not config.accumulation.is_boundary(self.record.micro_step)
@@ -116,7 +116,7 @@ class EngineContext:
 
 
 class StepEngine(Protocol):
-    """What a graph of a whole step calls of an engine; see :class:`halfpeak.Engine`."""
+    """The part of :class:`halfpeak.Engine` that graphs of whole steps call."""
 
     context: EngineContext
     compiled_step: Any
@@ -134,7 +134,7 @@ class StepEngine(Protocol):
         ...
 
     def report(self, result: StepResult) -> None:
-        """Tell of a step."""
+        """Report a step."""
         ...
 
     def scaled(

@@ -65,7 +65,7 @@ Optimizers = Iterable[Optimizer] | Optimizer | None
 
 
 AfterStep = Callable[["Engine", StepResult], None]
-"""Told of every step after it; see :meth:`Engine.tell`."""
+"""Called after every step; see :meth:`Engine.tell`."""
 
 
 class Engine:
@@ -322,12 +322,12 @@ class Engine:
                 f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "
                 "cannot be stepped in turn; write engine.step(), or prepare an engine for each optimizer"
             )
-        compares = self._is_check_due()
+        compares = self._count_for_check()
         try:
             result = self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
         except Exception:
             if compares:
-                self.check_ranks()  # as the ranks do that have not failed
+                self.check_ranks()  # The ranks that have not failed compare now, too, and would wait.
             raise
         if compares:
             self.check_ranks()
@@ -347,7 +347,7 @@ class Engine:
         """
         for one in self.context.prepared:
             one.unscale_pending()
-        return torch.stack([one.found_inf for one in self.context.prepared]).max()
+        return self.found_inf
 
     def unscale(self) -> Tensor:
         """:meth:`accumulate`, and require that all gradients of the window are unscaled, where the optimizers read them.
@@ -552,7 +552,7 @@ class Engine:
         )
 
     def add_model(self, model: nn.Module) -> None:
-        """Look after the batch-norm statistics of a model that was not prepared, and know its parameters' names."""
+        """Restore batch-norm statistics after skips, and name parameters, of one more model that was not prepared."""
         context = self.context
         if all(known is not model for known in context.models):
             context.models = (*context.models, model)
@@ -564,11 +564,11 @@ class Engine:
                 context.handles += hook_loads(model, context.stats)
 
     def tell(self, after_step: AfterStep, handles: Iterable[RemovableHandle] = ()) -> None:
-        """Call ``after_step`` with the engine and the result after every step, in the place of what was called before.
+        """Call ``after_step`` with the engine and the result after every step. It replaces an earlier one.
 
         Args:
-            after_step: such as what ``on_skip`` of :func:`halfpeak.prepare` means.
-            handles: of hooks on models, which go with the engine.
+            after_step: a function, such as the one that ``on_skip`` of :func:`halfpeak.prepare` stands for.
+            handles: of hooks on models that :meth:`remove` is to take off.
         """
         self._after_step = after_step
         self.context.handles += handles
@@ -689,7 +689,10 @@ class Engine:
             ConfigError: something that a graph cannot hold. The message says what to write.
             OrderError: a window is open.
         """
-        told, self._after_step = self._after_step, None  # nobody of iterations that move nothing
+        told, self._after_step = (
+            self._after_step,
+            None,
+        )  # Warm-up iterations move nothing and are not reported.
         try:
             return capture(self, loss_function, inputs)
         finally:
@@ -818,15 +821,15 @@ class Engine:
         return getattr(self, new)
 
     def _catch_up(self, model: nn.Module) -> None:
-        """What models do before they compute."""
+        """Called before the forward pass of a model."""
         if not self._is_replaying:
             self.context.catch_up()
             note_reduction(model, self.context.reduces)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)
 
-    def _is_check_due(self) -> bool:
-        """Whether ranks are compared after this step. Counted in steps that began: each has a backward pass on every rank."""
+    def _count_for_check(self) -> bool:
+        """Count a step that begins; whether ranks are compared after it. Steps that fail count: every rank has begun them."""
         every = self.context.config.check_ranks
         if every is None or not self.context.config.accumulation.is_boundary(self.micro_step):
             return False
@@ -840,7 +843,7 @@ class Engine:
             )
 
     def _prepared_of(self, optimizers: Optimizers) -> list[PreparedOptimizer]:
-        """Those of the given optimizers, each once, in their order; None means all.
+        """The :class:`PreparedOptimizer` of each given optimizer, each once, in their order; None means all.
 
         Raises:
             OrderError: one of them was not prepared by this engine, or there is none.

@@ -50,7 +50,7 @@ class StepCallbacks(Protocol):
     """What the hooks of an optimizer ask when it is stepped. It must not hold the :class:`PreparedOptimizer`."""
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Bring steps to their end that an exception has left."""
+        """Finish steps that an exception has interrupted, or discard them."""
         ...
 
     def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
@@ -58,7 +58,7 @@ class StepCallbacks(Protocol):
         ...
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """A loss that was not for the optimizer has left it gradients."""
+        """A loss scaled by ``scaler``, for another optimizer, has left gradients in this one's parameters."""
         ...
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
@@ -148,12 +148,12 @@ class PreparedOptimizer:
         """The parameters in the groups as they are now."""
         table = self._table
         if table is None or not table.is_current(self.optimizer):
-            # Not kept: who only looks leaves it to the next backward pass to give new parameters masters.
+            # Not kept: the next backward pass has to see that the groups changed, to give new parameters masters.
             return ParamTable(self.optimizer, self.masters)
         return table
 
     def members(self) -> ParamTable:
-        """:meth:`table`, whichever of the parameters were trainable when it was made."""
+        """:meth:`table`, but ``pairs`` may be those that were trainable at the last backward pass."""
         table = self._table
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
@@ -176,11 +176,11 @@ class PreparedOptimizer:
         return isinstance(self.window, Pending) or bool(self.main_grads())
 
     def recover(self) -> None:
-        """Bring a step to its end that an exception has left."""
+        """Finish a step that an exception has interrupted, or discard it."""
         self._callbacks.recover([self])
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """A loss that was not for this optimizer has left it gradients, unscaled by ``scaler``."""
+        """A loss scaled by ``scaler``, for another optimizer, has left gradients in this one's parameters."""
         self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
 
     def pairs_for_backward(self) -> ParamPairs:
@@ -204,12 +204,12 @@ class PreparedOptimizer:
             return table
         self.masters.agree_on_requires_grad()
         self.unscale_pending()
-        # What a window that waits scaled has left in them waits with it.
+        # In a Scaled window, their gradients are scaled and stay where they are.
         self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
         table = self._table = ParamTable(self.optimizer, self.masters)
         window = self.window
         if isinstance(window, Unscaled):
-            # Their gradients are looked at like any that somebody else has written.
+            # Their gradients may be not finite: no backward pass of the engine has looked at them.
             self.window = replace(window, pairs=table.pairs_of(window.pairs))
             self.check_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
@@ -218,7 +218,7 @@ class PreparedOptimizer:
         return table
 
     def disarm(self) -> None:
-        """Take the sentinel away, because gradients are about to be added or stepped; drop the window if it is zeroed.
+        """Remove the sentinel, because gradients are about to be added or stepped; drop the window if it was zeroed.
 
         Raises:
             OrderError: somebody has edited gradients that wait scaled.
@@ -233,7 +233,7 @@ class PreparedOptimizer:
 
     def begin_step(self) -> None:
         """Before a step: follow what happened to groups, gradients and weights since the backward pass."""
-        # Who is frozen or unfrozen only now was trained, or not, by the pass that is stepped.
+        # Parameters frozen or unfrozen since the backward pass do not count: it has trained them, or has not.
         if self.is_open and self.members() is not self._table:
             self._follow_groups()
         self.disarm()
@@ -381,12 +381,12 @@ class PreparedOptimizer:
         """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""
         self.finish_if_mutated()
         if self.running is not None and self.running.progress is not None:
-            # Its own code has not begun.
+            # The optimizer has changed nothing.
             self.masters.mark_skipped(self.optimizer)
         self.end_running()
 
     def finish_if_mutated(self) -> None:
-        """:meth:`finish_or_discard` as far as a forward pass needs it, which may come from a step hook of the user's."""
+        """The first half of :meth:`finish_or_discard`: a forward pass in a step hook of the user's must not discard."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
 
@@ -420,7 +420,7 @@ class PreparedOptimizer:
     ) -> StepArguments | None:
         self.ended = None
         closure, rebuild = take_closure(args, kwargs)
-        # Running before it is decided: an exception in the decision must not leave its consequences behind.
+        # Set before the decision: if that raises, recover() finds a running step and discards what was decided.
         call = self.running or StepCall(None)
         self.running = call = replace(call, progress=None) if call.progress is not None else call
         found_inf = call.found_inf
@@ -448,7 +448,7 @@ class PreparedOptimizer:
         return None
 
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """A frozen parameter that was trained gets its master now: torch casts what it loads to the parameter's dtype."""
+        """A frozen parameter with saved state gets its master now: torch casts what it loads to the parameter's dtype."""
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         trained = {
             id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
@@ -472,7 +472,7 @@ class PreparedOptimizer:
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """What watches an optimizer, if it was prepared."""
+    """The :class:`PreparedOptimizer` of an optimizer, or None."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, PreparedOptimizer):
@@ -482,12 +482,12 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 @untraced
 def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
-    """What watches every optimizer of every engine that this thread trains, in the order they were prepared.
+    """All prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
 
-    With the optimizers, which must not be collected while somebody goes through them.
+    With the optimizers themselves, which must not be collected during a loop over them.
 
     Args:
-        prepared: which this thread trains from now on.
+        prepared: those that this thread trains from now on.
     """
     here = threading.get_ident()
     for one in prepared:
@@ -497,4 +497,4 @@ def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOpt
 
 
 _PREPARED: Final[weakref.WeakKeyDictionary[PreparedOptimizer, None]] = weakref.WeakKeyDictionary()
-"""All that were prepared and are alive."""
+"""All that are alive."""

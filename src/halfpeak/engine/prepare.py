@@ -110,7 +110,7 @@ def prepare(
         keep_gradient_memory: whether the float32 gradients of masters keep their memory from step to step, 4 bytes per
             parameter. None keeps it on the CPU, where mapping new memory would take longer than all else that is done
             with gradients: with torch's optimizers, and with those of :mod:`halfpeak.fused` where ``accumulate`` sums in
-            it, but never with remainders, which are for who needs the memory.
+            it, but never with remainders, which are there to save memory.
         keep_fp32: modules that are stored and computed in float32, with all inside them: classes, patterns of qualified names
             such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
         float8: O5 only: linear layers whose sizes are divisible by 16 multiply in float8, by torchao's recipe of that name,

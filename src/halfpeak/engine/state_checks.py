@@ -1,4 +1,4 @@
-"""What a saved state must be to be loaded into an engine. Every function here only looks, so a refusal has changed nothing."""
+"""What a saved state must be to be loaded into an engine. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def check_loop_state(context: EngineContext, state: object) -> None:
 
 
 def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
-    """A state in which optimizers have stepped holds what one of them keeps from step to step; which one is not known.
+    """After a step, some optimizer has moments. Which one is not known: a step may have been of some optimizers only.
 
     Raises:
-        StateError: it does not: the run would go on with moments of zero.
+        StateError: there are none, so the run would go on with moments of zero.
     """
     if taken and not any(state["state"] for state in saved) and all(map(has_moments, optimizers)):
         raise StateError(

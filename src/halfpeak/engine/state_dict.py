@@ -103,7 +103,7 @@ def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def save_loop_state(context: EngineContext) -> dict[str, Any]:
-    """The state but for models and optimizers, which a loop of another library saves itself."""
+    """The state without models and optimizers, which a loop of another library saves itself."""
     return {
         "level": context.config.properties.opt_level,
         "scalers": [scaler.state_dict() for scaler in context.scalers],
@@ -168,7 +168,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
     for index, found_inf in state["losses"].items():
         found_inf = found_inf.to(context.device, torch.float32, copy=True)
         context.record.add_found_inf(context.scalers[index], found_inf)
-        # A fused step that decides on the device looks for such a loss here.
+        # A fused step that decides on the device learns of a loss that was not finite from here.
         context.record.add_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
     found = any(bool(found_inf) for found_inf in state["losses"].values())
     for prepared in context.prepared:
@@ -197,7 +197,11 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
 
 
 def _check_edits(prepared: PreparedOptimizer) -> None:
-    """In what is saved nothing shows any more that somebody has written to gradients that wait scaled, or are not stepped."""
+    """Refuse now what a loaded window could not notice: edits of scaled gradients, and of gradients that nothing steps.
+
+    Raises:
+        OrderError: there was such an edit.
+    """
     before = prepared.window
     prepared.disarm()
     window = prepared.window

@@ -60,7 +60,7 @@ from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
-"""Told the scaler of a backward pass, its ``found_inf``, and the optimizers besides that it has reached, each with its own."""
+"""Called with the scaler of a backward pass, its ``found_inf``, and the other optimizers it has reached, each with its own."""
 
 
 class TrainStep:
@@ -265,8 +265,8 @@ class TrainStep:
     def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
         """The whole decision, made where the gradients are; None where the host takes part in it.
 
-        It does where ranks must agree, where a loss scale is close to its limit, where several losses were scaled, and where an
-        edit has made of gradients something else than their losses have.
+        It does where ranks must agree, where a loss scale is close to its limit, where several losses were scaled, and where
+        gradients were edited, so that the step may skip although the backward passes found nothing, or the reverse.
         """
         if isinstance(one.window, Unscaled) and one.window.is_edited:
             return None
@@ -392,7 +392,7 @@ class TrainStep:
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
 
     def _close(self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False) -> None:
-        """Every optimizer has stepped: drop the gradients, which two of them may share, and apply what was decided."""
+        """Every optimizer has stepped: drop the gradients (not before, two may share a master), and apply what was decided."""
         for one in prepared:
             one.clear_after_step(keep=keep_gradients)
         self._record.apply_pending()
@@ -497,7 +497,7 @@ class TrainStep:
             raise
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """A loss that was not for the optimizer has left it gradients, unscaled by ``scaler``."""
+        """A loss scaled by ``scaler``, for another optimizer, has left gradients in this one's parameters."""
         self._record.add_found_inf_elsewhere(scaler, found_inf)
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
@@ -570,14 +570,14 @@ def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:
 
 
 def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None:
-    """What a step is of; None if these are all optimizers of their engine."""
+    """The parameters that a step is for; None if these are all optimizers of their engine."""
     if len(prepared) == prepared[0].num_optimizers:
         return None
     return (parameter for one in prepared for parameter in one.members().model_params)
 
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
-    """A total norm that is not finite skips the step. Where no gradient was found to have overflowed, all scales answer."""
+    """A total norm that is not finite skips the step. If every gradient was finite, it counts against all loss scales."""
     known = host_values(norm)
     if known is not None and math.isfinite(known[0]):
         return

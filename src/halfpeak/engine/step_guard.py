@@ -27,7 +27,7 @@ class Passed(Protocol):
 class StepGuard:
     """Refuses the step of an optimizer, whether it was prepared or not, from here until :meth:`end`.
 
-    The hook by which it is asked holds it weakly, and goes with it: where an exception has come in between, too.
+    The global hook that asks it holds it weakly, and is removed with it, also after an exception.
 
     Args:
         passed: whose parameters must not be stepped.
@@ -43,7 +43,7 @@ class StepGuard:
         """The pass is over."""
         self._passed = ()
         _forget(self._known)
-        # With it, what is called when this object dies goes.
+        # Also drops its callback, which has nothing left to do.
         del self._known
 
     def refuse(self, optimizer: Optimizer) -> None:

@@ -31,7 +31,7 @@ class StepProgress:
         self._before = self._versions(optimizer)
 
     def has_mutated(self, optimizer: Optimizer) -> bool:
-        """Whether the step got through the optimizer's own code; also where there was nothing to do."""
+        """Whether the optimizer has changed parameters; also true if it had nothing to change."""
         return (
             self._has_nothing_to_do
             or _steps_of(optimizer) != self._count
@@ -41,7 +41,7 @@ class StepProgress:
     def _versions(self, optimizer: Optimizer) -> tuple[list[int], list[object]]:
         """Versions of the parameters, or with torch's fused kernels, which count none there, of the step counters.
 
-        Such a kernel is given a group as a whole, so one look into its state tells. A counter that was only made is 0, too.
+        Such a kernel is given a whole group, so one counter of each tells. A counter that was made but not counted is 0, too.
         """
         steps = [optimizer.state.get(parameter, {}).get("step", 0) for parameter in self._first_of_groups]
         versions = list(map(_VERSION, self._changing))

@@ -63,7 +63,7 @@ class StepRecord:
 
     @property
     def found_inf_of_window(self) -> list[tuple[LossScaler, Tensor]]:
-        """:attr:`found_inf_per_scaler`, and of losses whose gradients still wait scaled what they were themselves."""
+        """:attr:`found_inf_per_scaler`, and for losses whose gradients wait scaled, whether the loss itself was finite."""
         used = [scaler for scaler, _ in self._found_infs]
         waiting = [(one, self.with_loss(one, found)) for one, found in self._losses if one not in used]
         return [*self.found_inf_per_scaler, *waiting]
@@ -179,7 +179,7 @@ class StepRecord:
         self._losses.clear()
 
     def discard_evaluation(self) -> None:
-        """The evaluation of a closure is thrown away, and with it what batch norms saw in it."""
+        """Discard an evaluation of a closure, and the batch-norm statistics of its forward pass."""
         self.discard()
         self._stats.end_step(True)
 

@@ -84,7 +84,7 @@ class EngineAdapter:
         if engine is None:
             return
         self._saved_state = {**self.state_dict(), "window": None}
-        values = [engine.masters.value_of(tensor) for tensor, _ in self._original_dtypes]
+        values = [engine.masters.fp32_value(tensor) for tensor, _ in self._original_dtypes]
         engine.remove()
         for (tensor, dtype), value in zip(self._original_dtypes, values, strict=True):
             tensor.data = (tensor if value is None else value).detach().to(tensor.device, dtype)

@@ -174,7 +174,7 @@ class ApexOptimWrapper(OptimWrapper):
         values = synchronised_values(wrapped)
         engine = build(self._made_config, [model], [self.optimizer], reducer=self._reducer())
         for parameter, value in values:
-            engine.masters.take(parameter, value)
+            engine.masters.set_value(parameter, value)
         if self._is_converting():
             reconnect(wrapped)
         if self.verbosity != 0 and is_first_rank():

@@ -181,7 +181,7 @@ def build_fp16_engine(
     config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip)
     engine = build(config, [inner], [optimizer], reducer=reducer)
     for parameter, value in exact:
-        engine.masters.take(parameter, value)
+        engine.masters.set_value(parameter, value)
     if not is_decorated(inner):
         engine.context.handles += suspend_autocast(inner, engine.device.type)
     reconnect(model)

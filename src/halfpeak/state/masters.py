@@ -69,7 +69,7 @@ class Masters:
         self._watched: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
-        # Those that have been adopted: groups may have been added to them since.
+        # The adopted optimizers: groups may have been added to them since.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
@@ -91,13 +91,13 @@ class Masters:
     def of(self, parameter: Tensor) -> Tensor | None:
         """What holds the unscaled gradient of a low parameter: its master, or what stands in for one; or None."""
         high, store = self._master_of(parameter), self.store_of(parameter)
-        return high if store is None else store.stand_in(parameter)
+        return high if store is None else store.grad_placeholder(parameter)
 
     def store_of(self, parameter: Tensor) -> RemainderStore | None:
         """The store of the remainder of a low parameter that has no master, or None."""
         if not self._stores or id(parameter) in self._index:
             return None
-        return next((store for store in self._stores if store.keeps(parameter)), None)
+        return next((store for store in self._stores if store.has(parameter)), None)
 
     @property
     def accumulates_fp32(self) -> bool:
@@ -146,9 +146,9 @@ class Masters:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for position, parameter in enumerate(parameters):
-                if store is not None and store.keeps(parameter):
+                if store is not None and store.has(parameter):
                     if id(parameter) in (values or {}):
-                        store.take(parameter, (values or {})[id(parameter)])
+                        store.set_value(parameter, (values or {})[id(parameter)])
                 elif self._wanted and is_low(parameter):
                     known = id(parameter) in self._index or id(parameter) in trained
                     if not (parameter.requires_grad or known):
@@ -296,7 +296,7 @@ class Masters:
         self._stepped.difference_update(indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
-        """Where the masters in an optimizer's groups stand; looked up anew when other parameters stand there."""
+        """The indices of the masters in an optimizer's groups; looked up anew when the groups have changed."""
         known, indices = self._looked_up
         if not are_params_of(optimizer, known):
             targets = params_of(optimizer)
@@ -335,12 +335,12 @@ class Masters:
             optimizer: whose parameters are compared.
         """
         indices = self._indices(optimizer)
-        stand_in = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
-        for sample in stand_in:
+        samples = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
+        for sample in samples:
             sample.warn_of_writes()
-        written = [s.indices for s in stand_in if s.is_low_written()]
+        written = [s.indices for s in samples if s.is_low_written()]
         if written:
-            # Taking the sample anew must not forget what it stands for besides.
+            # The sample is taken anew, so what else it stands for is looked at now.
             others = set[int]().union(*written) - set(indices) - self._stepped
             indices = [
                 *indices,
@@ -356,16 +356,16 @@ class Masters:
         for sample in self._samples.values():
             sample.forget()
 
-    def value_of(self, parameter: Tensor) -> Tensor | None:
-        """What a low parameter is worth in float32; None if it has no master. Waits for the device.
+    def fp32_value(self, parameter: Tensor) -> Tensor | None:
+        """The float32 value of a low parameter; None if it has no master. Waits for the device.
 
-        This is its master, except for a parameter that was written, moved or resized. Looking changes nothing: who swaps
-        weights in and out again keeps what they were worth.
+        This is its master, except for a parameter that was written, moved or resized. Nothing is changed: weights that are
+        swapped out and in again keep their float32 values.
         """
         index = self._index.get(id(parameter))
         if index is None:
             store = self.store_of(parameter)
-            return None if store is None else store.value_of(parameter)
+            return None if store is None else store.fp32_value(parameter)
         low, high = self._low[index].detach(), self._high[index]
         if low.shape != high.shape:
             return low.to(high.dtype)
@@ -398,18 +398,18 @@ class Masters:
             high.copy_(reference.merged(high, low))
         self._agree(index)
 
-    def take(self, parameter: Tensor, value: Tensor) -> None:
+    def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
 
-        Where the parameter ends up with something else, :meth:`refresh` follows it. One that stands in an optimizer's groups
-        and has no master yet, because it is frozen or came later, gets one if its dtype cannot hold the value.
+        Where the parameter ends up with something else, :meth:`refresh` follows it. A parameter in an optimizer's groups that
+        has no master yet, because it is frozen or was added later, gets one if its dtype cannot hold the value.
         """
         high, store = self._master_of(parameter), self.store_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
             index = self._index[id(parameter)]
             sample = self._samples.get(index)
             if sample is not None:
-                # Until now its values told what else was moved; from now on they differ for this pair alone.
+                # A difference from the sample means that all its pairs were moved; now this pair alone will differ.
                 self.follow_masters()
             with torch.no_grad():
                 high.copy_(value)
@@ -419,16 +419,16 @@ class Masters:
         elif parameter.shape != value.shape or not value.is_floating_point():
             return
         elif store is not None:
-            store.take(parameter, value)
+            store.set_value(parameter, value)
         elif self.waits_for_master(parameter) and not bool((value.to(parameter.dtype) == value).all()):
             self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
 
-    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`take` for who writes the parameter next: what he is to write, once."""
+    def set_before_write(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor."""
         store = self.store_of(parameter)
         if store is not None and parameter.shape == value.shape and value.is_floating_point():
-            return store.expect(parameter, value)
-        self.take(parameter, value)
+            return store.split(parameter, value)
+        self.set_value(parameter, value)
         return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
@@ -461,14 +461,14 @@ class Masters:
         self._versions.add(parameter)
         self._high_versions.add(high)
         self._high_versions.record_one(self._index[id(parameter)], high)
-        # Who writes all parameters through .data before it is published writes this one, too.
+        # Until this pair is published, a write to all parameters through .data shows in any sample.
         for sample in self._samples.values():
             sample.indices |= {self._index[id(parameter)]}
         return high
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:
-    """An optimizer of masters reads a gradient that was there before them, too."""
+    """A gradient from before the master was made goes where the optimizer will read it."""
     if parameter.grad is not None and master.grad is None:
         master.grad, parameter.grad = parameter.grad.to(master.dtype), None
 

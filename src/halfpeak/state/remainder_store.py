@@ -10,29 +10,29 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class RemainderStore(Protocol):
-    """What such an optimizer has as its attribute ``remainders``.
+    """What such an optimizer has as ``optimizer.remainders``.
 
     Its groups hold the low parameters themselves. A parameter and its remainder together are its float32 value, which can
     be asked for and set, and is stored nowhere.
     """
 
-    def keeps(self, parameter: Tensor) -> bool:
+    def has(self, parameter: Tensor) -> bool:
         """Whether a parameter has a remainder, or will have one."""
         ...
 
-    def value_of(self, parameter: Tensor) -> Tensor:
+    def fp32_value(self, parameter: Tensor) -> Tensor:
         """The float32 value of a parameter: a new tensor.  # f32 of its shape"""
         ...
 
-    def take(self, parameter: Tensor, value: Tensor) -> None:
+    def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the float32 value of a parameter, and write it."""
         ...
 
-    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`take` for a caller who writes the parameter himself, once and next: what to write."""
+    def split(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor."""
         ...
 
-    def stand_in(self, parameter: Tensor) -> Tensor:
+    def grad_placeholder(self, parameter: Tensor) -> Tensor:
         """A float32 placeholder of its shape without memory, whose ``grad`` the optimizer steps if there is one."""
         ...
 

@@ -88,7 +88,7 @@ class ValuesOut(_Hook):
         for name, tensor in _tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and is_low(value) and not isinstance(value, nn.Parameter):
-                exact = self._masters.value_of(tensor)
+                exact = self._masters.fp32_value(tensor)
                 state[prefix + name] = self._widened(tensor, value) if exact is None else exact.detach()
 
     def _widened(self, tensor: Tensor, value: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class ValuesIn(_Hook):
             if isinstance(value, Tensor):
                 for out in given:
                     out.forget(tensor)
-                value = self._masters.expect(tensor, value)
+                value = self._masters.set_before_write(tensor, value)
                 # What ValuesOut has widened; a copy is rounded by itself.
                 state[prefix + name] = value.to(tensor.dtype) if assigns and is_low(tensor) else value
 

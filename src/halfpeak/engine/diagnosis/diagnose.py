@@ -125,7 +125,7 @@ def _of_engine(engine: Engine) -> _Subject:
     by_prepare = config.engine_steps and not config.caller_may_step
 
     def value(parameter: nn.Parameter) -> Tensor:
-        known = engine.masters.value_of(parameter)
+        known = engine.masters.fp32_value(parameter)
         return parameter if known is None else known
 
     return _Subject(

@@ -84,7 +84,7 @@ class StashedGrads:
 
 
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
-    """A gradient that the coming backward pass does not write over: one that lies in a bucket of DDP's is copied."""
+    """The gradient, or a copy if it lies in a bucket of DDP's, which the coming backward pass would overwrite."""
     return grad.clone() if grad is not None and is_in_bucket(grad) else grad
 
 
@@ -98,11 +98,11 @@ class BackwardScope:
 
     ::
 
-        begin       set model.grad aside, unless it waits scaled
+        begin     set model.grad aside, unless it waits scaled
         (backward: autograd writes model.grad, scaled)
-        accumulate  main.grad += model.grad / scale, in the dtype of the main parameter
-        leave       leave model.grad scaled for a later pass, or for the step
-        rollback    model.grad as it was before
+        finish    by mode: main.grad += model.grad / scale, in the dtype of the main parameter;
+                  or leave model.grad scaled for a later pass, or for the step
+        rollback  model.grad as it was before
 
     A parameter of several optimizers is accumulated once.
 
@@ -164,11 +164,11 @@ class BackwardScope:
         return chain(passed, *(stashed.pairs() for stashed in self._stashed))
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
-        """What becomes of the gradients.
+        """What is to become of the gradients.
 
         Args:
             delay: whether they must stay scaled.
-            fused_step_reads: whether the step can read them, where the window has no others.
+            fused_step_reads: whether the step can read them scaled, if the window has no others.
         """
         if delay:
             return GradMode.LEAVE_SCALED
@@ -200,7 +200,7 @@ class BackwardScope:
             return False
         for stashed in self._stashed:
             stashed.put_back()
-        # Those that :meth:`begin` came to.
+        # An exception in begin() may have left out the last of them.
         for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,7 +14,7 @@ from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import Pending, Unscaled, refuse_edits
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
-from halfpeak.ops import foreach
+from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import are_dense, are_none, gradients_of
 from halfpeak.ops.shards import local_gradients
 
@@ -56,7 +56,7 @@ class FusedGrads:
         return stats.sum_squares, stats.found_inf
 
     def decide(self, inputs: DecisionInputs) -> StepDecision | None:
-        """Read them once and decide the step where they are; None if the optimizer's backend cannot. Ready to step then."""
+        """:meth:`measure`, decide the step on their device and :meth:`hand_over`; None if the optimizer's backend cannot."""
         decision = self._optimizer.decide(self._inputs, inputs)
         if decision is not None:
             self._inputs = self._inputs._replace(multiplier=decision.multiplier)
@@ -64,7 +64,7 @@ class FusedGrads:
         return decision
 
     def hand_over(self, clip_coef: Tensor | None) -> None:
-        """Let the optimizer's coming step read them, multiplied by what clipping asks for.  # f32[]"""
+        """Let the optimizer's coming step read them, times the clip coefficient.  # f32[] or None"""
         if clip_coef is not None:
             self._inputs = self._inputs._replace(multiplier=self._inv_scale * clip_coef)
         self._optimizer.set_step_inputs(self._inputs)
@@ -126,7 +126,7 @@ def pending_grads(
 
 
 def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads | None:
-    """The unscaled gradients of a window; None where some are more than plain dense tensors, or there are none."""
+    """The unscaled gradients of a window; None where there are none, or where one is not a plain dense tensor."""
     grads = gradients_of(table.main_params)
     present = [grad for grad in grads if grad is not None]
     if not present or not are_dense(present):
@@ -136,17 +136,17 @@ def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimize
 
 
 def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
-    """Whether the step of an optimizer may be given gradients beside ``.grad`` and write low parameters itself.
+    """Whether the step of an optimizer may read gradients outside of ``.grad`` and write low parameters itself.
 
-    Not where somebody else would look at gradients before it, or write masters after it: a hook, or a subclass with a ``step``
-    of its own.
+    Not if a hook, or a subclass with a ``step`` of its own, may read gradients before it or write masters after it.
     """
     hooks = chain(
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),
         _global_optimizer_pre_hooks.values(),
     )
-    return type(optimizer).step.__module__.startswith("halfpeak.") and all(map(_is_own, hooks))
+    ours = (str(getattr(hook, "__module__", "")).startswith("halfpeak.engine.") for hook in hooks)
+    return type(optimizer).step.__module__.startswith("halfpeak.") and all(ours)
 
 
 def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -154,8 +154,4 @@ def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tenso
     if max_norm is None:
         return None, None
     norm = squares.sqrt()
-    return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def _is_own(hook: Callable[..., object]) -> bool:
-    return hook.__module__.startswith("halfpeak.engine.") if hasattr(hook, "__module__") else False
+    return norm, reference.clip_coef(norm, max_norm)

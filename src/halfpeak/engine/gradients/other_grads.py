@@ -50,12 +50,12 @@ class OtherGrads:
         for one in self._prepared:
             parameters = one.table().model_params
             keys = list(map(id, parameters))
-            # Every engine that is alive is asked in every pass, so what is usual, nothing shared and no gradient, runs in C.
+            # This runs for every living engine in every pass, so the usual case (nothing shared, no gradient) is C loops.
             if len(set(keys)) != len(keys) or not seen.isdisjoint(keys):
                 parameters = list({id(p): p for p in parameters if id(p) not in seen}.values())
             seen.update(keys)
             if any(map(is_in_bucket, gradients_of(parameters))):
-                # A window that waits scaled knows its gradients by identity, and copies are to replace them.
+                # The snapshot of a Scaled window knows gradients by identity, and copies will replace these.
                 one.unscale_pending()
                 one.disarm()
             self._stashed.append((one, StashedGrads(parameters)))
@@ -138,7 +138,7 @@ def _add(
         one.masters.grad_buffers,
     )
     if isinstance(window, Scaled):
-        # Nothing unscaled is added to what waits scaled: it joins what was set aside for that.
+        # Unscaled gradients are not added to scaled ones; they join the stashed ones of the window.
         accumulator.accumulate(own, window.stashed)
         unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
         _put(parameters, held)
@@ -160,7 +160,7 @@ class UnmanagedGrads:
 
     Parameters of the models are always looked after. Others (a criterion with weights, a network that was not prepared,
     inputs) are found by a walk over the graph of the loss, which costs as much as a twentieth of a step on the CPU: at the
-    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, and at all from when there was one.
+    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, and at every pass once one was found.
 
     Args:
         models: whose parameters are looked after.
@@ -176,7 +176,7 @@ class UnmanagedGrads:
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
         self._tables: list[dict[str, Any]] = []
         self._values: list[object] = []
-        # Of all that is looked after: unscaled gradients from before, while scaled ones lie in their place.
+        # The unscaled gradients from before a backward pass, while ``.grad`` holds scaled ones.
         self._stashed = _NOTHING
 
     def add_model(self, model: nn.Module) -> None:
@@ -197,7 +197,7 @@ class UnmanagedGrads:
             OrderError: the models were sharded after they were prepared.
         """
         before = self._stashed
-        # Where none is left, somebody has called zero_grad() in the middle of a window.
+        # If none has a gradient any more, zero_grad() was called in the middle of a window.
         waits = not are_none(gradients_of(before.parameters))
         waiting = dict(zip(map(id, before.parameters), before.grads, strict=True)) if waits else {}
         self._search(pairs)
@@ -215,7 +215,7 @@ class UnmanagedGrads:
         self._stashed = _NOTHING
 
     def drop(self) -> None:
-        """:meth:`rollback`, and drop what the models hold of the window out of the optimizers' sight."""
+        """:meth:`rollback`, and drop the gradients that FSDP2 holds inside the models, where optimizers do not see them."""
         self.rollback()
         if has_process_group():
             for model in self._models:
@@ -239,7 +239,7 @@ class UnmanagedGrads:
             parameter.grad = grad if total is None else total + grad
 
     def _others(self, graph: Node | None, pairs: list[ParamPairs], waiting: list[Tensor]) -> list[Tensor]:
-        """What is neither the models' nor an optimizer's: what waits scaled, and what ``graph`` ends at, where it is walked."""
+        """Tensors that are neither the models' nor an optimizer's: those that wait scaled, and the leaves of ``graph``."""
         leaves = waiting
         if graph is not None and self._may_walk:
             if self._walks or self._passes < WALKED_FIRST or self._passes % WALK_EVERY == 0:
@@ -254,7 +254,7 @@ class UnmanagedGrads:
 
     def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
-        # Held weakly: those of other engines, which may be gone by now, are among them.
+        # Held weakly, because some are of other engines, which may be gone by now.
         if _same(pairs, [known() for known in self._known_pairs]) and _same(
             _values(self._tables), self._values
         ):
@@ -266,7 +266,7 @@ class UnmanagedGrads:
         if gone and (any(map(is_shard, own.values())) or any(map(is_fully_sharded, modules))):
             self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
         self._own = [parameter for key, parameter in own.items() if key not in stepped]
-        # Gathered weights of shards are leaves, too, and their gradients are on their way.
+        # The gathered weights of shards are leaves, too, and their gradients are still to be reduced.
         self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
         self._known_pairs = [weakref.ref(own) for own in pairs]
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
@@ -288,10 +288,10 @@ class UnmanagedGrads:
 _NOTHING: Final = StashedGrads([])
 
 WALKED_FIRST: Final = 8
-"""How many passes begin with a search for tensors that are nobody's: they may have gradients in every other one alone."""
+"""How many passes begin with a walk over the graph: other tensors may get gradients in every other pass only."""
 
 WALK_EVERY: Final = 127
-"""Backward passes from one such search to the next. A prime, which comes to each turn of passes that alternate."""
+"""Backward passes from one walk to the next. A prime, so that passes which alternate are all walked in time."""
 
 
 def _leaves_of(root: Node) -> list[Tensor]:
@@ -308,7 +308,7 @@ def _leaves_of(root: Node) -> list[Tensor]:
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
-    """Parameters and layers by which a model is asked for its parameters. Read in every step, so in a loop that runs in C."""
+    """The values of the dicts in which modules hold parameters and layers. Read in every step, so in a loop that runs in C."""
     return list(chain.from_iterable(map(dict[str, Any].values, tables)))
 
 

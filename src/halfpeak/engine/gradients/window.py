@@ -129,7 +129,7 @@ class Empty:
 
     Attributes:
         found_inf: zero.  # f32[]
-        pairs: the parameters are those of the groups now.
+        pairs: None: the parameters are those in the groups now.
     """
 
     found_inf: Tensor
@@ -145,7 +145,7 @@ class Unscaled:
         pairs: the parameters at the last backward pass.
         snapshot: of the gradients, to notice ``zero_grad()`` and edits.
         sentinel: :data:`LOW_SENTINEL` on a low parameter, or None where there is none that is free.
-        is_edited: whether ``found_inf`` may be another than that of the backward passes, by which the loss scale moves.
+        is_edited: whether ``found_inf`` is of edited gradients; the loss scale moves by that of the backward passes.
     """
 
     found_inf: Tensor
@@ -159,7 +159,7 @@ class Unscaled:
 class Scaled:
     """Gradients lie scaled where autograd left them, and the next backward pass of the window adds to them.
 
-    So it is after ``delay_unscale=True``, under ``no_sync``, and between the passes of a window over float32 weights.
+    This is the window after ``delay_unscale=True``, under ``no_sync``, and between the passes of one over float32 weights.
 
     Attributes:
         found_inf: of what was unscaled before, in the same window.  # f32[]
@@ -169,7 +169,7 @@ class Scaled:
         scale: what the losses were multiplied by.  # f32[]
         stashed: unscaled gradients of the window set aside meanwhile, by ``id`` of the model parameter.
         sentinel: a zero on a master, or None where no master is free.
-        sums: of the gradients of several passes that low parameters hold rounded, in float32, by ``id`` of the parameter.
+        sums: float32 sums of the gradients of several passes, which low parameters hold rounded, by ``id`` of the parameter.
     """
 
     found_inf: Tensor
@@ -292,8 +292,8 @@ def rearmed(window: Scaled) -> Scaled:
 def disarmed(window: Scaled) -> Scaled | None:
     """``window`` with its sentinel taken away, before something adds to it; None if ``zero_grad()`` dropped its gradients.
 
-    Where one parameter's gradient was dropped, so is what was set aside of it. A scale that is always 1 may be multiplied,
-    clipped and added to like any gradient.
+    Where one parameter's gradient was dropped, so is what was set aside of it. With a loss scale that is always 1, gradients
+    may be edited: scaled and unscaled ones are the same.
 
     Raises:
         OrderError: somebody has edited gradients that wait scaled.
@@ -350,7 +350,7 @@ def unwatched(window: Unscaled) -> Unscaled | None:
 
 
 def rewatched(window: Unscaled, before: Window) -> Unscaled:
-    """``window`` with the sentinel that it had ``before``, where nothing has come of a backward pass."""
+    """``window`` with the sentinel that it had ``before``, after a backward pass that failed or a save."""
     sentinel = before.sentinel if isinstance(before, Unscaled) else None
     if sentinel is not None:
         sentinel.holder.grad = sentinel.grad

@@ -38,7 +38,7 @@ class Remainders:
         self._zeros: dict[torch.device, Tensor] = {}
         self._known: tuple[list[int], set[int]] = ([], set())
 
-    def keeps(self, parameter: Tensor) -> bool:
+    def has(self, parameter: Tensor) -> bool:
         """Whether a weight has a remainder, or will have one from its first step on."""
         return (
             parameter.dtype is torch.bfloat16
@@ -46,7 +46,7 @@ class Remainders:
             and (parameter.requires_grad or self._remainder_of(parameter) is not None)
         )
 
-    def value_of(self, parameter: Tensor) -> Tensor:
+    def fp32_value(self, parameter: Tensor) -> Tensor:
         """The float32 value of a weight.  # f32 of its shape"""
         remainder = self._remainder_of(parameter)
         low = parameter.detach()
@@ -55,13 +55,13 @@ class Remainders:
         return self._codec.decode((low, remainder.to(low.device)))
 
     @torch.no_grad()
-    def take(self, parameter: Tensor, value: Tensor) -> None:
+    def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the value of a weight, to the precision of the codec."""
-        parameter.copy_(self.expect(parameter, value))
+        parameter.copy_(self.split(parameter, value))
 
     @torch.no_grad()
-    def expect(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`take` for a caller whose next write to the parameter stores the returned tensor.  # bf16
+    def split(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor.  # bf16
 
         Raises:
             ParameterError: the value has another shape.
@@ -84,7 +84,7 @@ class Remainders:
         self._versions.record_next_write(self._positions[id(parameter)], parameter)
         return low
 
-    def stand_in(self, parameter: Tensor) -> Tensor:
+    def grad_placeholder(self, parameter: Tensor) -> Tensor:
         """A float32 tensor of a weight's shape and of no memory, whose ``grad`` is stepped if there is one."""
         known = self._placeholders.get(id(parameter))
         if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
