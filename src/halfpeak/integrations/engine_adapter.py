@@ -71,7 +71,7 @@ class EngineAdapter:
         self.engine = prepare(models, optimizers, self.level, **self._options)
         self._original_dtypes = dtypes
         for parameter, value in values:
-            self.engine.masters.take(parameter, value)
+            self.engine.masters.set_value(parameter, value)
         for wrapper in wrappers:
             reconnect(wrapper)
         if self._saved_state is not None:
