@@ -18,8 +18,8 @@ class ScaledClosure:
     closure. While its gradients are not finite the loss scale falls and the closure is called again.
 
     ``engine.step`` asks for no ``zero_grad()``, so there each call drops the gradients of the one before. In a step of the
-    user's the closure does, as in plain torch. What was there before the first call stays: a closure may just return a loss
-    whose backward pass has been.
+    user's the closure does, as in plain torch. Gradients from before the first call stay: a closure may just return a loss
+    whose backward pass is done.
 
     Args:
         closure: the user's.
@@ -52,7 +52,7 @@ class ScaledClosure:
             if self._is_of_engine and self._was_called:
                 prepared.drop()
             elif isinstance(prepared.window, Unscaled):
-                # Watched again, for zero_grad() of the model.
+                # Places the sentinel again, to notice model.zero_grad() in the closure.
                 prepared.set_window(prepared.window)
             self._was_called = True
             masters.publish(prepared.optimizer)

@@ -329,7 +329,7 @@ class PreparedOptimizer:
             window = replace(window, found_inf=found_inf)
         self.window = window
 
-    def clear_stepped(self, call: StepCall) -> None:
+    def close_window(self, call: StepCall) -> None:
         """The step has come to its end: begin a new window.
 
         Gradients are dropped by :meth:`clear_after_step` when the last optimizer of the engine has stepped, because two may

@@ -406,9 +406,10 @@ class TrainStep:
             OrderError: its backward pass went past halfpeak, or the window is the engine's.
         """
         config = self._config
+        allowed = config.caller_may_step or not config.engine_steps
         try:
             refuse_inference_mode("optimizer.step()")
-            check_user_step(prepared.window, allowed=config.caller_may_step or not config.engine_steps)
+            check_user_step(prepared.window, allowed=allowed)
         except OrderError:
             # No step has begun, so what the passes of the window have found stays.
             prepared.end_running()
@@ -417,7 +418,7 @@ class TrainStep:
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, what lies there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
-        if (config.engine_steps and not config.caller_may_step) or is_called_by_params():
+        if not allowed or is_called_by_params():
             return False
         if config.caller_may_step and not has_closure:
             prepared.check_unseen_grads()
@@ -451,7 +452,7 @@ class TrainStep:
             prepared.masters.record_published(prepared.optimizer)
         else:
             prepared.masters.publish(prepared.optimizer)
-        prepared.clear_stepped(call)
+        prepared.close_window(call)
         if not call.by_engine:
             self._record.apply_pending()
             collapse, self._collapse_after_step = self._collapse_after_step, None

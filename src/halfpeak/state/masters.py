@@ -61,24 +61,28 @@ class Masters:
         self.grad_buffers = grad_buffers
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        # Of both sides, when they last agreed; and whether they were trainable.
+        # Snapshots of both sides when they last agreed, and whether they were trainable.
         self._versions, self._high_versions = TensorVersions(), TensorVersions()
         self._trainable: list[bool] = []
-        # Of the largest master of each optimizer, and of its parameter.
+        # By index: one pair stands for those published with it, the latest of which are ``_sampled``.
         self._samples: dict[int, Sample] = {}
-        self._watched: list[int] = []
+        self._sampled: list[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
         # The adopted optimizers: groups may have been added to them since.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Of low parameters, and of masters, by ``id``.
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
+        # Who still has to step the gradient of a master, by ``id``; and low parameters of several optimizers.
         self._retained: dict[int, set[int]] = {}
         self._shared: set[int] = set()
+        # Indices of masters that may have moved since they were last published.
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
+        # What :meth:`_indices` has found last.
         self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
-        # Which fused optimizer has stepped all masters last, and how often it had given parameters other memory by then.
+        # Which fused optimizer stepped all masters last, and its ``num_layouts`` at that time.
         self._layout: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -89,7 +93,7 @@ class Masters:
         return iter(zip(self._low, self._high, strict=True))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """What holds the unscaled gradient of a low parameter: its master, or what stands in for one; or None."""
+        """What holds the unscaled gradient of a low parameter: its master, or the placeholder of a remainder; or None."""
         high, store = self._master_of(parameter), self.store_of(parameter)
         return high if store is None else store.grad_placeholder(parameter)
 
@@ -101,7 +105,7 @@ class Masters:
 
     @property
     def accumulates_fp32(self) -> bool:
-        """Whether gradients of low parameters are summed in float32 elsewhere: on masters, or what stands in for them."""
+        """Whether gradients of low parameters are summed in float32: on their masters, or the placeholders of remainders."""
         return bool(self._low or self._stores)
 
     def _master_of(self, parameter: Tensor) -> Tensor | None:
@@ -214,11 +218,11 @@ class Masters:
         indices = self._indices(optimizer)
         self._stepped.difference_update(indices)
         if not self._high_versions.unchanged(self._high):
-            # A fused one may have laid its memory out anew, which is no write.
+            # A fused optimizer may have moved its memory, which is not a write.
             for index in indices:
                 low, high = self._low[index].detach(), self._high[index]
                 if high.device == low.device and torch.equal(high.to(low.dtype), low):
-                    self._agree(index)
+                    self._record_one(index)
 
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters of one optimizer, or all of them, into their low parameters.
@@ -233,13 +237,13 @@ class Masters:
     def record_published(self, optimizer: Optimizer) -> None:
         """An optimizer has written its low parameters itself."""
         indices = self._indices(optimizer)
-        self._mark(indices, optimizer)
+        self._record(indices, optimizer)
         self._sample(indices)
 
     def _sample(self, indices: list[int]) -> None:
-        """Begin to watch the largest of some pairs that were published together; :meth:`_mark` takes its values anew."""
-        if indices and indices is not self._watched:
-            self._watched = indices
+        """Begin to watch the largest of some pairs that were published together; :meth:`_record` takes its values anew."""
+        if indices and indices is not self._sampled:
+            self._sampled = indices
             index = max(indices, key=lambda index: self._high[index].numel())
             # Before another optimizer has stepped, it stands for the parameters of that one, too.
             known = self._samples[index].indices if index in self._samples else ()
@@ -277,11 +281,11 @@ class Masters:
             low, high = [low[i] for i in indices], [high[i] for i in indices]
         with torch.no_grad():
             foreach.copy_cast_(low, high)
-        self._mark(indices, optimizer)
+        self._record(indices, optimizer)
 
-    def _mark(self, indices: Sequence[int], optimizer: Optimizer | None) -> None:
+    def _record(self, indices: Sequence[int], optimizer: Optimizer | None) -> None:
         if len(indices) == len(self._low):
-            # Where a fused optimizer that has just stepped them says that all are where they were, only versions have changed.
+            # Only versions have changed if a fused optimizer has just stepped them and says that it has moved no memory.
             num_layouts = getattr(optimizer, "num_layouts", None)
             layout = None if num_layouts is None else (id(optimizer), num_layouts)
             moved = layout is None or layout != self._layout
@@ -292,7 +296,7 @@ class Masters:
                 sample.record()
         else:
             for index in indices:
-                self._agree(index)
+                self._record_one(index)
         self._stepped.difference_update(indices)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
@@ -318,7 +322,7 @@ class Masters:
         if self._stepped or not self._versions.unchanged(self._low):
             self.follow_masters()
             written = {i for i, low in enumerate(self._low) if not self._versions.is_unchanged(i, low)}
-            # A write that left its trace on one may have come after one through .data to all.
+            # Before the write that counted a version, all parameters may have been written through .data.
             for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
                 self._follow(index)
         if not self._samples:
@@ -349,7 +353,7 @@ class Masters:
             with torch.no_grad():
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
-                self._agree(index)
+                self._record_one(index)
 
     def forget_values(self) -> None:
         """A CUDA graph has stepped: values that were taken before it are out of date."""
@@ -381,7 +385,7 @@ class Masters:
         value = reference.merged(high.detach(), low)
         return high if bool((value == high).all()) else value
 
-    def _agree(self, index: int) -> None:
+    def _record_one(self, index: int) -> None:
         self._versions.record_one(index, self._low[index])
         self._high_versions.record_one(index, self._high[index])
         if index in self._samples:
@@ -396,7 +400,7 @@ class Masters:
             )
         with torch.no_grad():
             high.copy_(reference.merged(high, low))
-        self._agree(index)
+        self._record_one(index)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a value that the parameter has been given, or is about to be.

@@ -25,7 +25,7 @@ class Sample:
     writes are seen and followed. On an accelerator the host would wait for the values: once in :data:`EVERY` steps they are
     compared where they lie, and a warning follows when the result has arrived.
 
-    No view is kept: whoever holds memory counts as one who looks at it.
+    Copies are kept and no views: a view would count as another user of the memory.
 
     Args:
         low: the parameter.
@@ -45,7 +45,7 @@ class Sample:
     def record(self) -> None:
         """Take the values as they are now; on an accelerator only where the coming step is to compare them."""
         self.record_high()
-        if _is_on_host(self._low):
+        if self._low.is_cpu:
             self._low_values = _some_of(self._low).clone()
             return
         self._records += 1
@@ -53,31 +53,31 @@ class Sample:
         self._low_values = _some_of(self._low).clone() if is_due else None
 
     def record_high(self) -> None:
-        """Take those of the master alone: its parameter is about to be written."""
-        if _is_on_host(self._high):
+        """Take the values of the master alone: its parameter is about to be written."""
+        if self._high.is_cpu:
             self._high_values = _some_of(self._high).clone()
 
     def forget(self) -> None:
         """What was taken on an accelerator is out of date."""
-        if not _is_on_host(self._low):
+        if not self._low.is_cpu:
             self._low_values = None
 
     def is_low_written(self) -> bool:
         """Whether the values of the parameter are others now, where the host knows."""
-        return _is_on_host(self._low) and not _equal(self._low, self._low_values)
+        return self._low.is_cpu and not _equal(self._low, self._low_values)
 
     def is_high_written(self) -> bool:
-        """The same of its master."""
-        return _is_on_host(self._high) and not _equal(self._high, self._high_values)
+        """Whether the values of the master are others now, where the host knows."""
+        return self._high.is_cpu and not _equal(self._high, self._high_values)
 
     def warn_of_writes(self) -> None:
         """Before a step on an accelerator: compare what was taken, and warn of what an earlier comparison has found."""
-        if _is_on_host(self._low):
+        if self._low.is_cpu:
             return
         values, self._low_values = self._low_values, None
         if values is not None:
             self._written = self._written or AsyncScalar(values.device)
-            # Bits: one nan is like another.
+            # Compared as bits, because nan is not equal to nan.
             self._written.push((_some_of(self._low).view(torch.int16) != values.view(torch.int16)).any())
         if self._written is not None and self._written.value:
             self._written = None
@@ -96,10 +96,6 @@ def _some_of(tensor: Tensor) -> Tensor:
     size = tensor.numel()
     step = max(1, size // 64)
     return tensor.detach().as_strided((-(-size // step),), (step,))
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
 
 
 def _equal(tensor: Tensor, values: Tensor | None) -> bool:

@@ -64,7 +64,7 @@ class GradAccumulator:
                 self._unscale(mains, fresh, has_masters=has_masters)
                 return
             if are_dense(earlier):
-                _assign(mains, earlier)
+                set_grads(mains, earlier)
                 self.kernels.accumulate_(earlier, fresh, self.inv_scale, self.found_inf)
                 return
         first: list[tuple[Tensor, Tensor]] = []
@@ -90,10 +90,10 @@ class GradAccumulator:
         elif self.buffers is not None and are_dense(grads) and set(map(type, mains)) == {Tensor}:
             unscaled = self.buffers.take(mains)
             self.kernels.unscale_into(unscaled, grads, self.inv_scale, self.found_inf)
-            _assign(mains, unscaled)
+            set_grads(mains, unscaled)
         else:
             dtypes = [main.dtype for main in mains]
-            _assign(mains, self.kernels.unscaled(grads, dtypes, self.inv_scale, self.found_inf))
+            set_grads(mains, self.kernels.unscaled(grads, dtypes, self.inv_scale, self.found_inf))
 
     def _with_graph(self, total: Tensor | None, fresh: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum as a function of the parameters: after ``create_graph=True`` a gradient penalty may depend on it."""
@@ -235,9 +235,10 @@ def _kernel(operation: Callable[..., tuple[()]], dtype: torch.dtype) -> Kernel:
     return compile_kernel(operation, (*vectors, *scalars))
 
 
-def _assign(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    for main, grad in zip(mains, grads, strict=True):
-        main.grad = grad
+def set_grads(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Give each parameter its gradient, or none."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
 
 
 def _summable(total: Tensor, fresh: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.torch_compat import untraced
-from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.waiting import WaitingGrads
 from halfpeak.engine.gradients.window import (
@@ -71,8 +71,7 @@ class StashedGrads:
 
     def put_back(self) -> None:
         """Everything as it was; what has been written since is dropped."""
-        for parameter, grad in self.pairs():
-            parameter.grad = grad
+        set_grads(self.parameters, self.grads)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Each parameter with what was there."""

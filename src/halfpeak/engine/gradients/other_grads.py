@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
 from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
-from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
 from halfpeak.engine.gradients.backward import StashedGrads, is_in_bucket
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import Scaled, after_backward, rearmed
@@ -108,11 +108,6 @@ class OtherGrads:
         return reached
 
 
-def _put(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad
-
-
 def _put_back(one: PreparedOptimizer, stashed: StashedGrads) -> None:
     stashed.put_back()
     window = one.window
@@ -128,7 +123,7 @@ def _add(
     pairs = one.pairs_for_backward()
     window, found_inf = one.window, torch.zeros_like(one.found_inf)
     held = gradients_of(parameters)
-    _put(parameters, fresh)
+    set_grads(parameters, fresh)
     wanted = set(map(id, parameters))
     own = ParamPairs(pair for pair in pairs if id(pair.model) in wanted)
     accumulator = GradAccumulator(
@@ -141,7 +136,7 @@ def _add(
         # Unscaled gradients are not added to scaled ones; they join the stashed ones of the window.
         accumulator.accumulate(own, window.stashed)
         unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
-        _put(parameters, held)
+        set_grads(parameters, held)
         worst = torch.maximum(window.found_inf, found_inf)
         one.set_window(rearmed(replace(window, found_inf=worst, stashed={**window.stashed, **unscaled})))
     else:
