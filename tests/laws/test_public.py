@@ -32,7 +32,9 @@ def test_a_type_checker_sees_the_names_that_are_imported_on_demand() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == halfpeak._MODULE_OF
+    assert seen == halfpeak._MODULE_OF, (
+        "in halfpeak/__init__.py: imports under TYPE_CHECKING, _NAMES_IN and __all__"
+    )
     assert set(halfpeak.__all__) == {name for name, home in seen.items() if home != name} | {"amp"}
     assert {name for name in dir(halfpeak) if not name.startswith("__")} == seen.keys()
     assert all(
@@ -46,7 +48,7 @@ def test_a_type_checker_sees_the_names_that_are_imported_on_demand() -> None:
 def test_declared_names_are_sorted_and_exist(name: str) -> None:
     module = importlib.import_module(name)
     declared = list(module.__all__)
-    assert declared == sorted(set(declared), key=by_kind)
+    assert declared == sorted(set(declared), key=by_kind), "write: ruff check --fix"
     assert not [one for one in declared if not hasattr(module, one)]
 
 

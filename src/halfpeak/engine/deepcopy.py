@@ -1,4 +1,4 @@
-"""Deep copies of an engine: models, optimizers, masters and all that lies between, joined to one another as they were."""
+"""Deep copies of an engine: models, optimizers, masters, counters and the open window, joined as the originals are."""
 
 from __future__ import annotations
 

@@ -32,6 +32,9 @@ VERSION: Final = 1
 _KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
 _LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
 _WINDOW_KEYS: Final = ("phase", "found_inf", "true_sized", "scaled", "frozen", "parked")
+"""Names of version 1, kept on disk: ``lanes`` are the optimizers, ``phase`` is the kind of window (``CLEAN`` is empty),
+``true_sized`` are unscaled gradients, ``parked`` stashed ones, and ``frozen`` is (index of the scaler, scale)."""
+
 _GRADS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "CLEAN": (),
     "UNSCALED": ("true_sized",),
@@ -213,11 +216,13 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
             "the tensors that are there: save at the end of a window, or with torch.save"
         )
     if scale is not None:
-        loss, value = require_list(scale, "parts of a waiting scale", 2)
+        loss, value = require_list(scale, "parts of the scale of the state's window", 2)
         _require_loss(loss, losses)
-        require_tensor(value, "a waiting scale", shape=())
-        if not 0 < require_number(value, "a waiting scale") < float("inf"):
-            raise StateError(f"a waiting scale must be finite and above zero, not {float(value)}")
+        require_tensor(value, "the scale of the state's window", shape=())
+        if not 0 < require_number(value, "the scale of the state's window") < float("inf"):
+            raise StateError(
+                f"the scale of the state's window must be finite and above zero, not {float(value)}"
+            )
 
 
 def _check_gradient(

@@ -1,4 +1,4 @@
-"""What can be prepared. Every function here only looks, so a refusal has changed nothing."""
+"""What can be prepared. Nothing here changes anything."""
 
 from __future__ import annotations
 

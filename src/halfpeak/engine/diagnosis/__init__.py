@@ -1,1 +1,1 @@
-"""What went wrong in a step: which skips are worth a word, and the module that made something not finite."""
+"""What went wrong in a step: which skips are reported, and which module made something not finite."""

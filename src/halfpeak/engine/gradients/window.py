@@ -238,7 +238,7 @@ def scale_for_backward(windows: Sequence[Window], scaler: LossScaler) -> Tensor:
     if any(window.scaler is not scaler or window.scale is not waiting[0].scale for window in waiting):
         raise OrderError(
             "gradients of an earlier backward pass wait scaled by another loss scale (delay_unscale=True, or no_sync); use "
-            "the same loss_id until a backward pass takes them in"
+            "the same loss_id until a backward pass has unscaled them"
         )
     return waiting[0].scale if waiting else scaler.state.scale
 

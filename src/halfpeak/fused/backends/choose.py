@@ -1,4 +1,4 @@
-"""The choice of a backend."""
+"""Which backend runs an optimizer's kernels: chosen by device, by sizes and by what is installed."""
 
 from __future__ import annotations
 
