@@ -16,6 +16,7 @@ from halfpeak import StateError
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
+from support.states import differences
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
@@ -306,6 +307,43 @@ def test_tied_weights_are_stepped_once() -> None:
             optimizer.step()
     assert models[0].head.weight is models[0].embed.weight
     torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **MIN_COMPILED_LENGTH)
+
+
+SKIPS: dict[str, list[set[int]]] = {
+    "frozen and trained again": [set(), {1, 3}, {1, 3}, set(), set(), set()],
+    "trained later": [{1, 3}, {1, 3}, set(), set(), set()],
+    "in turns": [{1, 3}, {0, 2}, set(), {1, 3}, {0, 2}, set()],
+}
+
+
+@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_run_goes_on_bit_for_bit_where_parameters_have_not_always_stepped_together(
+    name: str, skips: str
+) -> None:
+    torch.manual_seed(1)
+    run = [(skip, gradients_for(odd_parameters())) for skip in SKIPS[skips]]
+
+    def train(stop: int) -> tuple[list[Tensor], dict[str, Any]]:
+        kind, _, options = PAIRS[name]
+        parameters = odd_parameters()
+        optimizer = kind(parameters, backend="eager", **options)
+        for step, (skip, gradients) in enumerate(run):
+            if step == stop:
+                state, optimizer = optimizer.state_dict(), kind(parameters, backend="eager", **options)
+                optimizer.load_state_dict(copy.deepcopy(state))
+            give(parameters, [None if i in skip else grad for i, grad in enumerate(gradients)])
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters], optimizer.state_dict()
+
+    whole = train(len(run))
+    for stop in range(1, len(run)):
+        assert not differences(train(stop), whole), stop
+
+
+def odd_parameters() -> list[torch.nn.Parameter]:
+    """In one buffer, at places where vectors of a CPU do not begin or end."""
+    return [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (13, 6, 18, 3, 27)]
 
 
 WRITES: dict[str, Any] = {

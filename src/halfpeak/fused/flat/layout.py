@@ -148,6 +148,7 @@ class FlatLayout:
         if any(has and i not in self._counters for i, has in enumerate(mask)):
             return None
         self._part_company(mask)
+        is_settled = self._join_company(mask)
         self._pieces = [
             BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rule(buffer.members[0]))
             for group, buffer in self._blocks
@@ -158,7 +159,7 @@ class FlatLayout:
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
         moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
-        self._mask = list(mask)
+        self._mask = list(mask) if is_settled else []
         self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
         return self._pieces
 
@@ -224,8 +225,32 @@ class FlatLayout:
                 self._counters[index] = own
                 if where == "parameter":
                     self._state[self.targets[index]]["step"] = own.step
-        if left:
-            self._in_rows = _values_of(self._rows)
+
+    def _join_company(self, mask: Sequence[bool]) -> bool:
+        """Let parameters of a group that have come to the same number share a count again, as they do after a load.
+
+        Torch's loops on a CPU round by the place in a slice, so a resumed run must cut the same slices. On an accelerator,
+        where the host would wait for the numbers, our kernels do not.
+
+        Returns:
+            False if this is to be asked again: a first step is to be taken, after which no number is kept.
+        """
+        found: dict[tuple[int, float], StepCount] = {}
+        is_settled = True
+        for index, counter in self._counters.items():
+            where = self._rule(index).step_scope
+            if not mask[index] or where == "group" or counter.step.device.type != "cpu":
+                continue
+            number = float(counter.step)
+            if where == "nowhere":
+                is_settled, number = is_settled and number > 0, min(number, 1.0)
+            shared = found.setdefault((self._group_of[index], number), counter)
+            if shared is not counter:
+                self._counters[index] = shared
+                if where == "parameter":
+                    self._state[self.targets[index]]["step"] = shared.step
+        self._in_rows = _values_of(self._rows)
+        return is_settled
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
         target, low = self.targets[index], self.model_params[index]
