@@ -118,7 +118,7 @@ def test_the_page_of_the_levels_says_what_the_code_does() -> None:
     text = (ROOT / "docs" / "levels.md").read_text()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
     start = next(index for index, row in enumerate(rows) if row[0] == "property")
-    assert rows[start][1:] == list(LEVELS)
+    assert rows[start][1:] == list(LEVELS), "the columns of the table of properties"
     written = {row[0]: row[1:] for row in rows[start + 2 :]}
     for name, shown in written.items():
         values = [getattr(level.properties, name) for level in LEVELS.values()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from halfpeak.state.grad_buffers import ALONE, GradBufferPool
+from halfpeak.state.grad_buffers import MIN_STANDALONE, GradBufferPool
 
 
 def masters() -> list[Tensor]:
@@ -21,8 +21,8 @@ def masters() -> list[Tensor]:
         torch.ones(()),
         torch.ones(0),
         torch.ones(2, 8, 4, 4).to(memory_format=torch.channels_last),
-        torch.ones(ALONE),
-        torch.ones(2, ALONE),
+        torch.ones(MIN_STANDALONE),
+        torch.ones(2, MIN_STANDALONE),
     ]
 
 
@@ -40,7 +40,12 @@ def test_tensors_are_like_the_masters_and_share_no_element() -> None:
 
 
 def test_each_lies_on_the_device_of_its_master() -> None:
-    ours = [torch.ones(3), torch.ones(3, device="meta"), torch.ones(4), torch.ones(ALONE, device="meta")]
+    ours = [
+        torch.ones(3),
+        torch.ones(3, device="meta"),
+        torch.ones(4),
+        torch.ones(MIN_STANDALONE, device="meta"),
+    ]
     assert [tensor.device for tensor in GradBufferPool().take(ours)] == [master.device for master in ours]
 
 

@@ -55,7 +55,7 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
     masters = copy.deepcopy(context.masters, memo)
     optimizers = [_copy_optimizer(optimizer, memo) for optimizer in context.optimizers]
     for optimizer in optimizers:
-        # Those that keep remainders in place of masters.
+        # Masters are there already; this is for optimizers that keep remainders instead.
         masters.adopt(optimizer)
     handles: list[RemovableHandle] = []
     for model in models:
@@ -80,8 +80,8 @@ def _strip(model: nn.Module, handles: Sequence[RemovableHandle]) -> bool:
 def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """A copy over what ``memo`` says its parameters have become.
 
-    Torch copies groups and state only. What else an optimizer keeps (LBFGS its list of parameters) is copied too, but
-    no function, since those that others have put there are bound to the original.
+    Torch copies groups and state only. Other attributes (LBFGS has its list of parameters) are copied too, but no functions:
+    those that others have put there are bound to the original.
     """
     forbidden = isinstance(optimizer.defaults, NoCopyDefaults)
     if forbidden:

@@ -37,7 +37,7 @@ from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
-from halfpeak.engine.model_hooks import hook_forward, hook_loads, hook_precision, owner_of
+from halfpeak.engine.model_hooks import hook_forward, hook_loads, hook_no_casts, owner_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.engine.state_checks import check_window
 from halfpeak.engine.state_dict import (
@@ -558,7 +558,7 @@ class Engine:
             context.models = (*context.models, model)
             self._collapse.add_model(model)
             self._unmanaged.add_model(model)
-            context.handles += [*hook_precision(model, self.policy), hook_forward(model, self._catch_up)]
+            context.handles += [*hook_no_casts(model, self.policy), hook_forward(model, self._catch_up)]
             if self.config.restore_buffers:
                 context.stats.add_model(model)
                 context.handles += hook_loads(model, context.stats)

@@ -24,14 +24,14 @@ from halfpeak.state.state_dict_hooks import hook_state_dict
 
 def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
     """Put the hooks on a model that its policy asks for."""
-    handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_precision(model, policy)]
+    handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_no_casts(model, policy)]
     if policy.param is not None or policy.masters:
         handles += hook_state_dict(model, masters)
     return handles
 
 
-def hook_precision(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Keep casts of others, which are on for the whole thread, out of a model that is not cast per operation."""
+def hook_no_casts(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Suspend per-operation casts of other engines, which hold for the whole thread, in a model that has none itself."""
     return [] if policy.per_op else [model.register_forward_pre_hook(suspend_installed)]
 
 
@@ -44,7 +44,7 @@ def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module], None]) -> Rem
     """Call the method ``catch_up`` with the model before anything else that its forward pass does; held weakly."""
     handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
     hooks = model._forward_pre_hooks
-    # The compiler of torch 2.11 counts hooks in the order in which they were put in, whichever goes first.
+    # The compiler of torch 2.11 numbers hooks by when they were inserted, not by when they run.
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
     return handle
@@ -83,7 +83,7 @@ class _WeakHook:
 class BeforeForward(_WeakHook):
     """A forward pre-hook that lets the engine put right what an exception in ``optimizer.step()`` has left behind.
 
-    Afterwards would be too late: a parameter must not change between forward and backward.
+    After the forward pass would be too late: a parameter must not change between forward and backward.
     """
 
     @traced_inline
@@ -94,7 +94,7 @@ class BeforeForward(_WeakHook):
         if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
             self._call(module)
         else:
-            # A transform of torch.func lets nobody write parameters, or freeze them.
+            # Inside a transform of torch.func, parameters can be neither written nor frozen.
             with temporarily_clear_interpreter_stack():
                 self._call(module)
 

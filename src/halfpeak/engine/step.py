@@ -182,7 +182,7 @@ class TrainStep:
     def _note_loss(self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]) -> None:
         """A loss that is itself not finite skips the step and leaves its scale, which could not help. Does not wait.
 
-        Ranks that do not agree on ``found_inf`` know only gradients in common, and their scales must stay the same.
+        Ranks that do not reduce ``found_inf`` share only gradients; by losses of their own their scales would part.
         """
         if not scaler.config.recovers or loss.numel() != 1 or is_shard(loss):
             return
@@ -416,7 +416,7 @@ class TrainStep:
             raise
         prepared.begin_step()
         if isinstance(prepared.window, Empty) and not has_closure:
-            # Inside a window, and before a closure, what lies there may be left over from another loss.
+            # Inside a window, and before a closure, gradients there may be left over from another loss.
             refuse_unseen_backward(prepared.window, prepared.pairs())
         if not allowed or is_called_by_params():
             return False

@@ -31,11 +31,11 @@ def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
     """In a forward pass of ``model`` that gradients will follow: whether its ``DistributedDataParallel`` will reduce them.
 
     Args:
-        model: which computes now; in no ``DistributedDataParallel``, nothing is known.
-        reduces: where it is noted: False where the script is in ``no_sync``.
+        model: the one that computes now; outside of a ``DistributedDataParallel`` nothing is noted.
+        reduces: gets False for the model where the script is in ``no_sync``, else True.
 
     Raises:
-        OrderError: the model has come to low weights after it was wrapped.
+        OrderError: the model was converted to low weights after it was wrapped.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():

@@ -22,9 +22,8 @@ class BatchNormStats:
     """Keeps a copy of every running statistic of some models; the end of a step keeps the new ones or puts back the copy.
 
     A skipped step goes back to the statistics before its first forward pass, also where somebody else wrote them after the
-    last step: a loaded checkpoint, ``update_bn``. A step concerns the models whose parameters its optimizers have: a
-    discriminator's skip does not take from the generator what it has just seen. Statistics of other models that a skipped
-    step left infinite are put back as well.
+    last step: a loaded checkpoint, ``update_bn``. A step concerns the models whose parameters its optimizers have: a skip of
+    the discriminator's leaves the generator its new statistics, unless the skipped step made them infinite.
 
     A few launches per (model, device, dtype) and no wait for the device, whatever the number of layers.
 

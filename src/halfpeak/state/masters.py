@@ -245,7 +245,7 @@ class Masters:
         if indices and indices is not self._sampled:
             self._sampled = indices
             index = max(indices, key=lambda index: self._high[index].numel())
-            # Before another optimizer has stepped, it stands for the parameters of that one, too.
+            # A sample of another optimizer's parameters goes on standing for these, too.
             known = self._samples[index].indices if index in self._samples else ()
             self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
 

@@ -15,7 +15,7 @@ from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
 
 EVERY: Final = 16
-"""On an accelerator values are looked at once in so many steps."""
+"""On an accelerator values are compared once in this many steps."""
 
 
 class Sample:

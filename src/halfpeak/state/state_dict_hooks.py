@@ -19,7 +19,7 @@ from halfpeak.state.masters import Masters
 
 
 def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]:
-    """Make ``state_dict`` and ``load_state_dict`` of ``model``, and of each of its parts, speak float32.
+    """Make ``state_dict`` of ``model``, and of each of its parts, give float32 values, and ``load_state_dict`` take them.
 
     >>> import torch
     >>> model = nn.Linear(2, 2, bias=False).to(torch.bfloat16)
@@ -37,7 +37,7 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
 
 
 def has_fp32_state_dict(module: nn.Module) -> bool:
-    """Whether :func:`hook_state_dict` has been here."""
+    """Whether :func:`hook_state_dict` has put its hooks on ``module``."""
     return any(isinstance(hook, ValuesOut) for hook in module._state_dict_hooks.values())
 
 
@@ -55,7 +55,7 @@ class _Hook:
 
 
 class ValuesOut(_Hook):
-    """Going out, a low parameter gives its master's value; without a master, itself widened.
+    """For a low parameter ``state_dict`` gives its master's value; without a master, itself widened.
 
     With ``keep_vars=True`` the live parameter stays.
     """
@@ -111,12 +111,12 @@ class ValuesOut(_Hook):
         return wide
 
     def forget(self, tensor: Tensor) -> None:
-        """What was given for a tensor has come back, whoever has written it."""
+        """The values given for a tensor are being loaded, so writes to them were not lost."""
         self._given.pop(id(tensor), None)
 
 
 class ValuesIn(_Hook):
-    """Coming in, a master takes the float32 value before rounding reaches its parameter."""
+    """Before ``load_state_dict`` rounds a value into a low parameter, the master takes it in float32."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Give the values in ``state`` to the masters.
