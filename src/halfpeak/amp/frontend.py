@@ -24,7 +24,7 @@ from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import is_low_model, uncompiled, wrapper_of
+from halfpeak.engine.validation import first_low_tensor, uncompiled, wrapper_of
 
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Optimizer)
@@ -188,7 +188,7 @@ def _check_models(models: Any) -> list[nn.Module]:
         wrapper = wrapper_of(uncompiled(model))
         if wrapper is not None:
             raise ParameterWrapped(wrapper)
-        low = None if _amp_state.allow_incoming_model_not_fp32 else is_low_model(model)
+        low = None if _amp_state.allow_incoming_model_not_fp32 else first_low_tensor(model)
         if low is not None:
             warn_or_err(
                 f"{low} is low already, but amp makes a model low itself; pass the float32 model, without .half()"

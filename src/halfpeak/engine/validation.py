@@ -1,4 +1,4 @@
-"""What can be prepared. Nothing here changes anything."""
+"""What can be prepared. Checks change nothing, but optimizers that left out ``Optimizer.__init__`` are completed by torch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def uncompiled(model: Any) -> Any:
     return model
 
 
-def is_low_model(model: nn.Module) -> str | None:
+def first_low_tensor(model: nn.Module) -> str | None:
     """The name of the first low parameter or buffer, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
