@@ -113,7 +113,7 @@ class UpdateList:
     """
 
     def __init__(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> None:
-        self._pieces = slices
+        self._slices = slices
         self._groups = list(groups)
         sources: dict[tuple[Rule, int, int, torch.dtype], _Source] = {}
         self._updates: list[UpdateArgs] = []
@@ -131,7 +131,7 @@ class UpdateList:
     def matches(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> bool:
         """Whether this list was made for these very slices and groups."""
         return (
-            self._pieces is slices
+            self._slices is slices
             and len(groups) == len(self._groups)
             and all(map(is_, groups, self._groups))
         )

@@ -96,9 +96,9 @@ class FlatLayout:
             before._release()
         self._guests: list[tuple[Tensor, Tensor]] = []
         self._held = held_elsewhere([t for i in wanted for t in (self._memory[i], self._low_memory[i])])
-        # Who has sharded a parameter holds its memory.
+        # Shards: FSDP2 holds their memory.
         self._held |= {id(self._memory[i]) for i in wanted if is_shard(self.targets[i])}
-        self._blocks: list[tuple[int, FlatBuffer]] = []
+        self._buffers: list[tuple[int, FlatBuffer]] = []
         bound = shares_storage([*self._memory, *self._low_memory])
         alone = {i for i in wanted if id(self._memory[i]) in bound or id(self._low_memory[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
@@ -107,7 +107,7 @@ class FlatLayout:
                 [MIN_STANDALONE if i in alone else self._memory[i].numel() for i in members], align
             ):
                 buffer = self._lay_out(optimizer, group, [members[i] for i in run])
-                self._blocks.append((group, buffer))
+                self._buffers.append((group, buffer))
         self._state = optimizer.state
         self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
@@ -127,7 +127,7 @@ class FlatLayout:
         self._mask: list[bool] = []
         self.written: list[Tensor] = []
         self.guests: list[tuple[Tensor, Tensor]] = []
-        self._pieces: list[BufferSlice] = []
+        self._slices: list[BufferSlice] = []
         self._counts: list[StepCount] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
@@ -144,24 +144,24 @@ class FlatLayout:
     def slices(self, mask: list[bool]) -> list[BufferSlice] | None:
         """The slices to update, given which parameters have a gradient; None if one of these is not laid out."""
         if mask == self._mask:
-            return self._pieces
+            return self._slices
         if any(has and i not in self._counters for i, has in enumerate(mask)):
             return None
-        self._part_company(mask)
-        is_settled = self._join_company(mask)
-        self._pieces = [
+        self._split_counts(mask)
+        is_final = self._merge_counts(mask)
+        self._slices = [
             BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rule(buffer.members[0]))
-            for group, buffer in self._blocks
+            for group, buffer in self._buffers
             for counter, run in self._runs(buffer, mask, each=self.rules[group].layerwise)
         ]
-        moved = [i for slice_ in self._pieces for i in slice_.buffer.members]
+        moved = [i for slice_ in self._slices for i in slice_.buffer.members]
         self.written = [self.targets[i] for i in moved]
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
         moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
-        self._mask = list(mask) if is_settled else []
+        self._mask = list(mask) if is_final else []
         self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
-        return self._pieces
+        return self._slices
 
     def check_counts(self) -> None:
         """Before anything is read of the states.
@@ -179,7 +179,7 @@ class FlatLayout:
     @property
     def last(self) -> list[BufferSlice]:
         """What :meth:`slices` returned last."""
-        return self._pieces
+        return self._slices
 
     def step_counts(self, slices: Sequence[BufferSlice]) -> list[StepCount]:
         """The step counts of some slices, each once."""
@@ -212,7 +212,7 @@ class FlatLayout:
             elif counter is not None:
                 yield counter, [i for _, i in pairs]
 
-    def _part_company(self, mask: Sequence[bool]) -> None:
+    def _split_counts(self, mask: Sequence[bool]) -> None:
         """Give parameters without a gradient a step count of their own."""
         moving = {id(counter) for i, counter in self._counters.items() if mask[i]}
         left: dict[int, StepCount] = {}
@@ -226,31 +226,31 @@ class FlatLayout:
                 if where == "parameter":
                     self._state[self.targets[index]]["step"] = own.step
 
-    def _join_company(self, mask: Sequence[bool]) -> bool:
-        """Let parameters of a group that have come to the same number share a count again, as they do after a load.
+    def _merge_counts(self, mask: Sequence[bool]) -> bool:
+        """Let parameters of a group that have taken the same number of steps share a count again, as they do after a load.
 
-        Torch's loops on a CPU round by the place in a slice, so a resumed run must cut the same slices. On an accelerator,
-        where the host would wait for the numbers, our kernels do not.
+        Torch's loops on a CPU round by the place in a slice, so a resumed run must have the same slices. Our kernels on an
+        accelerator do not, and there the host would have to wait for the numbers.
 
         Returns:
-            False if this is to be asked again: a first step is to be taken, after which no number is kept.
+            False before a first step by a rule that keeps no count, after which the slices may be others.
         """
         found: dict[tuple[int, float], StepCount] = {}
-        is_settled = True
+        is_final = True
         for index, counter in self._counters.items():
             where = self._rule(index).step_scope
             if not mask[index] or where == "group" or counter.step.device.type != "cpu":
                 continue
             number = float(counter.step)
             if where == "nowhere":
-                is_settled, number = is_settled and number > 0, min(number, 1.0)
+                is_final, number = is_final and number > 0, min(number, 1.0)
             shared = found.setdefault((self._group_of[index], number), counter)
             if shared is not counter:
                 self._counters[index] = shared
                 if where == "parameter":
                     self._state[self.targets[index]]["step"] = shared.step
         self._in_rows = _values_of(self._rows)
-        return is_settled
+        return is_final
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
         target, low = self.targets[index], self.model_params[index]
@@ -327,7 +327,7 @@ class FlatLayout:
 
     def _release(self) -> None:
         """Hold no memory any more: who else does can then be counted."""
-        self._blocks, self._pieces, self._mask, self._places = [], [], [], []
+        self._buffers, self._slices, self._mask, self._places = [], [], [], []
         self._guests, self.guests = [], []
 
     def _holds_state(self, optimizer: Optimizer) -> bool:
