@@ -106,6 +106,7 @@ def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(
         ("own_group", "ParameterError: DistributedDataParallel with a process group of its own"),
         ("shards", "ParameterError: parameter 0.weight is sharded and gathered in torch.float32"),
         ("two_passes", "OrderError: the gradients were not reduced over the ranks"),
+        ("delayed", "ConfigError: delay_all_reduce_named_params: DistributedDataParallel reduces"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(two: Seen, name: str, text: str) -> None:

@@ -233,7 +233,16 @@ def refusals() -> dict[str, Any]:
         wrapper.backward(loss, retain_graph=True)
         wrapper.update_params(loss)
 
-    for call in (own_group, shards, two_passes):
+    def delayed() -> None:
+        model = make()
+        wrapper = KINDS["O1"](adamw(model))
+        last = list(model[3].named_parameters())
+        wrapped = DistributedDataParallel(
+            model, delay_all_reduce_named_params=last, param_to_hook_all_reduce=model[0].weight
+        )
+        train(wrapper, wrapped, range(1), None)
+
+    for call in (own_group, shards, two_passes, delayed):
         try:
             call()
             found[call.__name__] = "fine"

@@ -15,8 +15,14 @@ def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
     """Check that a module around a model reduces gradients as an engine asks it to.
 
     Raises:
-        ConfigError: its graph is to be the same in every pass, and inside a window passes are not reduced.
+        ConfigError: its graph is to be the same in every pass, and inside a window passes are not reduced; or it reduces some
+            gradients in memory of its own.
     """
+    if getattr(wrapped, "_delay_all_reduce_params", None):
+        raise ConfigError(
+            "delay_all_reduce_named_params: DistributedDataParallel reduces these gradients where it has laid them, and an "
+            "engine sets gradients aside, so ranks would part; leave delay_all_reduce_named_params out"
+        )
     if accumulates and getattr(wrapped, "static_graph", False) is True:
         raise ConfigError(
             "static_graph=True with accumulate: DistributedDataParallel then counts on gradients that every backward pass "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfpeak.distributed.replicas import check_built_after_casts
+from halfpeak.distributed.replicas import check_built_after_casts, check_wrapped
 
 
 @contextmanager
@@ -36,11 +36,13 @@ def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
 
     Raises:
         OrderError: the model was converted to low weights after it was wrapped.
+        ConfigError: the wrapper reduces some gradients in memory of its own.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
         if model not in reduces:
             check_built_after_casts(wrapper)
+            check_wrapped(wrapper, accumulates=False)
         reduces[model] = not is_in_no_sync(wrapper)
 
 
