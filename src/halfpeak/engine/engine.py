@@ -689,10 +689,8 @@ class Engine:
             ConfigError: something that a graph cannot hold. The message says what to write.
             OrderError: a window is open.
         """
-        told, self._after_step = (
-            self._after_step,
-            None,
-        )  # Warm-up iterations move nothing and are not reported.
+        # Warm-up iterations move nothing and are not reported.
+        told, self._after_step = self._after_step, None
         try:
             return capture(self, loss_function, inputs)
         finally:
