@@ -269,8 +269,21 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         run.capture()
 
 
+class OwnStep(FusedAdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def hooked(model: nn.Module) -> FusedAdamW:
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any], str]] = {
     "torch's": (lambda m: torch.optim.AdamW(m.parameters()), {}, "FusedAdamW"),
+    "a hook": (hooked, {}, "neither hooks"),
+    "a step of its own": (lambda m: OwnStep(m.parameters()), {}, "this OwnStep has one"),
     "accumulation": (lambda m: FusedAdamW(m.parameters()), {"accumulate": 2}, "accumulate=2"),
     "two losses": (lambda m: FusedAdamW(m.parameters()), {"num_losses": 2}, "num_losses=2"),
     "a clip in Python": (

@@ -58,7 +58,7 @@ def waits_per_step(
             engine.backward(loss)
             result = engine.step()
         moved = bool(result.boundary) and not bool(result.found_inf)
-        counts.append(waits.count - (own_waits(build) if moved else 0))
+        counts.append(len(waits.places) - (own_waits(build) if moved else 0))
     return counts
 
 
@@ -71,7 +71,7 @@ def own_waits(build: Callable[[Any], Optimizer]) -> int:
     optimizer.step()
     with Waits() as waits:
         optimizer.step()
-    return waits.count
+    return len(waits.places)
 
 
 @pytest.mark.parametrize(("level", "name", "clip"), CLIPPED)
@@ -110,4 +110,4 @@ def test_the_apex_door_waits_once(level: str) -> None:
             with amp.scale_loss(model(batch(step)).float().square().mean(), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-        assert waits.count - own_waits(WAITING["AdamW"]) <= 1
+        assert len(waits.places) - own_waits(WAITING["AdamW"]) <= 1

@@ -14,6 +14,7 @@ from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.context import EngineContext, StepEngine
+from halfpeak.engine.gradients.fused_grads import reads_grads_itself
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.state.clip import is_by_norm
@@ -228,6 +229,11 @@ def _check_context(context: EngineContext) -> None:
         names = ", ".join(type(one.optimizer).__name__ for one in context.prepared)
         raise ConfigError(
             f"a captured step has one optimizer of halfpeak.fused, not {names}; write FusedAdamW(...)"
+        )
+    if not reads_grads_itself(optimizer := _optimizer_of(context)):
+        raise ConfigError(
+            f"a captured step calls neither hooks of an optimizer nor a step of its own, and this {type(optimizer).__name__} "
+            "has one; take it away, or write engine.forward(), engine.backward(loss) and engine.step()"
         )
     if len(context.scalers) != 1 or context.config.accumulation.every != 1:
         raise ConfigError(
