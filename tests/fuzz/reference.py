@@ -134,6 +134,10 @@ class Pair:
             self.model.detach().copy_(self.main.detach())
             self.agree()
 
+    def sides(self) -> tuple[Tensor, ...]:
+        """What :meth:`sync` writes."""
+        return self.model.detach(), self.main.detach(), self.seen_model, self.seen_main
+
     def agree(self) -> None:
         if self.model is not self.main:
             self.seen_model, self.seen_main = self.model.detach().clone(), self.main.detach().clone()
@@ -494,9 +498,11 @@ class Reference:
                 pair.agree()
 
     def state(self) -> dict[str, Any]:
-        """Everything."""
+        """Everything. Looking changes nothing: weights and masters that do not agree yet stay as they are."""
+        pairs = [pair for pair in self.pairs.values() if pair.model is not pair.main]
+        before = [[side.clone() for side in pair.sides()] for pair in pairs]
         self._follow()
-        return copy.deepcopy(
+        state = copy.deepcopy(
             {
                 "model": {k: v.detach() for k, v in self.model.state_dict().items()},
                 "masters": {name: pair.main.detach() for name, pair in self._by_name()},
@@ -511,6 +517,10 @@ class Reference:
                 "stats": self.stats,
             }
         )
+        for pair, values in zip(pairs, before, strict=True):
+            for side, value in zip(pair.sides(), values, strict=True):
+                side.copy_(value)
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` gave."""
