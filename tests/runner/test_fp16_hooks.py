@@ -213,7 +213,7 @@ def test_an_iteration_waits_for_its_step_only(mode: Any, kind: str, waits: int) 
     loop = run(make_loop(make_net(), kind), hook, range(1))
     with Waits() as counted:
         step(loop, hook, 1)
-    assert counted.count == waits
+    assert len(counted.places) == waits
 
 
 @pytest.mark.parametrize("mode", ["autocast", "master"])
