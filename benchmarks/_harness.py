@@ -7,6 +7,7 @@ import csv
 import ctypes
 import datetime
 import gc
+import os
 import platform
 import statistics
 import time
@@ -65,7 +66,7 @@ def time_variants(variants: Mapping[str, Variant], *, device: str, rounds: int) 
     them alike. Garbage is collected before and not in between. Each has a thread of its own: an engine also looks after the
     gradients of other engines that its thread trains, and a training job has no other.
     """
-    _share_memory_pools()
+    _train_as_in_main_thread()
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     with ExitStack() as stack:
         # How many threads OpenMP takes is asked of the thread that asks for them.
@@ -195,15 +196,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 _begun: set[str] = set()
 
 
-def _share_memory_pools() -> None:
-    """Threads beside the main one take memory where it does.
+def _train_as_in_main_thread() -> None:
+    """Threads beside the main one take memory where it does, and those that need one core share one.
 
-    glibc gives each a pool of its own, which goes back to the system more readily: a training step that allocates much was
-    40 % slower there than in the main thread, where jobs train.
+    glibc gives each thread a pool of its own, which goes back to the system more readily: a training step that allocates much
+    was 40 % slower there than in the main thread, where jobs train. And cores that others use, too, differ in speed.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_MAX_POOLS, 1)
+    if torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 _MAX_POOLS = -8
