@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.gradients.backward import is_in_bucket
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
 from halfpeak.integrations.grad_scaler import GradScaler
+from halfpeak.ops.foreach import is_in_bucket
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.found_inf import is_multi_rank
 
@@ -152,8 +152,10 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _separate(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Copy the values that lie beside others, as fused optimizers lay parameters: accelerate and safetensors take those for
-    tied weights, and save and load but one of them."""
+    """Copy values out of the flat buffers of a fused optimizer; tied weights stay tied.
+
+    accelerate and safetensors take values that share one piece of memory for tied weights, and save and load one of them only.
+    """
     copies: dict[Any, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and is_in_bucket(value):

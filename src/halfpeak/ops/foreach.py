@@ -188,6 +188,11 @@ def are_none(grads: Sequence[Tensor | None]) -> bool:
     return all(map(is_, grads, repeat(None)))
 
 
+def is_in_bucket(tensor: Tensor | None) -> bool:
+    """Whether a tensor is part of a larger piece of memory: a bucket of DDP's, or a flat buffer of a fused optimizer."""
+    return tensor is not None and not tensor.is_sparse and tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
 def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
     """Whether every gradient is there, a plain dense tensor without a graph. Asked in loops that run in C."""
     return (

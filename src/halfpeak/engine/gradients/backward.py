@@ -30,7 +30,7 @@ from halfpeak.engine.gradients.window import (
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.ops.foreach import are_none, gradients_of
+from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
 from halfpeak.state.loss_scaler import LossScaler
 
 
@@ -85,11 +85,6 @@ class StashedGrads:
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
     """The gradient, or a copy if it lies in a bucket of DDP's, which the coming backward pass would overwrite."""
     return grad.clone() if grad is not None and is_in_bucket(grad) else grad
-
-
-def is_in_bucket(grad: Tensor | None) -> bool:
-    """Whether a gradient is part of a larger piece of memory, such as a bucket of DDP's."""
-    return grad is not None and not grad.is_sparse and grad.untyped_storage().nbytes() != grad.nbytes
 
 
 class BackwardScope:

@@ -18,12 +18,12 @@ from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import untraced
 from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
-from halfpeak.engine.gradients.backward import StashedGrads, is_in_bucket
+from halfpeak.engine.gradients.backward import StashedGrads
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import Scaled, after_backward, rearmed
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
-from halfpeak.ops.foreach import are_none, gradients_of
+from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
 from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
 

@@ -111,7 +111,7 @@ class FlatLayout:
         self._state = optimizer.state
         self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
-        self._in_rows = _values_of(self._rows)
+        self._row_values = _values_of(self._rows)
         # Memory may be given to the same tensors, too: optimizer.state[p]["exp_avg"].data = ...
         self._states = [
             row[part.name] for index, row in self._row_of.items() for part in self._rule(index).storage
@@ -249,7 +249,7 @@ class FlatLayout:
                 self._counters[index] = shared
                 if where == "parameter":
                     self._state[self.targets[index]]["step"] = shared.step
-        self._in_rows = _values_of(self._rows)
+        self._row_values = _values_of(self._rows)
         return is_final
 
     def _kind(self, index: int) -> tuple[int, tuple[Any, ...]]:
@@ -335,10 +335,10 @@ class FlatLayout:
             return False
         if not all(map(is_, optimizer.state.values(), self._rows)):
             return False
-        in_rows = _values_of(self._rows)
+        row_values = _values_of(self._rows)
         return (
-            len(in_rows) == len(self._in_rows)
-            and all(map(is_, in_rows, self._in_rows))
+            len(row_values) == len(self._row_values)
+            and all(map(is_, row_values, self._row_values))
             and (not self._state_places or _places(self._states) == self._state_places)
             and all(
                 optimizer.param_groups[group].get("step") is step for group, step in self._group_steps.items()

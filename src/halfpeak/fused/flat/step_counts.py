@@ -33,13 +33,13 @@ class StepCount:
         self._version = _version_of(self.step)
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse what somebody has written into the count of several parameters, for one of them or for each.
+        """Refuse a count that several parameters share and that was written in place: it may be meant for one of them.
 
         Args:
             rows: the states of all parameters.
 
         Raises:
-            StateError: he has.
+            StateError: it was written.
         """
         if _version_of(self.step) == self._version:
             return
