@@ -28,6 +28,16 @@ if not torch.accelerator.is_available():
         kind.manual_seed_all = int
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Write yapf's grammar, which mmengine reads, into its cache before any worker looks there.
+
+    yapf 0.43 puts the file in place before it has filled it: where two processes are the first to import it, one of
+    them may read an empty file (EOFError).
+    """
+    if not hasattr(config, "workerinput"):
+        import yapf  # noqa: F401
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is collected stays: the garbage collector, which tests call by hand too, need not walk through it each time."""
