@@ -380,6 +380,9 @@ FOUND: dict[str, Config] = {
             Planned(1, "before step", "restart"),
         ),
     ),
+    "saved between forward and backward, by hand": Config(
+        seed=0, level="O5", iterations=1, events=(Planned(0, "before backward", "restart"),)
+    ),
 }
 
 
