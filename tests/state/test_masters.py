@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from halfpeak.core.errors import ParameterError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.state.masters import Masters
 
 LOW = [torch.float16, torch.bfloat16]
@@ -30,7 +31,7 @@ def step(masters: Masters, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    masters.mark_stepped(optimizer)
+    masters.mark_stepped(masters.indices_of(params_of(optimizer)))
     optimizer.step()
     masters.publish()
 
@@ -210,7 +211,7 @@ def test_a_step_that_was_not_published_is_published_late() -> None:
         masters, optimizer = adopted(parameter, lr=0.5)
         masters.refresh()
         master(masters, parameter).grad = torch.ones(1)
-        masters.mark_stepped(optimizer)
+        masters.mark_stepped(masters.indices_of(params_of(optimizer)))
         optimizer.step()
         assert parameter.item() == 1.0
         assert masters.fp32_value(parameter) is masters.of(parameter)
@@ -226,10 +227,10 @@ def test_publishing_one_optimizer_leaves_the_parameters_of_others_unwritten() ->
         masters.adopt(optimizer)
         master(masters, parameter).grad = torch.ones(1)
     for optimizer in optimizers:
-        masters.mark_stepped(optimizer)
+        masters.mark_stepped(masters.indices_of(params_of(optimizer)))
         optimizer.step()
     version = second._version
-    masters.publish(optimizers[0])
+    masters.publish(masters.indices_of(params_of(optimizers[0])))
     assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
     masters.follow_masters()
     assert second.item() == 0.5

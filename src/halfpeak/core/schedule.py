@@ -269,8 +269,8 @@ def _advance_on_host(
                 clean = recovery.after_growth
         stuck = max(stuck - (clean % 2 == 0), 0) if recovers else 0
     return ScaleState(
-        torch.tensor(scale, dtype=torch.float32, device="cpu"),
-        *(torch.tensor(int(count), dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
+        torch.scalar_tensor(scale, dtype=torch.float32, device="cpu"),
+        *(torch.scalar_tensor(count, dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
     )
 
 

@@ -55,7 +55,7 @@ class ScaledClosure:
                 # Places the sentinel again, to notice model.zero_grad() in the closure.
                 prepared.set_window(prepared.window)
             self._was_called = True
-            masters.publish(prepared.optimizer)
+            masters.publish(prepared.members().master_indices)
             loss = self._closure()
             prepared.unscale_pending()
             prepared.disarm()
@@ -68,7 +68,7 @@ class ScaledClosure:
             # A closure is host code that decides by its loss: it waits for the device anyway.
             if not bool(prepared.found_inf):
                 self._accept(prepared)
-                masters.mark_stepped(prepared.optimizer)
+                masters.mark_stepped(prepared.members().master_indices)
                 return loss
             self._retry(prepared)
             prepared.drop()

@@ -109,6 +109,7 @@ class PreparedOptimizer:
         self.running: StepCall | None = None
         self.ended: StepCall | None = None
         self._table: ParamTable | None = None
+        self._num_layouts = 0
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -231,13 +232,15 @@ class PreparedOptimizer:
             else:
                 self.window = ready
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> ParamTable:
         """Before a step: follow what happened to groups, gradients and weights since the backward pass."""
         # Parameters frozen or unfrozen since the backward pass do not count: it has trained them, or has not.
-        if self.is_open and self.members() is not self._table:
-            self._follow_groups()
+        table = self.members()
+        if self.is_open and table is not self._table:
+            table = self._follow_groups()
         self.disarm()
         self.masters.refresh()
+        return table
 
     def set_window(self, window: Unscaled | Scaled) -> None:
         """Take over what a backward pass has left."""
@@ -254,7 +257,7 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        if (pending := self.checked_pending()) is None:
+        if not isinstance(self.window, Pending) or (pending := self.checked_pending(self.members())) is None:
             return
         window = pending[0]
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
@@ -264,11 +267,15 @@ class PreparedOptimizer:
         accumulator.accumulate(window.pairs, NOTHING_STASHED)
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
-    def checked_pending(self) -> tuple[Pending, list[Tensor | None]] | None:
-        """Pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them."""
+    def checked_pending(self, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
+        """Pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them.
+
+        Args:
+            table: the parameters in the groups, in whose order they are.
+        """
         if not isinstance(self.window, Pending):
             return None
-        pending = check_pending(self.window, self.members())
+        pending = check_pending(self.window, table)
         if pending is None:
             self.drop()
         else:
@@ -382,7 +389,7 @@ class PreparedOptimizer:
         self.finish_if_mutated()
         if self.running is not None and self.running.progress is not None:
             # The optimizer has changed nothing.
-            self.masters.mark_skipped(self.optimizer)
+            self.masters.mark_skipped(self.members().master_indices)
         self.end_running()
 
     def finish_if_mutated(self) -> None:
@@ -394,6 +401,14 @@ class PreparedOptimizer:
         """Whether the running step got through the optimizer's own code."""
         call = self.running
         return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
+
+    def has_moved_memory(self) -> bool:
+        """Whether the optimizer may have given its parameters other memory since this was last asked."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, FusedOptimizer):
+            return True
+        before, self._num_layouts = self._num_layouts, optimizer.num_layouts
+        return optimizer.num_layouts != before
 
     def end_running(self) -> None:
         """No step is running any more."""
@@ -431,9 +446,10 @@ class PreparedOptimizer:
         if closure is not None:
             # Without one, begin_step has done so: weights that were clamped or loaded are what is stepped.
             self.masters.refresh()
-        self.masters.follow_values(optimizer)
+        indices = self.members().master_indices
+        self.masters.follow_values(indices)
         if closure is not None:
-            self.masters.mark_stepped(optimizer)
+            self.masters.mark_stepped(indices)
             return rebuild(self._callbacks.wrap_closure(self, closure))
         if isinstance(found_inf, Tensor) or reads_elsewhere:
             hand_over_found_inf(optimizer, found_inf)
@@ -444,7 +460,7 @@ class PreparedOptimizer:
         progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
         self.running = replace(call, progress=progress)
         if found_inf is not True:
-            self.masters.mark_stepped(optimizer)
+            self.masters.mark_stepped(indices)
         return None
 
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

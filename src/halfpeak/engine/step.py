@@ -36,6 +36,7 @@ from halfpeak.engine.gradients.fused_grads import (
     unscaled_grads,
 )
 from halfpeak.engine.gradients.other_grads import OtherGrads, UnmanagedGrads
+from halfpeak.engine.gradients.params import ParamTable
 from halfpeak.engine.gradients.window import (
     Empty,
     Pending,
@@ -213,10 +214,11 @@ class TrainStep:
             self._record.micro_step += 1
             return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
         with self._all_or_nothing(prepared):
-            for one in prepared:
-                one.begin_step()
+            tables = [one.begin_step() for one in prepared]
             optimizer = self._fused_of(prepared)
-            fused = None if optimizer is None else self._grads_for_fused_step(prepared[0], optimizer)
+            fused = (
+                None if optimizer is None else self._grads_for_fused_step(prepared[0], tables[0], optimizer)
+            )
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
             has_gradients, nonfinite = True, None
             if decision is not None:
@@ -252,9 +254,11 @@ class TrainStep:
             return None
         return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
 
-    def _grads_for_fused_step(self, one: PreparedOptimizer, optimizer: FusedOptimizer) -> FusedGrads | None:
+    def _grads_for_fused_step(
+        self, one: PreparedOptimizer, table: ParamTable, optimizer: FusedOptimizer
+    ) -> FusedGrads | None:
         """The gradients that the step reads where they lie; None if it has to read ``.grad``."""
-        pending, table = one.checked_pending(), one.members()
+        pending = one.checked_pending(table)
         if pending is not None:
             return pending_grads(*pending, table, optimizer)
         if isinstance(one.window, Unscaled):
@@ -444,14 +448,15 @@ class TrainStep:
         """
         call = prepared.running or StepCall(found_inf=False)
         prepared.ended = StepCall(call.found_inf)
+        masters, indices = prepared.masters, prepared.members().master_indices
         if call.found_inf is True or (call.fused is not None and not prepared.has_mutated()):
             # Nothing has moved, and what somebody wrote into the model stays.
-            prepared.masters.mark_skipped(prepared.optimizer)
+            masters.mark_skipped(indices)
         elif call.fused is not None:
             # The optimizer has written the low parameters itself.
-            prepared.masters.record_published(prepared.optimizer)
+            masters.record_published(indices, moved=prepared.has_moved_memory())
         else:
-            prepared.masters.publish(prepared.optimizer)
+            masters.publish(indices, moved=prepared.has_moved_memory())
         prepared.close_window(call)
         if not call.by_engine:
             self._record.apply_pending()

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ParameterError
-from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.versions import TensorVersions
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -66,7 +65,7 @@ class Masters:
         self._trainable: list[bool] = []
         # By index: one pair stands for those published with it, the latest of which are ``_sampled``.
         self._samples: dict[int, Sample] = {}
-        self._sampled: list[int] = []
+        self._sampled: Sequence[int] = []
         # Low parameters in the groups that have no master yet, because they are frozen.
         self._frozen: set[int] = set()
         # The adopted optimizers: groups may have been added to them since.
@@ -80,10 +79,6 @@ class Masters:
         # Indices of masters that may have moved since they were last published.
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
-        # What :meth:`_indices` has found last.
-        self._looked_up: tuple[list[Tensor], list[int]] = ([], [])
-        # Which fused optimizer stepped all masters last, and its ``num_layouts`` at that time.
-        self._layout: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._low)
@@ -209,13 +204,17 @@ class Masters:
         """Whether an optimizer still has to step the gradient of a master."""
         return bool(self._retained.get(id(master)))
 
-    def mark_stepped(self, optimizer: Optimizer) -> None:
-        """Say that an optimizer is about to move its masters: :meth:`refresh` must not undo it."""
-        self._stepped.update(self._indices(optimizer))
+    def indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The indices of the masters among some parameters, by which a step names those of its optimizer."""
+        lows = (self._low_of.get(id(parameter)) for parameter in parameters)
+        return [self._index[id(low)] for low in lows if low is not None]
 
-    def mark_skipped(self, optimizer: Optimizer) -> None:
+    def mark_stepped(self, indices: Iterable[int]) -> None:
+        """Say that an optimizer is about to move masters: :meth:`refresh` must not undo it."""
+        self._stepped.update(indices)
+
+    def mark_skipped(self, indices: Sequence[int]) -> None:
         """Say that an optimizer has not moved its masters after all."""
-        indices = self._indices(optimizer)
         self._stepped.difference_update(indices)
         if not self._high_versions.unchanged(self._high):
             # A fused optimizer may have moved its memory, which is not a write.
@@ -224,23 +223,26 @@ class Masters:
                 if high.device == low.device and torch.equal(high.to(low.dtype), low):
                     self._record_one(index)
 
-    def publish(self, optimizer: Optimizer | None = None) -> None:
+    def publish(self, indices: Sequence[int] | None = None, *, moved: bool = True) -> None:
         """Round the masters of one optimizer, or all of them, into their low parameters.
 
         The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
         discriminator, and its backward pass after it.
+
+        Args:
+            indices: of these masters; None for all.
+            moved: False where neither side has been given other memory since it was last published, which saves a look.
         """
-        indices = list(range(len(self._low))) if optimizer is None else self._indices(optimizer)
-        self._publish(indices, optimizer)
+        indices = list(range(len(self._low))) if indices is None else indices
+        self._publish(indices, moved=moved)
         self._sample(indices)
 
-    def record_published(self, optimizer: Optimizer) -> None:
-        """An optimizer has written its low parameters itself."""
-        indices = self._indices(optimizer)
-        self._record(indices, optimizer)
+    def record_published(self, indices: Sequence[int], *, moved: bool = True) -> None:
+        """:meth:`publish`, where an optimizer has written its low parameters itself."""
+        self._record(indices, moved=moved)
         self._sample(indices)
 
-    def _sample(self, indices: list[int]) -> None:
+    def _sample(self, indices: Sequence[int]) -> None:
         """Begin to watch the largest of some pairs that were published together; :meth:`_record` takes its values anew."""
         if indices and indices is not self._sampled:
             self._sampled = indices
@@ -273,7 +275,7 @@ class Masters:
                 self._high[index].requires_grad_(low[index])
         self._trainable = low
 
-    def _publish(self, indices: list[int], optimizer: Optimizer | None = None) -> None:
+    def _publish(self, indices: Sequence[int], *, moved: bool = True) -> None:
         if not indices:
             return
         low, high = self._low, self._high
@@ -281,15 +283,10 @@ class Masters:
             low, high = [low[i] for i in indices], [high[i] for i in indices]
         with torch.no_grad():
             foreach.copy_cast_(low, high)
-        self._record(indices, optimizer)
+        self._record(indices, moved=moved)
 
-    def _record(self, indices: Sequence[int], optimizer: Optimizer | None) -> None:
+    def _record(self, indices: Sequence[int], *, moved: bool) -> None:
         if len(indices) == len(self._low):
-            # Only versions have changed if a fused optimizer has just stepped them and says that it has moved no memory.
-            num_layouts = getattr(optimizer, "num_layouts", None)
-            layout = None if num_layouts is None else (id(optimizer), num_layouts)
-            moved = layout is None or layout != self._layout
-            self._layout = layout
             self._versions.record(self._low, moved=moved)
             self._high_versions.record(self._high, moved=moved)
             for sample in self._samples.values():
@@ -298,16 +295,6 @@ class Masters:
             for index in indices:
                 self._record_one(index)
         self._stepped.difference_update(indices)
-
-    def _indices(self, optimizer: Optimizer) -> list[int]:
-        """The indices of the masters in an optimizer's groups; looked up anew when the groups have changed."""
-        known, indices = self._looked_up
-        if not are_params_of(optimizer, known):
-            targets = params_of(optimizer)
-            low_params = [low for target in targets if (low := self.low_of(target)) is not None]
-            indices = [self._index[id(low)] for low in low_params]
-            self._looked_up = (targets, indices)
-        return indices
 
     def refresh(self) -> None:
         """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
@@ -329,16 +316,15 @@ class Masters:
             # Before the first step, which may be skipped.
             self._sample(list(range(len(self._low))))
 
-    def follow_values(self, optimizer: Optimizer) -> None:
+    def follow_values(self, indices: Sequence[int]) -> None:
         """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.
 
         64 values of the largest parameter are looked at: averaging, clamping and swapping weights change them, and comparing
         all weights would take half the time of a step. On an accelerator the host would wait, so there it is only warned.
 
         Args:
-            optimizer: whose parameters are compared.
+            indices: of the masters whose parameters are compared.
         """
-        indices = self._indices(optimizer)
         samples = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
         for sample in samples:
             sample.warn_of_writes()

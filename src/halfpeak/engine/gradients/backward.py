@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Final
 
 import torch
@@ -18,6 +17,7 @@ from halfpeak.engine.gradients.waiting import WaitingGrads
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
     Empty,
+    GradSnapshot,
     Scaled,
     Unscaled,
     Window,
@@ -179,12 +179,9 @@ class BackwardScope:
             scaler: whose scale it is.
             scale: what the loss was multiplied by.  # f32[]
         """
-        grads = gradients_of(self.all_pairs.model_params) if mode is GradMode.LEAVE_FOR_STEP else []
         if mode is GradMode.LEAVE_SCALED:
             self._leave_scaled(scaler, scale)
-        elif _are_plain(grads):
-            self._leave_for_step(grads, scaler, scale)
-        else:
+        elif mode is GradMode.ACCUMULATE or not self._leave_for_step(scaler, scale):
             self._accumulate(scale)
 
     @untraced
@@ -213,13 +210,18 @@ class BackwardScope:
             prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, own, sums))
 
     @untraced
-    def _leave_for_step(self, grads: list[Tensor | None], scaler: LossScaler, scale: Tensor) -> None:
+    def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> bool:
+        """False, with nothing done, where a fused kernel could not read the gradients, or there are none."""
+        snapshot = GradSnapshot(self.all_pairs.model_params)
+        if not snapshot.is_plain():
+            return False
         self._is_done = True
         (prepared,) = self._prepared
         assert isinstance(prepared.window, Empty)
         prepared.window = left_for_step(
-            prepared.window, self.pairs[0], grads, scale, self.found_inf, unit=is_unit(scaler)
+            prepared.window, self.pairs[0], snapshot, scale, self.found_inf, unit=is_unit(scaler)
         )
+        return True
 
     @untraced
     def _accumulate(self, scale: Tensor) -> None:
@@ -242,12 +244,4 @@ class BackwardScope:
         return {key: grad for one in self._stashed if not one.is_empty for key, grad in one.by_id().items()}
 
 
-def _are_plain(grads: Iterable[Tensor | None]) -> bool:
-    """Whether there are gradients, and all are dense and have no graph."""
-    there = [grad for grad in grads if grad is not None]
-    return bool(there) and not any(map(_HAS_GRAPH, there)) and not any(map(_IS_SPARSE, there))
-
-
 _NO_PAIRS: Final = ParamPairs()
-_HAS_GRAPH: Final = attrgetter("requires_grad")
-_IS_SPARSE: Final = attrgetter("is_sparse")

@@ -83,12 +83,14 @@ class ParamTable:
         model_params: for each, the low parameter it is the master of, or itself.
         all_pairs: every pair once, frozen parameters included.
         pairs: the trainable ones, and those frozen with a gradient that a step has kept: optimizers step that, too.
+        master_indices: by which :class:`~halfpeak.state.masters.Masters` knows the masters among them.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
         self.members = params_of(optimizer)
         self._masters, self._num_masters = masters, len(masters)
         self.model_params = [masters.model_param_of(member) for member in self.members]
+        self.master_indices = masters.indices_of(self.members)
         mains = map(masters.of, self.model_params)
         self.main_params = [m if main is None else main for m, main in zip(self.members, mains, strict=True)]
         self._trainable = list(map(_TRAINABLE, self.model_params)), list(map(_TRAINABLE, self.members))

@@ -31,6 +31,8 @@ from halfpeak.ops.foreach import are_dense, gradients_of
 from halfpeak.state.loss_scaler import LossScaler
 
 _VERSION: Final = attrgetter("_version")
+_HAS_GRAPH: Final = attrgetter("requires_grad")
+_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 class GradSnapshot:
@@ -62,6 +64,11 @@ class GradSnapshot:
             and all(map(is_, grads, self._grads))
             and list(map(_VERSION, self._written)) == self._versions
         )
+
+    def is_plain(self) -> bool:
+        """Whether there are gradients, and all are dense and have no graph."""
+        grads = self._written
+        return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
 
     def changed(self) -> list[Tensor]:
         """The tensors whose gradient is not as it was."""
@@ -360,7 +367,7 @@ def rewatched(window: Unscaled, before: Window) -> Unscaled:
 def left_for_step(
     window: Empty,
     pairs: ParamPairs,
-    grads: list[Tensor | None],
+    snapshot: GradSnapshot,
     scale: Tensor,
     pass_found_inf: Tensor,
     *,
@@ -371,12 +378,12 @@ def left_for_step(
     Args:
         window: before.
         pairs: the parameters at the pass.
-        grads: of each of them, or None.
+        snapshot: of their gradients.
         scale: what the loss was multiplied by.  # f32[]
         pass_found_inf: where the finding is written when the gradients are read.  # f32[]
         unit: whether the scale is always 1: then the gradients of parameters without a master may be edited.
     """
-    snapshot = GradSnapshot(pairs.low_params) if unit else GradSnapshot(pairs.model_params, grads)
+    snapshot = GradSnapshot(pairs.low_params) if unit else snapshot
     smallest = pairs.smallest
     sentinel = None if smallest is None else Sentinel.place(smallest.main, PENDING_SENTINEL)
     return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)

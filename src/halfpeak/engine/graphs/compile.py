@@ -175,8 +175,8 @@ class CompiledStep:
     def sync_versions(self) -> None:
         """Record the versions of weights as the engine's own writes: the graph counts them up as it likes."""
         context = self._engine.context
-        for optimizer in context.optimizers:
-            context.masters.record_published(optimizer)
+        for one, optimizer in zip(context.prepared, context.optimizers, strict=True):
+            context.masters.record_published(one.members().master_indices)
             if isinstance(optimizer, FusedOptimizer) and optimizer.remainders is not None:
                 optimizer.remainders.note()
 

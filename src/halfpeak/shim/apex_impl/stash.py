@@ -69,7 +69,7 @@ class AmpStash(MasterGroups):
 
     def publish(self) -> None:
         """Round the masters into the model, as ``step`` does."""
-        self._masters.publish(self.optimizer)
+        self._masters.publish(self._masters.indices_of(params_of(self.optimizer)))
 
 
 def attach(optimizer: Optimizer) -> None:
