@@ -33,7 +33,7 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.deepcopy import copy_parts
 from halfpeak.engine.gradients.other_grads import UnmanagedGrads
-from halfpeak.engine.gradients.window import Empty, Scaled, Unscaled, scaled_by_user
+from halfpeak.engine.gradients.window import Empty, Pending, Scaled, Unscaled, scaled_by_user
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
@@ -420,7 +420,7 @@ class Engine:
     @property
     def has_gradients(self) -> bool:
         """Whether an optimizer has something to step on."""
-        return any(one.has_gradients() for one in self.context.prepared)
+        return any(isinstance(one.window, Pending) or one.main_grads() for one in self.context.prepared)
 
     @property
     def found_inf(self) -> Tensor:

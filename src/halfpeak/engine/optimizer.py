@@ -172,10 +172,6 @@ class PreparedOptimizer:
         self.unscale_pending()
         return self.pairs().main_grads()
 
-    def has_gradients(self) -> bool:
-        """Whether the optimizer has something to step on."""
-        return isinstance(self.window, Pending) or bool(self.main_grads())
-
     def recover(self) -> None:
         """Finish a step that an exception has interrupted, or discard it."""
         self._callbacks.recover([self])
@@ -268,11 +264,7 @@ class PreparedOptimizer:
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
     def checked_pending(self, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
-        """Pending gradients, ready to be read; None if there are none, or ``zero_grad()`` has dropped them.
-
-        Args:
-            table: the parameters in the groups, in whose order they are.
-        """
+        """Pending gradients in the order of ``table``; None if there are none, or ``zero_grad()`` has dropped them."""
         if not isinstance(self.window, Pending):
             return None
         pending = check_pending(self.window, table)
@@ -311,9 +303,8 @@ class PreparedOptimizer:
 
     def note_loss(self, nonfinite: Tensor) -> None:
         """The loss of a backward pass of the window was itself not finite, unless this is 0.  # f32[]"""
-        found_inf = torch.maximum(
-            self.window.found_inf, nonfinite.to(self.window.found_inf.device).clamp(max=1)
-        )
+        before = self.window.found_inf
+        found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))
         self.window = replace(self.window, found_inf=found_inf)
 
     def check_unseen_grads(self, pairs: ParamPairs | None = None) -> None:
@@ -364,15 +355,7 @@ class PreparedOptimizer:
         self.window = self._empty
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
-        """Call ``optimizer.step``.
-
-        Args:
-            call: what is known of it.
-            closure: for an optimizer that evaluates the loss itself.
-
-        Returns:
-            What the optimizer returns.
-        """
+        """Call ``optimizer.step`` and return what it returns; a closure is for one that evaluates the loss itself."""
         self.running, self.ended = call, None
         optimizer = self.optimizer
         try:
