@@ -12,6 +12,7 @@ import halfpeak
 from halfpeak import amp
 from halfpeak.core.errors import OrderError
 from halfpeak.fused import FusedAdamW, FusedSGD
+from reliability.support import state_hash
 
 WITH_MASTERS = ("O2", "O5")
 WITHOUT = ("O0", "O1", "O4")
@@ -137,13 +138,15 @@ def test_a_step_without_gradients_is_none(level: str, kind: Any, zero: str) -> N
     model, _ = net()
     optimizer = kind(model.parameters(), lr=0.1)
     engine = halfpeak.prepare(model, optimizer, level)
+    before = state_hash(model, optimizer)
     if zero != "nothing":
         with engine.forward():
             loss = loss_of(model)
         engine.backward(loss)
         (model if zero == "model" else optimizer).zero_grad()
     assert not engine.step().stepped()
-    assert int(engine.num_steps) == int(engine.num_skipped) == 0
+    assert state_hash(model, optimizer) == before
+    assert (int(engine.num_steps), int(engine.num_skipped), engine.micro_step) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("level", [*WITH_MASTERS, *WITHOUT])

@@ -12,40 +12,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.fused import FusedAdamW, FusedSGD
 from reliability.support import LEVELS, batch, net, state_hash, train
-
-MASTERED = ("O2", "O5")
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "FusedAdamW": lambda p: FusedAdamW(p, lr=0.01),
-    "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.5),
-    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-}
+from support.nets import MASTERED
 
 
-def overflow(step: int) -> float:
-    return float("inf") if step % 5 == 2 else 1.0
-
-
-def prepared(level: str, optimizer: str = "SGD", **options: Any) -> halfpeak.Engine:
+def prepared(level: str) -> halfpeak.Engine:
     """An engine that has trained for four steps, one of them skipped."""
     model = net(norm="batch")
-    engine = halfpeak.prepare(model, OPTIMIZERS[optimizer](model.parameters()), level, **options)
-    train(engine, range(4), poison=overflow)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), level)
+    train(engine, range(4), poison=lambda step: float("inf") if step == 2 else 1.0)
     return engine
+
+
+def by_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": by_file,
+}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -61,7 +54,7 @@ def test_the_state_dict_of_a_copied_model_speaks_of_its_own_masters(level: str) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_a_model_is_independent_and_computes_the_same(level: str, how: str) -> None:
     engine = prepared(level)
     model = engine.model.eval()
@@ -78,20 +71,6 @@ def test_a_copy_of_a_model_is_independent_and_computes_the_same(level: str, how:
     assert all(
         value.dtype is torch.float32 for value in copied.state_dict().values() if value.is_floating_point()
     )
-
-
-def by_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": by_file,
-}
 
 
 @pytest.mark.parametrize("level", LEVELS)

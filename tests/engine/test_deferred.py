@@ -203,20 +203,11 @@ def test_low_gradients_zeroed_are_refused(level: str) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("level", TYPICAL)
-def test_after_unscale_they_are_true_sized_and_free(level: str) -> None:
-    engines = both(level)
-    seen: list[list[Tensor]] = []
-    for engine in engines:
-        train(engine, range(2))
-        backward(engine, 2)
-        assert not bool(engine.unscale())
-        seen.append([p.grad.clone() for p in parameters(engine) if p.grad is not None])
-        edit_masters(engine)
-        engine.step()
-    assert len(seen[0]) == len(parameters(engines[0]))
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-    assert state_hash(engines[0]) == state_hash(engines[1])
+def unscale_and_edit(engine: Engine) -> None:
+    assert not bool(engine.unscale())
+    for parameter in parameters(engine):
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.001, 0.001)
 
 
 def user_hook(engine: Engine) -> None:
@@ -379,6 +370,7 @@ ACTS = [
     create_graph,
     closure,
     Engine.unscale,
+    unscale_and_edit,
     Engine.state_dict,
     copy.deepcopy,
 ]
@@ -458,15 +450,13 @@ def test_several_losses_and_several_optimizers_do_not_wait_for_long(level: str) 
     assert all(isinstance(one.window, Unscaled) for one in two.context.prepared)
 
 
-@pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])  # at O1 its graph holds casts, which no step changes
 def test_an_old_graph_is_refused_after_the_step(level: str) -> None:
     engine = build(level)
     with engine.forward():
         loss = engine.model(batch(0)).float().square().mean()
     engine.backward(loss, retain_graph=True)
     engine.step()
-    if level == "O1":  # its graph holds casts, which no step changes
-        return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -496,6 +486,3 @@ def test_an_open_window_goes_on_with_torchs_optimizer_and_back(level: str) -> No
         engine.step()
         train(engine, range(7, 9))
     torch.testing.assert_close(weights(fused), weights(other), rtol=0, atol=1e-5)
-
-
-# What a run leaves behind.

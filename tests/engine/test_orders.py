@@ -38,11 +38,14 @@ def build(level: str, optimizer: Callable[[Any], Any] = adam, **options: Any) ->
     return halfpeak.prepare(model, optimizer(model.parameters()), level, loss_scale=SCALE, **options)
 
 
-def backward(engine: Engine, seed: int = 0, **options: Any) -> None:
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(engine: Engine, seed: int = 0) -> None:
     with engine.forward():
-        loss = engine.model(x).float().square().mean()
-    engine.backward(loss, **options)
+        loss = engine.model(batch(seed)).float().square().mean()
+    engine.backward(loss)
 
 
 def train(engine: Engine, seed: int = 0) -> None:
@@ -248,8 +251,7 @@ def plain_passes(edit: Callable[[Any], object]) -> list[Tensor]:
 
     optimizer = adam(Loop.model.parameters())
     for seed in range(4):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-        (Loop.model(x).square().mean() / 2).backward()
+        (Loop.model(batch(seed)).square().mean() / 2).backward()
         if seed % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -258,30 +260,25 @@ def plain_passes(edit: Callable[[Any], object]) -> list[Tensor]:
     return [value.clone() for value in Loop.model.state_dict().values()]
 
 
-@pytest.mark.parametrize("level", ["O0", "O4"])
+@pytest.mark.parametrize(
+    ("level", "scale", "tolerance"),
+    [("O0", None, 0.0), ("O4", None, 5e-3), ("O0", SCALE, 1e-6), ("O1", SCALE, 5e-3), ("O4", SCALE, 5e-3)],
+)
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_between_the_passes_of_a_window_at_scale_one_are_those_of_a_plain_loop(
-    level: str, edit: Callable[[Any], object]
+def test_edits_between_the_passes_of_a_window_are_those_of_a_plain_loop(
+    level: str, scale: float | None, tolerance: float, edit: Callable[[Any], object]
 ) -> None:
+    """At a scale of one; and at any after ``unscale``."""
     model = net()
-    engine = halfpeak.prepare(model, adam(model.parameters()), level, accumulate=2)
-    for one, other in zip(two_passes(engine, edit), plain_passes(edit), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0 if level == "O0" else 5e-3)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_after_unscale_between_the_passes_of_a_window_are_those_of_a_plain_loop(
-    level: str, edit: Callable[[Any], object]
-) -> None:
-    engine = build(level, accumulate=2)
+    engine = halfpeak.prepare(model, adam(model.parameters()), level, loss_scale=scale, accumulate=2)
 
     def edit_unscaled(engine: Engine) -> None:
-        engine.unscale()
+        if scale is not None:
+            engine.unscale()
         edit(engine)
 
     for one, other in zip(two_passes(engine, edit_unscaled), plain_passes(edit), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if level == "O0" else 5e-3)
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -339,8 +336,7 @@ def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: s
             model, adam(model.parameters()), opt_level=level, loss_scale=SCALE, verbosity=0
         )
         for seed in [0, 100, 1] if bad else [0, 1]:
-            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            with amp.scale_loss(model(batch(seed)).float().square().mean(), optimizer) as scaled:
                 scaled.backward()
             if seed < 100:
                 optimizer.step()
@@ -431,29 +427,33 @@ def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
     assert same(weights(second), weights(first))
 
 
-def through_data(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
-    for parameter in engine.model.parameters():
-        parameter.data.copy_(value(parameter.data))
+Value = Callable[[Tensor], Tensor]
 
 
-def clamped(weight: Tensor) -> Tensor:
-    return weight.clamp(-0.125, 0.125)
+def through_data(parameter: Tensor, value: Value) -> None:
+    parameter.data.copy_(value(parameter.data))
 
 
-def in_place(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
+def in_place(parameter: Tensor, value: Value) -> None:
     with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.copy_(value(parameter))
+        parameter.copy_(value(parameter))
 
 
-def assigned(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
-    for parameter in engine.model.parameters():
-        parameter.data = value(parameter.data)
+def assigned(parameter: Tensor, value: Value) -> None:
+    parameter.data = value(parameter.data)
 
 
-def loaded_in_part(engine: Engine, value: Callable[[Tensor], Tensor]) -> None:
-    part = next(engine.model.children())
+WRITERS = (through_data, in_place, assigned)
+
+
+def loaded_in_part(model: nn.Module, value: Value) -> None:
+    part = next(model.children())
     part.load_state_dict({name: value(tensor) for name, tensor in part.state_dict().items()})
+
+
+def clamp(engine: Engine, write: Callable[[Any, Value], None]) -> None:
+    for each in [engine.model] if write is loaded_in_part else engine.model.parameters():
+        write(each, lambda weight: weight.clamp(-0.125, 0.125))
 
 
 class AssigningSGD(torch.optim.SGD):
@@ -478,7 +478,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("level", ["O0", *MASTERED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("write", [through_data, in_place, assigned, loaded_in_part])
+@pytest.mark.parametrize("write", [*WRITERS, loaded_in_part])
 @pytest.mark.parametrize("moment", ["before forward", "before step", "after a skip"])
 def test_weights_written_between_steps_are_those_that_train_on(
     level: str, optimizer: str, write: Callable[..., None], moment: str
@@ -490,7 +490,7 @@ def test_weights_written_between_steps_are_those_that_train_on(
     train(engine)
 
     def write_now() -> list[Tensor]:
-        write(engine, clamped)
+        clamp(engine, write)
         return [parameter.detach().float().clone() for parameter in engine.model.parameters()]
 
     if moment == "after a skip":
@@ -538,7 +538,8 @@ def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str
             train(engine, seed)
             if swap:
                 held = [parameter.data.clone() for parameter in engine.model.parameters()]
-                through_data(engine, lambda weight: weight * 0.5)
+                for parameter in engine.model.parameters():
+                    through_data(parameter, lambda weight: weight * 0.5)
                 with torch.no_grad():
                     engine.model(torch.ones(3, 4))
                 assert not same(weights(engine), [value.float() for value in held])
@@ -551,7 +552,7 @@ def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str
 
 @pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("write", [None, through_data, in_place, assigned])
+@pytest.mark.parametrize("write", [None, *WRITERS])
 def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
     level: str, optimizer: str, write: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,30 +565,17 @@ def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
         for seed in range(7):
             train(engine, seed)
             if write is not None and seed >= 3:
-                write(engine, clamped)
+                clamp(engine, write)
     assert bool(told) == (write is through_data)
     assert all("under torch.no_grad()" in str(one.message) for one in told)
 
 
-def perturb(parameter: Tensor) -> None:
-    with torch.no_grad():
-        parameter.add_(0.25)
-
-
-def perturb_data(parameter: Tensor) -> None:
-    parameter.data.add_(0.25)
-
-
-def perturb_by_assigning(parameter: Tensor) -> None:
-    parameter.data = parameter.data + 0.25
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("write", [perturb, perturb_data, perturb_by_assigning])
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("moment", ["before forward", "before step"])
 def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model(
-    level: str, optimizer: str, write: Callable[[Tensor], None], moment: str
+    level: str, optimizer: str, write: Callable[[Tensor, Value], None], moment: str
 ) -> None:
     engine = build(level, OPTIMIZERS[optimizer])
     train(engine)
@@ -595,7 +583,7 @@ def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model
     if moment == "before step":
         backward(engine, 1)
     for parameter in engine.main_params():
-        write(parameter)
+        write(parameter, lambda weight: weight + 0.25)
     expected = [value + 0.25 for value in before]
     assert all(map(torch.allclose, weights(engine), expected))
     if moment == "before forward":
@@ -621,8 +609,7 @@ def test_a_step_inside_the_block_of_a_loss_is_refused_and_the_pass_not_begun(lev
         amp.initialize(models, optimizers, opt_level=level, loss_scale=SCALE, verbosity=0)
 
         def loss_of(number: int) -> Tensor:
-            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
-            return models[number](x).float().square().mean()
+            return models[number](batch(number)).float().square().mean()
 
         def scaled_backward(number: int, act: Callable[[], object] = list) -> None:
             with amp.scale_loss(loss_of(number), optimizers[number]) as scaled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,36 +179,6 @@ def test_a_function_that_writes_to_weights_is_refused_and_nothing_has_moved(when
     assert_same(state, run.engine.state_dict())
 
 
-def test_two_optimizers_in_turn_with_a_loss_each() -> None:
-    def adversaries() -> tuple[list[nn.Module], halfpeak.Engine, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        torch.manual_seed(0)
-        maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
-        optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in (maker, judge)]
-        engine = halfpeak.prepare([maker, judge], optimizers, "O2", num_losses=2, scale=SCALE)
-        (of_maker, of_judge) = optimizers
-
-        def step(x: Tensor) -> tuple[Tensor, Tensor]:
-            with engine.forward():
-                fake = maker(x)
-                loss = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(x)).mean()
-            engine.backward(loss, loss_id=0, optimizers=of_judge)
-            engine.step(optimizers=of_judge)
-            with engine.forward():
-                other = F.softplus(-judge(fake)).mean()
-            engine.backward(other, loss_id=1, optimizers=of_maker)
-            engine.step(optimizers=of_maker)
-            return loss, other
-
-        return [maker, judge], engine, step
-
-    (_, engine, python), (_, other, function) = adversaries(), adversaries()
-    train = other.compile(function, backend="aot_eager")
-    for x, *_ in batches():
-        assert_same([loss.detach() for loss in python(x[:, :4])], train(x[:, :4]))
-    assert_same(engine.state_dict(), other.state_dict())
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def test_an_optimizer_of_somebody_elses_is_refused() -> None:
     run = Run(level="O5")
     foreign = OPTIMIZERS["sgd"]([torch.ones(1, requires_grad=True)])
@@ -316,73 +287,96 @@ def test_a_skip_puts_statistics_back_to_where_a_window_began_inside_the_graph(ba
     assert_same(python.engine.state_dict(), compiled.engine.state_dict())
 
 
-def test_gradients_of_an_optimizer_that_is_stepped_later_hold_none_either() -> None:
-    def both() -> tuple[halfpeak.Engine, Callable[[Tensor], None]]:
+Script = tuple[halfpeak.Engine, Callable[[Tensor], Tensor]]
+
+
+def two_losses_in_turn() -> Script:
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in (maker, judge)]
+    engine = halfpeak.prepare([maker, judge], optimizers, "O2", num_losses=2, scale=SCALE)
+    (of_maker, of_judge) = optimizers
+
+    def step(x: Tensor) -> Tensor:
+        with engine.forward():
+            fake = maker(x)
+            loss = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(x)).mean()
+        engine.backward(loss, loss_id=0, optimizers=of_judge)
+        engine.step(optimizers=of_judge)
+        with engine.forward():
+            other = F.softplus(-judge(fake)).mean()
+        engine.backward(other, loss_id=1, optimizers=of_maker)
+        engine.step(optimizers=of_maker)
+        return loss + other
+
+    return engine, step
+
+
+def plain(engine: halfpeak.Engine, loss_of: Callable[[Tensor], Tensor]) -> Script:
+    def step(x: Tensor) -> Tensor:
+        with engine.forward():
+            loss = loss_of(x)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return engine, step
+
+
+def an_optimizer_that_is_stepped_later() -> Script:
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in nets]
+    engine = halfpeak.prepare(nets, optimizers, "O0")
+
+    def step(x: Tensor) -> Tensor:
+        loss = nets[1](nets[0](x)).square().mean()
+        engine.backward(loss)
+        for optimizer in optimizers:
+            engine.step(optimizers=optimizer)
+        return loss
+
+    return engine, step
+
+
+def weights_that_share_a_gradient_or_have_none() -> Script:
+    net = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(4)])
+    net[2].requires_grad_(False)
+    engine = halfpeak.prepare(net, OPTIMIZERS["sgd"](net.parameters()), "O5", clip=0.5)
+    return plain(engine, lambda x: ((net[0] + net[1]).float() * x).sum())
+
+
+def a_weight_of_two_optimizers(level: str) -> Script:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [OPTIMIZERS["sgd"](part.parameters()) for part in (net, net[1])]
+    engine = halfpeak.prepare(net, optimizers, level, scale=SCALE)
+    return plain(engine, lambda x: net(x).float().square().mean())
+
+
+SCRIPTS: dict[str, Callable[[], Script]] = {
+    "two losses in turn": two_losses_in_turn,
+    "an optimizer that is stepped later": an_optimizer_that_is_stepped_later,
+    "weights that share a gradient or have none": weights_that_share_a_gradient_or_have_none,
+    "a weight of two optimizers, O1": partial(a_weight_of_two_optimizers, "O1"),
+    "a weight of two optimizers, O5": partial(a_weight_of_two_optimizers, "O5"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_other_scripts_are_one_graph_with_every_bit(name: str) -> None:
+    engines, steps = [], []
+    for _ in range(2):
         torch.manual_seed(0)
-        nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in nets]
-        engine = halfpeak.prepare(nets, optimizers, "O0")
-
-        def step(x: Tensor) -> None:
-            with engine.forward():
-                loss = nets[1](nets[0](x)).square().mean()
-            engine.backward(loss)
-            engine.step(optimizers=optimizers[0])
-            engine.step(optimizers=optimizers[1])
-
-        return engine, step
-
-    (engine, python), (other, function) = both(), both()
-    train = other.compile(function, backend=reusing)
-    for x, *_ in batches(3):
-        python(x[:, :4])
-        train(x[:, :4])
-    assert_same(engine.state_dict(), other.state_dict())
-    assert all(p.isfinite().all() for net in other.models for p in net.parameters())
-
-
-def test_weights_that_share_a_gradient_or_have_none() -> None:
-    results: list[dict[str, Any]] = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        net = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(4)])
-        net[2].requires_grad_(False)
-        engine = halfpeak.prepare(net, OPTIMIZERS["sgd"](net.parameters()), "O5", clip=0.5)
-
-        def step(x: Tensor, net: nn.ParameterList = net, engine: halfpeak.Engine = engine) -> None:
-            engine.backward(((net[0] + net[1]).float() * x).sum())
-            engine.step()
-
-        train = engine.compile(step, backend="aot_eager") if compiles else step
-        for number in range(3):
-            train(torch.full((3,), 1.0 + number))
-        net[2].requires_grad_(True)
-        train(torch.ones(3))
-        results.append(engine.state_dict())
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_weight_of_two_optimizers_gets_its_gradient_once(level: str) -> None:
-    results: list[dict[str, Any]] = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-        net = nn.Sequential(first, second)
-        optimizers = [OPTIMIZERS["sgd"](part.parameters()) for part in (net, second)]
-        engine = halfpeak.prepare(net, optimizers, level, scale=SCALE)
-
-        def step(x: Tensor, net: nn.Module = net, engine: halfpeak.Engine = engine) -> None:
-            with engine.forward():
-                loss = net(x).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-
-        train = engine.compile(step, backend="aot_eager") if compiles else step
-        for _ in range(3):
-            train(torch.ones(2, 4))
-        results.append(engine.state_dict())
-    assert_same(*results)
+        engine, step = SCRIPTS[name]()
+        engines.append(engine)
+        steps.append(step)
+    train = engines[1].compile(steps[1], backend=reusing)
+    for number, (x, *_) in enumerate(batches()):
+        if number == 6:
+            for engine in engines:
+                engine.models[0].requires_grad_()
+        assert_same(steps[0](x[:, :4]).detach(), train(x[:, :4]))
+        assert counters["stats"]["unique_graphs"] == (1 if number < 6 or "none" not in name else 2)
+    assert_same(engines[0].state_dict(), engines[1].state_dict())
+    assert all(p.isfinite().all() for net in engines[1].models for p in net.parameters())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
