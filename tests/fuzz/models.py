@@ -15,6 +15,8 @@ WORDS = 6
 
 
 class Linear(nn.Module):
+    """A layer; what is made of it is the parts' own."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -130,12 +132,8 @@ class Unused(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Sometimes(nn.Module):
+class Sometimes(Linear):
     """A layer that gets gradients in some iterations only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x + self.layer(x) if int(ids[0, 0]) % 2 else x
@@ -175,32 +173,23 @@ class Attention(nn.Module):
         return x + self.heads(words, words, words, need_weights=False)[0].flatten(1)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Linear):
     """Its forward pass runs again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=False)
 
 
-class Dropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Dropout(Linear):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return F.dropout(self.layer(x), 0.25, training=self.training)
 
 
-class Buffer(nn.Module):
+class Buffer(Linear):
     """A floating-point buffer that the forward pass writes, as an average of activations does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("centre", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
