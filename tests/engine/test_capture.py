@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
+import support.triton
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
-from halfpeak.engine.engine import Engine
 from halfpeak.engine.graphs.cuda_graph import WARM_UPS, CapturedFunction
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
@@ -33,40 +32,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         emulate_graphs(monkeypatch)
 
 
-class Run:
-    """A net with batch norm; batch ``i`` is the same in every run."""
+class Run(support.triton.Run):
+    """Clipped, with a function that can be captured."""
 
-    def __init__(
-        self, device: str, level: str = "O2", make: Callable[..., FusedOptimizer] = FusedAdamW, **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)).to(
-            device
-        )
-        self.optimizer = make(self.model.parameters(), lr=0.01, backend="triton")
-        scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
-        known = {"clip": 1.0, "scale": scale, **options}
-        self.engine: Engine = halfpeak.prepare(self.model, self.optimizer, level, **known)
-        self.device = device
-
-    def loss(self, inputs: Tensor, factor: Tensor) -> Tensor:
-        return self.model(inputs).float().square().mean() * factor
-
-    def batch(self, index: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
-        return inputs.to(self.device), torch.tensor(factor, device=self.device)
-
-    def step(self, index: int, factor: float = 1.0) -> tuple[Tensor, halfpeak.StepResult]:
-        with self.engine.forward():
-            loss = self.loss(*self.batch(index, factor))
-        self.engine.backward(loss)
-        return loss.detach(), self.engine.step()
+    def __init__(self, device: str, *args: Any, **options: Any) -> None:
+        super().__init__(device, *args, **{"clip": 1.0, **options})
 
     def capture(self) -> CapturedFunction:
         return self.engine.capture(self.loss, *self.batch(99))
-
-    def state(self) -> dict[str, Any]:
-        return copy.deepcopy(self.engine.state_dict())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,9 +70,9 @@ def test_replays_are_the_steps(level: str, device: str) -> None:
     captured = graphed.capture()
     for step in range(1, 7):
         factor = float("inf") if step == bad else 1.0
-        loss, result = plain.step(step, factor)
+        result = plain.step(step, factor)
         loss_again, result_again = captured(*graphed.batch(step, factor))
-        assert torch.equal(loss, loss_again)
+        assert torch.equal(plain.last_loss, loss_again)
         assert torch.equal(result.found_inf, result_again.found_inf)
         assert float(result.found_inf) == (step == bad)
         assert torch.equal(result.scale, result_again.scale)
@@ -111,9 +84,9 @@ def test_replays_are_the_steps(level: str, device: str) -> None:
 
 
 FORMS: dict[str, Callable[..., FusedOptimizer]] = {
-    "LAMB": functools.partial(FusedLAMB, max_grad_norm=0.5),
-    "NovoGrad": FusedNovoGrad,
-    "8 bits": functools.partial(FusedAdamW, master="remainder8", moments="int8"),
+    "LAMB": functools.partial(FusedLAMB, lr=0.01, max_grad_norm=0.5),
+    "NovoGrad": functools.partial(FusedNovoGrad, lr=0.01),
+    "8 bits": functools.partial(FusedAdamW, lr=0.01, master="remainder8", moments="int8"),
 }
 
 

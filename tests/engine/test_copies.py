@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import halfpeak
 from halfpeak import amp
 from reliability.support import LEVELS, batch, net, state_hash, train
 from support.nets import MASTERED
+from support.states import through_a_file
 
 
 def prepared(level: str) -> halfpeak.Engine:
@@ -27,17 +28,10 @@ def prepared(level: str) -> halfpeak.Engine:
     return engine
 
 
-def by_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": by_file,
+    "torch.save": partial(through_a_file, weights_only=False),
 }
 
 

@@ -19,6 +19,7 @@ import halfpeak
 from halfpeak.fused import FusedAdamW
 from reliability.support import OPTIMIZERS, net, state_hash, train
 from support.damage import damaged
+from support.states import drop, put
 
 CASES = 400 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 30
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -67,46 +68,91 @@ def test_damaged_states(level: str, optimizer: str) -> None:
     assert refused > CASES // 2
 
 
-def at(*path: Any, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    """A damage: what is at a path of keys, replaced by what ``value`` makes of it."""
-
-    def damage(state: dict[str, Any]) -> None:
-        inner: Any = state
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = value(inner[path[-1]])
-
-    return damage
-
-
 GROUP, ROW = ("optimizers", 0, "param_groups", 0), ("optimizers", 0, "state", 0)
-NAMED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "unhashable parameters": at(*GROUP, "params", value=lambda ids: [[one] for one in ids]),
-    "a parameter twice": at(*GROUP, "params", value=lambda ids: [0, *ids[:-1]]),
-    "no learning rate": at(*GROUP, value=lambda group: {k: v for k, v in group.items() if k != "lr"}),
-    "a learning rate of many elements": at(*GROUP, "lr", value=lambda lr: torch.tensor(lr).expand(8)),
-    "a learning rate of nan": at(*GROUP, "lr", value=lambda lr: float("nan")),
-    "a beta of one": at(*GROUP, "betas", value=lambda betas: (1.0, 0.9)),
-    "a count of steps below zero": at(*ROW, "step", value=lambda step: -step),
-    "a count of steps that is no number": at(*ROW, "step", value=lambda step: step * float("nan")),
-    "a count of steps in eight bits": at(*ROW, "step", value=lambda step: step.to(torch.float8_e4m3fn)),
-    "one count of steps of another type": at(*ROW, "step", value=float),
-    "a moment that is missing": at(*ROW, value=lambda row: {k: v for k, v in row.items() if k != "exp_avg"}),
-    "a moment that shares its memory": at(*ROW, "exp_avg", value=lambda old: old[:1, :1].expand(old.shape)),
-    "a moment without memory": at(*ROW, "exp_avg", value=lambda old: old.to("meta")),
-    "a moment without a name": at(*ROW, value=lambda row: {**row, 99: torch.ones(3)}),
-    "a state nested too deeply": at(*ROW, value=lambda row: {**row, "more": deep(5000)}),
-    "a state that holds itself": at(*ROW, value=lambda row: {**row, "more": deep(0)}),
-    "one sparse weight": at("models", 0, "0.weight", value=torch.Tensor.to_sparse),
-    "one complex weight": at("models", 0, "0.weight", value=lambda weight: weight.to(torch.complex64)),
-    "one quantized weight": at(
+KEYS = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"without {key}": drop(key) for key in KEYS},
+    "an unknown key": put("more", value=1),
+    "a later version": put("version", value=99),
+    "no models": put("models", value=[]),
+    "models of another type": put("models", value=7),
+    "a model that is none": put("models", 0, value=3),
+    "a missing weight": drop("models", 0, "0.weight"),
+    "an unknown weight": put("models", 0, "9.weight", value=torch.ones(1)),
+    "a weight of another shape": put("models", 0, "0.weight", value=torch.ones(1)),
+    "a weight that is a number": put("models", 0, "0.weight", value=1.0),
+    "two optimizers": lambda state: state["optimizers"].append(state["optimizers"][0]),
+    "an optimizer without groups": drop("optimizers", 0, "param_groups"),
+    "an optimizer that is a list": put("optimizers", 0, value=[]),
+    "fewer parameters": lambda state: state["optimizers"][0]["param_groups"][0]["params"].pop(),
+    "a moment of another shape": put("optimizers", 0, "state", 0, "exp_avg", value=torch.ones(1)),
+    "no scaler": put("scalers", value=[]),
+    "a scale of zero": put("scalers", 0, "scale", value=0.0),
+    "a scale below zero": put("scalers", 0, "scale", value=-1.0),
+    "a scale of nan": put("scalers", 0, "scale", value=float("nan")),
+    "a scale of inf": put("scalers", 0, "scale", value=float("inf")),
+    "a scale that is a word": put("scalers", 0, "scale", value="big"),
+    "a scaler without its count": drop("scalers", 0, "clean"),
+    "a count below zero": put("scalers", 0, "clean", value=-1),
+    "a step count below zero": put("counters", "taken", value=-1),
+    "a step count of one and a half": put("counters", "index", value=1.5),
+    "a missing counter": drop("counters", "skipped"),
+    "a window of another shape": put("window", value=[]),
+    "a window without lanes": put("window", "lanes", value=[]),
+    "an unknown phase": put("window", "lanes", 0, "phase", value="GONE"),
+    "a gradient of another shape": put("window", "lanes", 0, "true_sized", 0, value=torch.ones(1)),
+    "a gradient of no parameter": put("window", "lanes", 0, "true_sized", 99, value=torch.ones(1)),
+    "a weight of integers": put("models", 0, "0.weight", value=torch.ones(6, 4, dtype=torch.int64)),
+    "statistics of integers": put("models", 0, "3.running_mean", value=torch.ones(6, dtype=torch.int64)),
+    "an optimizer's state of no dict": put("optimizers", 0, "state", value=3),
+    "a parameter's state of no dict": put("optimizers", 0, "state", 0, value=3),
+    "a moment that is a word": put("optimizers", 0, "state", 0, "exp_avg", value="x"),
+    "the state of no parameter": put("optimizers", 0, "state", 99, value={}),
+    "groups of no list": put("optimizers", 0, "param_groups", value=3),
+    "a group of no dict": put("optimizers", 0, "param_groups", 0, value=3),
+    "a learning rate that is a word": put("optimizers", 0, "param_groups", 0, "lr", value="x"),
+    "parameters of no list": put("optimizers", 0, "param_groups", 0, "params", value=3),
+    "a scaler of no dict": put("scalers", 0, value=3),
+    "a step count beyond its dtype": put("counters", "taken", value=2**40),
+    "a step count of true": put("counters", "taken", value=True),
+    "statistics of no list": put("buffers", value=3),
+    "statistics of words": put("buffers", value=["x"]),
+    "a window of no dict": put("window", "lanes", 0, value=3),
+    "a found_inf that is a word": put("window", "lanes", 0, "found_inf", value="x"),
+    "three found_infs": put("window", "lanes", 0, "found_inf", value=torch.ones(3)),
+    "gradients of no dict": put("window", "lanes", 0, "true_sized", value=3),
+    "a gradient that is a number": put("window", "lanes", 0, "true_sized", 0, value=3),
+    "a frozen scale of no loss": put("window", "lanes", 0, "frozen", value=(9, torch.ones(()))),
+    "a frozen scale that is a number": put("window", "lanes", 0, "frozen", value=3),
+    "a loss's found_inf that is a number": put("window", "losses", 0, value=3),
+    "a loss that there is not": put("window", "losses", 5, value=torch.ones(())),
+    "unhashable parameters": put(*GROUP, "params", value=lambda ids: [[one] for one in ids]),
+    "a parameter twice": put(*GROUP, "params", value=lambda ids: [0, *ids[:-1]]),
+    "no learning rate": put(*GROUP, value=lambda group: {k: v for k, v in group.items() if k != "lr"}),
+    "a learning rate of many elements": put(*GROUP, "lr", value=lambda lr: torch.tensor(lr).expand(8)),
+    "a learning rate of nan": put(*GROUP, "lr", value=lambda lr: float("nan")),
+    "a beta of one": put(*GROUP, "betas", value=lambda betas: (1.0, 0.9)),
+    "a count of steps below zero": put(*ROW, "step", value=lambda step: -step),
+    "a count of steps that is no number": put(*ROW, "step", value=lambda step: step * float("nan")),
+    "a count of steps in eight bits": put(*ROW, "step", value=lambda step: step.to(torch.float8_e4m3fn)),
+    "one count of steps of another type": put(*ROW, "step", value=float),
+    "a moment that is missing": put(*ROW, value=lambda row: {k: v for k, v in row.items() if k != "exp_avg"}),
+    "a moment that shares its memory": put(*ROW, "exp_avg", value=lambda old: old[:1, :1].expand(old.shape)),
+    "a moment without memory": put(*ROW, "exp_avg", value=lambda old: old.to("meta")),
+    "a moment without a name": put(*ROW, value=lambda row: {**row, 99: torch.ones(3)}),
+    "a state nested too deeply": put(*ROW, value=lambda row: {**row, "more": deep(5000)}),
+    "a state that holds itself": put(*ROW, value=lambda row: {**row, "more": deep(0)}),
+    "one sparse weight": put("models", 0, "0.weight", value=torch.Tensor.to_sparse),
+    "one complex weight": put("models", 0, "0.weight", value=lambda weight: weight.to(torch.complex64)),
+    "one quantized weight": put(
         "models", 0, "0.weight", value=lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8)
     ),
-    "a version that is a tensor": at("version", value=lambda version: torch.tensor([1, 1])),
-    "a counter of many digits": at("counters", "taken", value=lambda count: 10**5000),
-    "a phase that is a list": at("window", "lanes", 0, "phase", value=lambda phase: []),
-    "gradients in a closed window": at("window", "lanes", 0, "phase", value=lambda phase: "CLEAN"),
-    "a gradient of another dtype": at("window", "lanes", 0, "true_sized", 0, value=torch.Tensor.double),
+    "a version that is a tensor": put("version", value=lambda version: torch.tensor([1, 1])),
+    "a counter of many digits": put("counters", "taken", value=lambda count: 10**5000),
+    "a phase that is a list": put("window", "lanes", 0, "phase", value=lambda phase: []),
+    "gradients in a closed window": put("window", "lanes", 0, "phase", value=lambda phase: "CLEAN"),
+    "a gradient of another dtype": put("window", "lanes", 0, "true_sized", 0, value=torch.Tensor.double),
 }  # fmt: skip
 
 
@@ -120,13 +166,21 @@ def deep(depth: int) -> list[Any]:
     return lists
 
 
-@pytest.mark.parametrize("damage", NAMED)
-def test_what_once_raised_in_the_middle(damage: str) -> None:
-    source, target = build("O5", "AdamW"), build("O5", "AdamW", seed=1)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
+    source, target = build("O2", "AdamW"), build("O2", "AdamW", seed=1)
     train(source, range(5))
     train(target, range(4))
-    state, image = copy.deepcopy(source.state_dict()), state_hash(target.state_dict())
-    NAMED[damage](state)
+    state = copy.deepcopy(source.state_dict())
+    DAMAGES[damage](state)
+    before, image = repr(copy.deepcopy(target.state_dict())), state_hash(target, target.state_dict())
     with pytest.raises(halfpeak.StateError):
         target.load_state_dict(state)
-    assert state_hash(target.state_dict()) == image
+    assert state_hash(target, target.state_dict()) == image
+    assert repr(target.state_dict()) == before
+
+
+@pytest.mark.parametrize("not_a_state", [None, 3, [], "state", {}])
+def test_what_is_no_state_at_all(not_a_state: Any) -> None:
+    with pytest.raises(halfpeak.StateError):
+        build("O2", "SGD").load_state_dict(not_a_state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import halfpeak
 from halfpeak import Engine, amp
 from halfpeak.fused import FusedAdamW, FusedLAMB
 from support.nets import LEVELS, MASTERED
+from support.states import through_a_file
 
 SCALE = 64.0
 
@@ -161,9 +161,6 @@ def copied(engine: Engine) -> Engine:
 
 
 def resumed(engine: Engine) -> Engine:
-    held = io.BytesIO()
-    torch.save(engine.state_dict(), held)
-    held.seek(0)
     fresh = net()
     parts = [{"params": list(fresh[number].parameters())} for number in (2, 0)]
     again = halfpeak.prepare(
@@ -173,7 +170,7 @@ def resumed(engine: Engine) -> Engine:
         loss_scale=SCALE,
         accumulate=engine.config.accumulation.every,
     )
-    again.load_state_dict(torch.load(held, weights_only=True))
+    again.load_state_dict(through_a_file(engine.state_dict()))
     return again
 
 
@@ -405,11 +402,10 @@ def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
         add_group(second)
     for seed in range(1, 4):
         train(first, seed)
-    file = io.BytesIO()
     optimizers = [one.state_dict() for one in first.optimizers]
-    torch.save((first.state_dict(), first.model.state_dict(), optimizers, first.loop_state_dict()), file)
-    file.seek(0)
-    whole, of_model, of_optimizers, of_loop = torch.load(file)
+    whole, of_model, of_optimizers, of_loop = through_a_file(
+        (first.state_dict(), first.model.state_dict(), optimizers, first.loop_state_dict())
+    )
     if parts == "engine":
         second.load_state_dict(whole)
     else:

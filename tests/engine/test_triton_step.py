@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import halfpeak
 from halfpeak import fused
 from halfpeak.engine.step import TrainStep
-from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.fused import FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import kernels
 from laws.test_waits import Waits
-from support.triton import DEVICES, INTERPRETER_WARNS, ExactRoots, round_as_devices_do
+from support.triton import DEVICES, INTERPRETER_WARNS, ExactRoots, Run, round_as_devices_do
 
 pytestmark = INTERPRETER_WARNS
 
@@ -36,41 +36,9 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_devices_do(monkeypatch)
 
 
-class Run:
-    """A small net under an engine; batch ``i`` is the same in every run."""
-
-    def __init__(
-        self,
-        level: str,
-        device: str,
-        *,
-        backend: Any = "triton",
-        norm: bool = True,
-        momentum: float = 0.0,
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        middle = nn.BatchNorm1d(40) if norm else nn.ReLU()
-        self.model = nn.Sequential(nn.Linear(8, 40), middle, nn.Linear(40, 3)).to(device)
-        self.optimizer: FusedOptimizer = FusedAdamW(self.model.parameters(), lr=0.01, backend=backend)
-        if momentum:
-            self.optimizer = FusedSGD(self.model.parameters(), lr=0.05, momentum=momentum, backend=backend)
-        scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
-        self.engine = halfpeak.prepare(self.model, self.optimizer, level, scale=scale, **options)
-        self.device = device
-        self.batches = [
-            torch.randn(5, 8, generator=torch.Generator().manual_seed(i)).to(device) for i in range(12)
-        ]
-
-    def step(self, index: int, factor: float = 1.0) -> halfpeak.StepResult:
-        with self.engine.forward():
-            loss = self.model(self.batches[index]).float().square().mean() * factor
-        self.engine.backward(loss)
-        return self.engine.step()
-
-    def tensors(self) -> list[torch.Tensor]:
-        masters = [p.detach() for group in self.optimizer.param_groups for p in group["params"]]
-        return [*masters, *(t.detach() for t in self.model.state_dict().values())]
+def tensors(run: Run) -> list[torch.Tensor]:
+    masters = [p.detach() for group in run.optimizer.param_groups for p in group["params"]]
+    return [*masters, *(t.detach() for t in run.model.state_dict().values())]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,7 +46,7 @@ class Run:
 def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) -> None:
     ours, theirs = (
         # Adam would make steps of what rounding leaves of a gradient that is zero.
-        Run(level, device, backend=backend, clip=CLIPS[clip], momentum=0.9)
+        Run(device, level, partial(FusedSGD, lr=0.05, momentum=0.9), backend=backend, clip=CLIPS[clip])
         for backend in ("triton", "eager")
     )
     for step in range(7):
@@ -92,7 +60,7 @@ def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) ->
             torch.testing.assert_close(one.grad_norm, two.grad_norm, rtol=1e-3, atol=1e-6)
     assert ours.optimizer.backend == "triton"
     assert (int(ours.engine.num_steps), int(ours.engine.num_skipped)) == (6, 1)
-    for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
+    for a, b in zip(tensors(ours), tensors(theirs), strict=True):
         # Rounding in a low forward pass: one ulp of bfloat16 in a weight moves a gradient by as much.
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-3)
 
@@ -102,8 +70,8 @@ def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) ->
 def test_one_program_decides_what_the_engine_would(
     level: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apart = Run(level, device, clip=0.1)
-    together = Run(level, device, clip=0.1)
+    apart = Run(device, level, clip=0.1)
+    together = Run(device, level, clip=0.1)
     for step in range(7):
         factor = float("nan") if step == 3 else 1.0
         with monkeypatch.context() as patch, ExactRoots():
@@ -115,7 +83,7 @@ def test_one_program_decides_what_the_engine_would(
         assert torch.equal(one.found_inf, two.found_inf)
         assert torch.equal(one.scale, two.scale)
         assert torch.equal(one.grad_norm, two.grad_norm) or step == 3
-    assert all(torch.equal(a, b) for a, b in zip(apart.tensors(), together.tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(apart), tensors(together), strict=True))
     assert apart.engine.context.record.state_dict() == together.engine.context.record.state_dict()
     assert apart.engine.scalers[0].state_dict() == together.engine.scalers[0].state_dict()
 
@@ -141,7 +109,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_three_launches(device: str, launches: list[str]) -> None:
-    run = Run("O2", device, norm=False, clip=1.0)
+    run = Run(device, norm=False, clip=1.0)
     run.step(0)
     launches.clear()
     for step in range(1, 4):
@@ -162,7 +130,7 @@ def test_by_itself_it_is_two_launches(device: str, launches: list[str]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("level", "clip"), CLIPPED)
 def test_the_host_does_not_wait(level: str, clip: str, device: str) -> None:
-    run = Run(level, device, clip=CLIPS[clip])
+    run = Run(device, level, clip=CLIPS[clip])
     for step in range(3):
         run.step(step)
     if device == "cuda":

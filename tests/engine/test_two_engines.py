@@ -16,17 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import halfpeak
+from engine.test_several_optimizers import furthest, sgd
 from halfpeak import OrderError, amp
 from halfpeak.engine.optimizer import trained_here
 from halfpeak.fused import FusedAdamW
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from support.nets import LEVELS
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SCALE = 1024.0
-
-
-def _sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 def _fused(module: nn.Module) -> FusedAdamW:
@@ -46,13 +43,8 @@ def _real_loss(critic: nn.Module) -> Tensor:
     return critic(torch.linspace(-1, 2, 24).view(6, 4)).float().mean()
 
 
-def _furthest(left: nn.Module, right: nn.Module) -> float:
-    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [_sgd, _fused])
+@pytest.mark.parametrize("make", [sgd, _fused])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
     level: str, make: type, accumulate: int
@@ -82,13 +74,13 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
             optimizer.step()
             optimizer.zero_grad()
     tolerance = {"O0": 1e-6}.get(level, 0.03)
-    assert all(_furthest(*pair) <= tolerance for pair in zip(networks, plain, strict=True))
+    assert all(furthest(*pair) <= tolerance for pair in zip(networks, plain, strict=True))
 
 
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
     """What a step has found lives until it has gone through it, although only a cycle holds it."""
     forgotten = nn.Linear(2, 2)
-    forgotten.engine = halfpeak.prepare(forgotten, _sgd(forgotten), "O0")  # type: ignore[assignment]
+    forgotten.engine = halfpeak.prepare(forgotten, sgd(forgotten), "O0")  # type: ignore[assignment]
     found = trained_here()
     del forgotten
     gc.collect()
@@ -181,10 +173,10 @@ def test_amp_casts_the_thread_then_another_run_computes_in_its_own_precision(
     """In forward, in what backward computes again, and in evaluation; a native O4 is cast there as the thread is."""
     begin, dtype, evaluated = FRONT_ENDS[front_end]
     alive, model = nn.Linear(4, 4), _Net()
-    optimizer, x = _sgd(model), torch.ones(2, 4)
+    optimizer, x = sgd(model), torch.ones(2, 4)
 
     def cast_the_thread() -> None:
-        amp.initialize(alive, _sgd(alive), opt_level="O1", verbosity=0)
+        amp.initialize(alive, sgd(alive), opt_level="O1", verbosity=0)
 
     if amp_first:
         cast_the_thread()
@@ -205,7 +197,7 @@ def test_a_model_is_pickled_beside_another_run_then_loaded(level: str, tmp_path:
     """It computes as the model itself and as a deep copy."""
     models = {"O1": nn.Linear(4, 4), "other": nn.Linear(4, 4)}
     for kind, model in models.items():
-        amp.initialize(model, _sgd(model), opt_level=level if kind == "other" else kind, verbosity=0)
+        amp.initialize(model, sgd(model), opt_level=level if kind == "other" else kind, verbosity=0)
     x = torch.ones(2, 4)
     for model in models.values():
         torch.save(model, tmp_path / "model.pth")
@@ -222,7 +214,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("make", [_sgd, _fused])
+@pytest.mark.parametrize("make", [sgd, _fused])
 def test_gradients_in_buckets_of_ddp_wait_while_another_engine_has_its_pass(
     one_rank: None, level: Any, make: Any
 ) -> None:
@@ -251,7 +243,7 @@ def test_gradients_in_buckets_of_ddp_wait_while_another_engine_has_its_pass(
 def test_a_loss_for_two_engines_that_is_not_reduced_yet_is_refused(one_rank: None, level: Any) -> None:
     """The later passes would reduce what they add alone, and ranks would part."""
     networks = _networks()
-    engine, _ = (halfpeak.prepare(one, _sgd(one), level, loss_scale=SCALE, accumulate=2) for one in networks)
+    engine, _ = (halfpeak.prepare(one, sgd(one), level, loss_scale=SCALE, accumulate=2) for one in networks)
     generator, critic = map(DistributedDataParallel, networks)
     with engine.forward(generator):
         loss = _fake_loss(generator, critic)

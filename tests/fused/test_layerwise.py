@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 from typing import Any
@@ -16,6 +15,7 @@ from fused.formulas import BETAS, lamb, novograd
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
+from support.states import through_a_file
 
 
 def check(build: Any, expected: Any) -> None:
@@ -123,12 +123,9 @@ def test_resumes_bit_for_bit_with_gradients_missing_now_and_then(name: str, how:
     if how == "deepcopy":
         others, resumed = copy.deepcopy((parameters, optimizer))
     else:
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
         others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
         resumed = BUILD[name](others)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     for batch in batches[3:]:
         for weights, one in ((parameters, optimizer), (others, resumed)):
             give(weights, batch)

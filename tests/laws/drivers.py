@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -781,11 +780,3 @@ def overflowing(
         yield
     finally:
         handle.remove()
-
-
-def through_a_file(state: Any) -> Any:
-    """A state as a file gives it back; it must be plain data."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

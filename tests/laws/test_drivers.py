@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing, through_a_file
+from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing
 from support.nets import LEVELS, MASTERED, make_batch, make_net
 from support.snapshot import values
-from support.states import differences
+from support.states import differences, through_a_file
 
 
 def ids(case: Case) -> str:

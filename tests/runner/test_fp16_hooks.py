@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net
 from support.snapshot import values
+from support.states import through_a_file
 
 MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
 KINDS: dict[str, Callable[..., Any]] = {
@@ -194,10 +194,7 @@ def test_the_scale_in_meta(mode: Any, loss_scale: Any) -> None:
     assert set(record) == keys
     copied = copy.deepcopy(loop.meta)
     assert type(copied["fp16"]["loss_scaler"]) is dict
-    file = io.BytesIO()
-    torch.save(loop.meta, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True) == copied
+    assert through_a_file(loop.meta) == copied
     hook.after_run(loop)
     assert json.loads(json.dumps(loop.meta)) == copied
     assert (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ClosureError, ConfigError, OrderError, StateError
+from support.states import through_a_file
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
@@ -167,10 +167,7 @@ def test_overflow_skips_and_halves(capsys: pytest.CaptureFixture[str]) -> None:
 def test_saved_and_resumed_bit_for_bit() -> None:
     model, optimizer = model_and_optimizer("FusedAdam", dynamic_loss_scale=True, verbose=False)
     train(model, optimizer, 3, bad={0, 1})
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     twin, resumed = model_and_optimizer("FusedAdam", dynamic_loss_scale=True)
     twin.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])

@@ -1,11 +1,45 @@
-"""Where two saved states differ."""
+"""Saved states: as a file gives them back, with one thing replaced or removed, and where two of them differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+
+def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
+    """A state as a file gives it back; it must be plain data, unless ``weights_only`` says otherwise."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def put(*path: Any, value: Any) -> Callable[[Any], None]:
+    """What puts ``value`` at a path of keys of a state, or what that makes of what is there, where it is a function."""
+
+    def change(state: Any) -> None:
+        holder = _at(state, path)
+        holder[path[-1]] = value(holder[path[-1]]) if callable(value) else value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[Any], None]:
+    """What removes what is at a path of keys of a state."""
+
+    def change(state: Any) -> None:
+        del _at(state, path)[path[-1]]
+
+    return change
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        state = state[key]
+    return state
 
 
 def differences(one: Any, other: Any) -> list[str]:

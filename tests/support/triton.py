@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import halfpeak
+from halfpeak import Engine
 from halfpeak.core.schedule import ScaleConfig, ScaleState
+from halfpeak.fused import FusedAdamW
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs
 from halfpeak.ops.triton import is_installed
@@ -77,6 +83,50 @@ def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
 def bits_of(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
     """What can be put into a set."""
     return tuple(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+_adamw = partial(FusedAdamW, lr=0.01)
+
+
+class Run:
+    """A small net under an engine with a fused optimizer on this backend; batch ``i`` is the same in every run."""
+
+    def __init__(
+        self,
+        device: str,
+        level: str = "O2",
+        make: Callable[..., FusedOptimizer] = _adamw,
+        *,
+        backend: str = "triton",
+        norm: bool = True,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(40) if norm else nn.ReLU()
+        self.model = nn.Sequential(nn.Linear(8, 40), middle, nn.Linear(40, 3)).to(device)
+        self.optimizer = make(self.model.parameters(), backend=backend)
+        scale = halfpeak.ScaleConfig(init=1024.0, interval=3) if level in ("O1", "O2") else None
+        self.engine: Engine = halfpeak.prepare(
+            self.model, self.optimizer, level, **{"scale": scale, **options}
+        )
+        self.device = device
+        self.there = [self.batch(index)[0] for index in range(12)]
+
+    def loss(self, inputs: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+        return self.model(inputs).float().square().mean() * factor
+
+    def batch(self, index: int, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
+        return inputs.to(self.device), torch.tensor(factor, device=self.device)
+
+    def step(self, index: int, factor: float = 1.0) -> halfpeak.StepResult:
+        with self.engine.forward():
+            self.last_loss = self.loss(self.there[index], factor)
+        self.engine.backward(self.last_loss)
+        return self.engine.step()
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.engine.state_dict())
 
 
 class ExactRoots(TorchDispatchMode):
