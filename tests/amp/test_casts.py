@@ -10,44 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from halfpeak import amp
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-LOW = {"O1": HALF, "O4": BF16}
 
 
 def product() -> torch.dtype:
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-@pytest.fixture(params=["O1", "O4"])
-def low(request: pytest.FixtureRequest) -> torch.dtype:
-    """A process in which a model trains at O1 or O4; the low dtype."""
-    request.node.model = amp.initialize(nn.Linear(2, 2), opt_level=request.param, verbosity=0)
-    return LOW[request.param]
-
-
-class TestBackward:
-    """Section 6.11 of the specification: casts are live in backward too."""
-
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_recomputed_activations_are_cast_as_the_first_ones(
-        self, low: torch.dtype, use_reentrant: bool
-    ) -> None:
-        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        x = torch.randn(3, 4, requires_grad=True)
-
-        def gradients(out: Tensor) -> list[Tensor]:
-            net.zero_grad()
-            out.float().sum().backward()
-            return [p.grad for p in net.parameters() if p.grad is not None]
-
-        plain = gradients(net(x))
-        recomputed = gradients(checkpoint(net, x, use_reentrant=use_reentrant))
-        assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-        assert len(plain) == len(recomputed) == 4
 
 
 class TestInit:

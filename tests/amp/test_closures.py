@@ -108,17 +108,15 @@ def test_a_backward_past_scale_loss_is_refused(level: str) -> None:
     assert values(net, optimizer)[:2] == before
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_a_static_scale_that_cannot_fall_gives_up(level: str) -> None:
-    net, optimizer = setup(level, loss_scale=1.0)
-    before = values(net, optimizer)[:2]
-    with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
-        optimizer.step(make_closure(net, optimizer, overflow_at=tuple(range(1000))))
-    assert values(net, optimizer)[:2] == before
-
-
-def test_a_dynamic_scale_gives_up_after_patience() -> None:
-    net, optimizer = setup("O2", min_loss_scale=32.0, patience=3)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        *((level, {"loss_scale": 1.0}) for level in ("O0", "O3")),
+        ("O2", {"min_loss_scale": 32.0, "patience": 3}),
+    ],
+)
+def test_a_scale_that_cannot_fall_gives_up(level: str, options: dict[str, Any]) -> None:
+    net, optimizer = setup(level, **options)
     before = values(net, optimizer)[:2]
     with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
         optimizer.step(make_closure(net, optimizer, overflow_at=tuple(range(1000))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,59 +90,37 @@ class TestReturnForms:
         assert amp._amp_state.loss_scalers == []
 
 
-def broken(case: str) -> tuple[Any, Any]:
-    net = make_net()
-    optimizer = sgd(net, momentum=0.9)
-    if case == "model is a tuple":
-        return (net,), optimizer
-    if case == "optimizer is a tuple":
-        return net, (optimizer,)
-    if case == "model is something else":
-        return "a net", optimizer
-    if case == "list holds something else":
-        return [net, 3], optimizer
-    if case == "optimizer is something else":
-        return net, object()
-    if case == "optimizer list holds something else":
-        return net, [optimizer, object()]
-    if case == "DataParallel":
-        return nn.DataParallel(net), optimizer
-    if case in ("TorchScript", "TorchScript part"):
-        net[4] = torch.jit.trace(net[4], torch.ones(2, 8))
-        return net[4] if case == "TorchScript" else net, optimizer
-    if case == "half parameter":
-        net[4].half()
-        return net, optimizer
-    if case == "half buffer":
-        net[1].running_mean = net[1].running_mean.half()
-        return net, optimizer
-    if case == "same model twice":
-        return [net, net], optimizer
-    if case == "same optimizer twice":
-        return net, [optimizer, optimizer]
-    if case == "optimizer of another model":
-        return make_net(1), optimizer
-    if case == "optimizer of a copy":
-        return copy.deepcopy(net), optimizer
-    raise AssertionError(case)
+def traced(net: Any) -> Any:
+    net[4] = torch.jit.trace(net[4], torch.ones(2, 8))
+    return net
 
 
-BROKEN = {
-    "model is a tuple": TypeError,
-    "optimizer is a tuple": TypeError,
-    "model is something else": TypeError,
-    "list holds something else": TypeError,
-    "optimizer is something else": TypeError,
-    "optimizer list holds something else": TypeError,
-    "DataParallel": RuntimeError,
-    "TorchScript": ConfigTypeError,
-    "TorchScript part": ConfigTypeError,
-    "half parameter": RuntimeError,
-    "half buffer": RuntimeError,
-    "same model twice": TypeError,
-    "same optimizer twice": TypeError,
-    "optimizer of another model": TypeError,
-    "optimizer of a copy": TypeError,
+def with_half_parameter(net: Any) -> Any:
+    net[4].half()
+    return net
+
+
+def with_half_buffer(net: Any) -> Any:
+    net[1].running_mean = net[1].running_mean.half()
+    return net
+
+
+BROKEN: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], type[Exception]]] = {
+    "model is a tuple": (lambda net, optimizer: ((net,), optimizer), TypeError),
+    "optimizer is a tuple": (lambda net, optimizer: (net, (optimizer,)), TypeError),
+    "model is something else": (lambda net, optimizer: ("a net", optimizer), TypeError),
+    "list holds something else": (lambda net, optimizer: ([net, 3], optimizer), TypeError),
+    "optimizer is something else": (lambda net, optimizer: (net, object()), TypeError),
+    "optimizer list holds something else": (lambda net, optimizer: (net, [optimizer, object()]), TypeError),
+    "DataParallel": (lambda net, optimizer: (nn.DataParallel(net), optimizer), RuntimeError),
+    "TorchScript": (lambda net, optimizer: (traced(net)[4], optimizer), ConfigTypeError),
+    "TorchScript part": (lambda net, optimizer: (traced(net), optimizer), ConfigTypeError),
+    "half parameter": (lambda net, optimizer: (with_half_parameter(net), optimizer), RuntimeError),
+    "half buffer": (lambda net, optimizer: (with_half_buffer(net), optimizer), RuntimeError),
+    "same model twice": (lambda net, optimizer: ([net, net], optimizer), TypeError),
+    "same optimizer twice": (lambda net, optimizer: (net, [optimizer, optimizer]), TypeError),
+    "optimizer of another model": (lambda net, optimizer: (make_net(1), optimizer), TypeError),
+    "optimizer of a copy": (lambda net, optimizer: (copy.deepcopy(net), optimizer), TypeError),
 }
 
 
@@ -150,11 +129,13 @@ class TestRefusals:
     @pytest.mark.parametrize("case", BROKEN)
     @pytest.mark.filterwarnings("ignore:.torch.jit")
     def test_changes_nothing(self, level: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-        models, optimizers = broken(case)
+        make, error = BROKEN[case]
+        net = make_net()
+        models, optimizers = make(net, sgd(net, momentum=0.9))
         flat = [models, optimizers, *(list(models) if isinstance(models, (list, tuple)) else [])]
         objects = [o for o in flat if isinstance(o, (nn.Module, torch.optim.Optimizer))]
         before, session = snapshot(*objects), dict(vars(amp._amp_state))
-        with pytest.raises(BROKEN[case]):
+        with pytest.raises(error):
             amp.initialize(models, optimizers, opt_level=level)
         assert snapshot(*objects) == before
         assert dict(vars(amp._amp_state)) == session
@@ -179,9 +160,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("what", ["4.weight", "1.running_mean"])
     def test_a_low_model_is_named(self, what: str) -> None:
-        models, _ = broken("half parameter" if what == "4.weight" else "half buffer")
+        lower = with_half_parameter if what == "4.weight" else with_half_buffer
         with pytest.raises(RuntimeError, match=rf"{what}.*float16"):
-            amp.initialize(models, opt_level="O2", verbosity=0)
+            amp.initialize(lower(make_net()), opt_level="O2", verbosity=0)
 
     def test_a_low_model_may_be_allowed(self) -> None:
         amp._amp_state.allow_incoming_model_not_fp32 = True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
+from amp.test_apex_suite import ZEROING, Mixed
 from halfpeak import amp
 from support.nets import LEVELS, MASTERED, make_batch, make_net
 
@@ -120,25 +121,6 @@ class TestWhoChanges:
         assert all((a.float() - loaded[n]).abs().max() < 0.2 for n, a in net.named_parameters())
 
 
-class TwoWeights(nn.Module):
-    """A half weight and a float32 one, as in apex's own tests."""
-
-    def __init__(self, unique: int) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.arange(2, dtype=torch.float16) + unique)
-        self.high = nn.Parameter(torch.arange(2, dtype=torch.float32) + 1 + unique)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.half() * self.low).float().sum() + (x * self.high).sum()
-
-
-ZEROING: dict[str, Callable[[list[nn.Module], torch.optim.Optimizer], None]] = {
-    "none": lambda nets, optimizer: [setattr(p, "grad", None) for n in nets for p in n.parameters()],  # type: ignore[func-returns-value]
-    "model": lambda nets, optimizer: [net.zero_grad() for net in nets],  # type: ignore[func-returns-value]
-    "optimizer": lambda nets, optimizer: optimizer.zero_grad(),
-}
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("zeroing", ZEROING)
 @pytest.mark.parametrize("zero_before_add", [True, False])
@@ -151,7 +133,7 @@ def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumu
     x = torch.tensor([1.0, 2.0])
 
     def run(mixed: bool) -> list[list[float]]:
-        nets: list[nn.Module] = [TwoWeights(1), TwoWeights(2)]
+        nets = [Mixed(1), Mixed(2)]
         optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.25, momentum=0.125)
         if mixed:
             amp._amp_state.allow_incoming_model_not_fp32 = True
@@ -168,11 +150,11 @@ def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumu
 
         for step in range(4):
             if zero_before_add:
-                ZEROING[zeroing](nets, optimizer)
+                ZEROING[zeroing](nets, [optimizer])
             if step == 2:
                 optimizer.add_param_group({"params": iter(nets[1].parameters()), "lr": 0.5})
             if not zero_before_add:
-                ZEROING[zeroing](nets, optimizer)
+                ZEROING[zeroing](nets, [optimizer])
             block(step)
             if accumulate_twice:
                 block(step)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
-from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.nets import LEVELS, LOW, OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
 
 
@@ -39,6 +39,10 @@ class Trainee:
 
     def result(self) -> list[Any]:
         return [values(self.net, self.optimizer), [(s.loss_scale(), s._unskipped) for s in self.scalers]]
+
+
+def product() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def stop_casts() -> None:
@@ -88,7 +92,7 @@ class TestSideBySide:
         for number in range(6):
             student.step(number, overflow=number == 3)
         result = student.result()
-        assert teacher(make_batch(0)[0]).dtype is (torch.float16 if level == "O1" else torch.bfloat16)
+        assert teacher(make_batch(0)[0]).dtype is LOW[level]
         stop_casts()
         assert result == alone(other, 2)
 
@@ -103,9 +107,6 @@ class TestSideBySide:
         assert torch.equal(teacher(x), expected)
 
     def test_the_casts_outside_models_are_those_of_the_latest_run_that_lives(self) -> None:
-        def product() -> torch.dtype:
-            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
         one = Trainee("O1", 1)
         two = Trainee("O4", 2)
         three = Trainee("O2", 3)
@@ -204,24 +205,20 @@ class TestSideBySide:
 
 class TestEnd:
     @pytest.mark.parametrize("level", ["O1", "O4"])
-    def test_casts_end_with_the_model(self, level: str) -> None:
-        trainee = Trainee(level)
-        trainee.step(0)
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype is (torch.float16 if level == "O1" else torch.bfloat16)
-        del trainee
+    @pytest.mark.parametrize("trained", [True, False])
+    def test_casts_end_with_the_model(self, level: str, trained: bool) -> None:
+        if trained:
+            run: Any = Trainee(level)
+            run.step(0)
+        else:
+            run = amp.initialize(make_net(), opt_level=level, verbosity=0)
+            run(make_batch(0)[0])
+        assert product() is LOW[level]
+        del run
         gc.collect()
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert product() is torch.float32
         assert torch._C._len_torch_function_stack() == 0
         assert amp._amp_state.handle is None
-
-    @pytest.mark.parametrize("level", ["O1", "O4"])
-    def test_casts_end_with_a_model_that_was_never_trained(self, level: str) -> None:
-        net = amp.initialize(make_net(), opt_level=level, verbosity=0)
-        net(make_batch(0)[0])
-        del net
-        gc.collect()
-        assert torch._C._len_torch_function_stack() == 0
 
     def test_casts_stay_while_one_of_several_models_lives(self) -> None:
         nets = [make_net(0), make_net(1)]
@@ -229,10 +226,10 @@ class TestEnd:
         first = nets.pop()
         del nets
         gc.collect()
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+        assert product() is torch.float16
         del first
         gc.collect()
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert product() is torch.float32
 
     @pytest.mark.parametrize("level", ["O1", "O4"])
     def test_a_new_run_in_the_place_of_the_old(self, level: str) -> None:

@@ -239,7 +239,6 @@ NETWORKS: tuple[Any, ...] = (
 
 # Faults: each injects something, and says what is to be found: where, module, reason.
 
-Expected = tuple[str, str, str]
 ALL, FP16_MODEL, FP16 = tuple(halfpeak.LEVELS), ("O2", "O3"), ("O1", "O2", "O3")
 
 

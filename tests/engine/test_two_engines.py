@@ -158,6 +158,7 @@ FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
     "AmpOptimWrapper": (_wrapper(AmpOptimWrapper, dtype="bfloat16"), torch.bfloat16, torch.float32),
     "ApexOptimWrapper": (_wrapper(ApexOptimWrapper, opt_level="O5"), torch.bfloat16, torch.bfloat16),
     "amp-O0": (_amp(opt_level="O0"), torch.float32, torch.float32),
+    "amp-O1": (_amp(opt_level="O1"), torch.float16, torch.float16),
     "amp-O5": (_amp(opt_level="O5"), torch.bfloat16, torch.bfloat16),
     "amp-O4": (_amp(opt_level="O4"), torch.bfloat16, torch.bfloat16),
     "amp-disabled": (_amp(enabled=False), torch.float32, torch.float32),
