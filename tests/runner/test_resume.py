@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from halfpeak import runner
@@ -18,6 +19,24 @@ from runner.zoo import LENGTH, SETUPS, build, differences, run
 KINDS = ("EpochBasedRunner", "IterBasedRunner")
 STOPS = (1, 4, 5, 7, 8, 12)
 """The first, the last of an epoch, the first of the next, after an overflow, inside every window, the last."""
+BATCHES = [torch.full((1,), float(number)) for number in range(4)]
+LENGTHS = {"EpochBasedRunner": {"max_epochs": 2}, "IterBasedRunner": {"max_iters": 8}}
+
+
+class Interrupted(nn.Module):
+    """Remembers the batches that it has trained on; the ``at``-th is interrupted."""
+
+    at: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def train_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        if len(self.seen) == self.at:
+            raise KeyboardInterrupt
+        self.seen.append(float(data))
+        return {}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +72,15 @@ def test_a_second_run_goes_on(setup: str, tmp_path: Path) -> None:
     assert made.iter == LENGTH + 4
 
 
+def without_noise(data: zoo.Noisy, index: int) -> Tensor:
+    return torch.full((3,), index / zoo.SAMPLES)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", runner.Hook.stages)
+def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(
+    kind: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a hook that comes last and calls ``save_checkpoint`` itself."""
     places: list[str] = []
 
@@ -63,12 +89,10 @@ def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(kind: str, tmp_pat
             places.append(f"{len(places)}.{{}}.pth")
             runner.save_checkpoint(tmp_path, places[-1], create_symlink=False)
 
-    for stage in (
-        "after_train_iter",
-        "after_val_iter",
-        *(["after_train_epoch", "after_val_epoch"] * ("Epoch" in kind)),
-    ):
-        setattr(Save, stage, Save.save)
+    if stage in ("before_train_iter", "before_val_iter"):
+        # The batch is loaded again, and what its loading draws in this process is drawn anew.
+        monkeypatch.setattr(zoo.Noisy, "__getitem__", without_noise)
+    setattr(Save, stage, Save.save)
     whole = build(kind, tmp_path / "whole", interval=100)
     whole.register_hook(Save(), "LOWEST")
     end = run(whole, validated=True)
@@ -76,6 +100,19 @@ def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(kind: str, tmp_pat
         again = build(kind, tmp_path / str(number), interval=100)
         again.resume(next(tmp_path.glob(f"{number}.*.pth")))
         assert not differences(end, run(again, validated=True)), number
+
+
+def test_an_interrupted_iteration_gets_its_batch_again(tmp_path: Path) -> None:
+    """As a script does that catches an interrupt and saves."""
+    for kind in KINDS:
+        made, again = (getattr(runner, kind)(Interrupted(), **LENGTHS[kind]) for _ in range(2))
+        made.model.at = 6
+        with pytest.raises(KeyboardInterrupt):
+            made.run([BATCHES], [("train", 1)])
+        made.save_checkpoint(tmp_path, "interrupted.pth", create_symlink=False)
+        again.resume(tmp_path / "interrupted.pth")
+        again.run([BATCHES], [("train", 1)])
+        assert (again.iter, made.model.seen + again.model.seen) == (8, [0, 1, 2, 3, 0, 1, 2, 3])
 
 
 def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:

@@ -344,15 +344,19 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
     seen: list[Any] = []
 
     class Defer(hr.Hook):
+        def before_train_iter(self, runner: Any) -> None:
+            runner.defer(lambda: seen.append(("begun", runner.iter, runner.epoch)))
+
         def after_train_iter(self, runner: Any) -> None:
             runner.defer(lambda: seen.append(("iter", runner.iter, runner.epoch)))
 
         def after_train_epoch(self, runner: Any) -> None:
             runner.defer(lambda: seen.append(("epoch", runner.iter, runner.epoch)))
 
+    iters = [("begun", 1, 0), ("iter", 1, 0), ("begun", 2, 0), ("iter", 2, 0)]
     for made, expected in (
-        (epochs(max_epochs=1), [("iter", 1, 0), ("iter", 2, 0), ("epoch", 2, 1)]),
-        (hr.IterBasedRunner(Steps(), max_iters=2), [("iter", 1, 0), ("iter", 2, 0), ("epoch", 2, 0)]),
+        (epochs(max_epochs=1), [*iters, ("epoch", 2, 1)]),
+        (hr.IterBasedRunner(Steps(), max_iters=2), [*iters, ("epoch", 2, 0)]),
     ):
         seen.clear()
         made.register_hook(Defer())
@@ -360,6 +364,24 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
         assert seen == expected
     made.defer(lambda: seen.append("now"))
     assert seen[-1] == "now"
+
+
+@pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
+def test_an_iteration_in_which_a_hook_raises_leaves_no_file(kind: Any, tmp_path: Path) -> None:
+    """It would hold the weights after a step that the counters do not know of."""
+
+    class Raises(hr.Hook):
+        def after_train_iter(self, runner: Any) -> None:
+            if runner.iter == 1:
+                raise KeyboardInterrupt
+
+    made = kind(Steps(), work_dir=tmp_path, **{"max_epochs" if "Epoch" in kind.__name__ else "max_iters": 3})
+    made.register_checkpoint_hook({"interval": 1, "by_epoch": False, "create_symlink": False})
+    made.register_hook(Raises())
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            made.run([DATA], TRAIN)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_1.pth"]
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -211,18 +211,23 @@ class BaseRunner:
             ConfigError: a hook has no stage of that name.
         """
         self._hooks.check_stage(fn_name)
-        if self._stage is None:
+        if self._stage is None and fn_name not in ("after_train_iter", "after_val_iter"):
             self._run_deferred()
         before, self._stage = self._stage, fn_name
         try:
             self._hooks.call(fn_name, self)
+        except BaseException:
+            if before is None:
+                self._deferred.clear()  # the iteration or epoch that they waited for is not over
+            raise
         finally:
             self._stage = before
 
     def defer(self, action: Callable[[], None]) -> None:
         """Call ``action`` when the current iteration or epoch is over: every hook was called and the counters moved on.
 
-        A checkpoint taken then is complete. Outside of a stage ``action`` is called at once.
+        A checkpoint taken then is complete. Outside of a stage ``action`` is called at once, and in a stage before an epoch or
+        a run, before the next stage. It is never called where a hook raises in between.
         """
         if self._stage is None:
             action()
@@ -503,6 +508,11 @@ class BaseRunner:
             return self.model.train_step(batch, self.optimizer, **kwargs), "model.train_step()"
         return model_step.val_step(self.model, batch, self.optimizer, kwargs), "model.val_step()"
 
+    @property
+    def _is_begun(self) -> bool:
+        """Whether a resumed run has to give the current batch again."""
+        return self.data_batch is not None and self._stage not in ("after_train_iter", "after_val_iter")
+
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
         """One training iteration and its hooks."""
         self.step_result = None
@@ -537,11 +547,11 @@ class BaseRunner:
         self.call_hook("before_run")
         self._restore()
 
-    def _restore(self) -> None:
+    def _restore(self, *, hooks: bool = True) -> None:
         """Restore hooks, log, counts and random generators from the file that the run was resumed from."""
         if self._resumed is None:
             return
-        unknown = self._hooks.load_state_dict(self._resumed["hooks"])
+        unknown = self._hooks.load_state_dict(self._resumed["hooks"]) if hooks else []
         if unknown:
             self.logger.warning(
                 "the checkpoint holds state of %s, which are not registered",

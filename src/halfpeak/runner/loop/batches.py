@@ -37,23 +37,28 @@ class Batches(Iterator[Any]):
         self._generators = [generator.get_state() for generator in generators]
         self.num_batches = 0
         self._iterator = iter(loader)
+        self._begun: list[Any] = []
         while state is not None and self.num_batches < state["taken"]:
             try:
-                next(self)
+                last = next(self)
             except StopIteration:
                 raise StateError(
                     f"the run was {state['taken']} batches into its pass, and the data loader gives {self.num_batches} now; "
                     "resume with the data and the batch size it had"
                 ) from None
+            self._begun = [last] if self.num_batches == state["taken"] and state.get("begun") else []
 
     def __next__(self) -> Any:
+        if self._begun:
+            return self._begun.pop()
         batch = next(self._iterator)
         self.num_batches += 1
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the pass, as plain data."""
-        return {"taken": self.num_batches, "start": self._start, "generators": self._generators}
+    def state_dict(self, begun: bool = False) -> dict[str, Any]:
+        """The place in the pass, as plain data. With ``begun``, the last batch is given again: its iteration is not over."""
+        place = {"taken": self.num_batches, "start": self._start, "generators": self._generators}
+        return {**place, "begun": True} if begun else place
 
 
 def check_place(state: object) -> None:
@@ -62,8 +67,11 @@ def check_place(state: object) -> None:
     Raises:
         StateError: it is something else.
     """
-    known = require_mapping(state, "the place in the data", ("taken", "start", "generators"))
+    what, keys = "the place in the data", ("taken", "start", "generators", "begun")
+    known = require_mapping({"begun": False, **require_mapping(state, what)}, what, keys)
     require_count(known["taken"], "the number of batches")
+    if not isinstance(known["begun"], bool):
+        raise StateError(f"begun must be True or False, not {short_repr(known['begun'])}")
     random_state.parse(require_mapping(known["start"], "the state of random generators"))
     require_list(known["generators"], "generators")
 
@@ -72,9 +80,12 @@ def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, An
     """The place of ``new`` ranks in a pass that ``old`` ranks left at ``state``.
 
     >>> rescale({"taken": 6}, 2, 4)
-    {'taken': 3}
+    {'taken': 3, 'begun': False}
     """
-    return None if state is None else {**state, "taken": state["taken"] * old // new}
+    if state is None or old == new:
+        return None if state is None else dict(state)
+    finished = state["taken"] - state.get("begun", False)
+    return {**state, "taken": finished * old // new, "begun": False}
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -137,9 +148,12 @@ class IterLoader(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._dataloader)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The current pass and the place in it, as plain data."""
-        return {"epoch": self.epoch, "batches": None if self._batches is None else self._batches.state_dict()}
+    def state_dict(self, begun: bool = False) -> dict[str, Any]:
+        """The current pass and the place in it, as plain data; ``begun`` as in :meth:`Batches.state_dict`."""
+        return {
+            "epoch": self.epoch,
+            "batches": None if self._batches is None else self._batches.state_dict(begun),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the place where :meth:`state_dict` was called. Draws from the random generators."""

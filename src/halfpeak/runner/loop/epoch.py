@@ -170,7 +170,7 @@ class EpochBasedRunner(BaseRunner):
             "workflow": self._workflow(),
             "flow": self._flow,
             "done": self._done + is_over,
-            "open": None if is_over or self._open is None else self._open.state_dict(),
+            "open": None if is_over or self._open is None else self._open.state_dict(self._is_begun),
         }
 
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:

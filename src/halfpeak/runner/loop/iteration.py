@@ -47,6 +47,7 @@ class IterBasedRunner(BaseRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loaders: list[IterLoader] = []
+        self._is_open = False
 
     def run(
         self,
@@ -72,19 +73,21 @@ class IterBasedRunner(BaseRunner):
         if self._max_iters is None:
             raise ConfigError("this runner has no length; write IterBasedRunner(..., max_iters=90000)")
         flows = parse_workflow(self, data_loaders, workflow)
-        self._begin(flows, f"{self._max_iters} iters")
         self._loaders = [IterLoader(flow.loader) for flow in flows]
+        self._begin(flows, f"{self._max_iters} iters")
         self.mode = "train"
         self.data_loader = next(
             loader for loader, flow in zip(self._loaders, flows, strict=True) if flow.mode == "train"
         )
         self.call_hook("before_train_epoch")
         self._flow, self._inner_iter = self._enter()
+        self._is_open = True
         while not self._is_over() or self._flow or self._inner_iter:
             while self._flow < len(flows):
                 self._run_flow(kwargs)
                 self._flow, self._inner_iter = self._flow + 1, 0
             self._flow = 0
+        self._is_open = False
         self.call_hook("after_train_epoch")
         self.call_hook("after_run")
         self._run_deferred()
@@ -138,8 +141,9 @@ class IterBasedRunner(BaseRunner):
                 for loader, state in zip(self._loaders, saved, strict=True):
                     batches = rescale(state["batches"], loop["world_size"], self._world_size)
                     loader.load_state_dict({**state, "batches": batches})
-            # The stage before was called again, and finding the place drew from the random generators.
-            self._restore()
+            # Finding the place drew from the random generators, and the stage before was called again; not so for a file
+            # that was saved after the end.
+            self._restore(hooks=self._resumed["loop"].get("is_open", True))
             self._resumed = None
         return flow, done
 
@@ -161,7 +165,10 @@ class IterBasedRunner(BaseRunner):
             "workflow": self._workflow(),
             "flow": self._flow,
             "done": self._inner_iter + is_over,
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "is_open": self._is_open,
+            "loaders": [
+                loader.state_dict(self._is_begun and loader is self.data_loader) for loader in self._loaders
+            ],
         }
 
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
