@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
 from halfpeak.amp.fp16_utils.loss_scaler import DYNAMIC_ARGUMENTS
-from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -226,20 +226,6 @@ def test_dynamic_defaults() -> None:
     assert (optimizer.loss_scale, config.interval, config.ceiling) == (2.0**16, 2000, 2.0**24)
     optimizer.loss_scale = 4.0
     assert optimizer.loss_scale == 4.0
-
-
-def test_a_scale_that_cannot_fall_is_said() -> None:
-    made, optimizer = make(verbose=False)
-    before = state_of(made, optimizer)
-
-    def steps() -> None:
-        for _ in range(200):
-            optimizer.backward(loss_of(made, gradients(0)) * math.nan)
-            optimizer.step()
-
-    with pytest.raises(LossScaleCollapse):
-        steps()
-    assert same(state_of(made, optimizer), before)
 
 
 def test_lbfgs_sees_where_it_has_moved() -> None:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfpeak
-from laws.test_waits import OPTIMIZERS as OPTIMIZERS_AND_WAITS
-from laws.test_waits import Waits
 from support.nets import OPTIMIZERS, make_batch, make_net, poison
 
 SCALE = 2.0**16
@@ -381,21 +379,6 @@ def test_a_closure_that_does_not_scale_or_never_ends_overflowing() -> None:
     with pytest.raises(halfpeak.LossScaleCollapse):
         scaler.step(optimizer, broken)
     assert weight.tolist() == [1.0, 1.0]
-
-
-def test_a_step_waits_once_and_not_at_all_with_a_fused_optimizer() -> None:
-    for build, expected in OPTIMIZERS_AND_WAITS.values():
-        weight = nn.Parameter(torch.ones(3))
-        optimizer = build([weight])
-        scaler = scaler_of()
-        for _ in range(3):
-            with Waits() as waits:
-                scaler.scale(weight.sum()).backward()
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
-            assert len(waits.places) == expected
 
 
 def test_scale_compiles() -> None:

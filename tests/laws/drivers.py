@@ -30,6 +30,7 @@ from halfpeak.runner import (
     GradientCumulativeOptimizerHook,
     OptimizerHook,
 )
+from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
@@ -82,6 +83,8 @@ class Run:
 
     restores_statistics: ClassVar[bool] = True
     """Whether batch-norm statistics are put back where a step is skipped."""
+    result: halfpeak.StepResult | None = None
+    """Of the last pass; None inside a window of the caller's own. Nobody has waited for it."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.every, self.clip = case, case.every, case.clip
@@ -126,7 +129,7 @@ class Run:
 
     def moved(self) -> bool:
         """Whether the last pass moved the weights."""
-        raise NotImplementedError
+        return self.result is not None and self.result.stepped()
 
     def scale(self) -> float:
         raise NotImplementedError
@@ -202,9 +205,6 @@ class NativeRun(Run):
 
     def end(self) -> None:
         self.engine.remove()
-
-    def moved(self) -> bool:
-        return self.result.stepped()
 
     def scale(self) -> float:
         return self.engine.read_scale()
@@ -289,17 +289,14 @@ class AmpRun(Run):
             scaled.backward()
 
     def step(self) -> None:
-        self.stepped = self.is_boundary
+        self.result = None
         if self.is_boundary:
             if self.clip is not None:
                 halfpeak.ClipNorm(max_norm=self.clip)(
                     [p.grad for p in amp.master_params(self.optimizer) if p.grad is not None]
                 )
             self.optimizer.step()
-            self.stepped = amp.last_step(self.optimizer).stepped()
-
-    def moved(self) -> bool:
-        return self.stepped
+            self.result = amp.last_step(self.optimizer)
 
     def scale(self) -> float:
         return self.scaler.loss_scale()
@@ -327,7 +324,6 @@ class AmpRun(Run):
             return loss
 
         self.optimizer.step(closure)
-        self.stepped = True
 
 
 class Fp16OptimizerRun(Run):
@@ -470,6 +466,7 @@ class HookRun(Run):
         clip = None if self.clip is None else {"max_norm": self.clip}
         self.loop = Loop(self.net, max_iters=TOTAL)
         self.loop.optimizer = self.optimizer
+        self.loop.log_buffer = LogBuffer()
         self.hook: Any = self.make_hook(grad_clip=clip)
         self.loop.hook = self.hook
         self.begun = False
@@ -541,7 +538,7 @@ class GradScalerRun(Run):
         with torch.autocast("cpu", AUTOCAST[self.case.level]):
             loss = loss_of()
         self.scaler.scale(loss / self.every).backward()
-        self.stepped = False
+        self.result = None
         if self.is_boundary:
             if self.clip is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -549,13 +546,9 @@ class GradScalerRun(Run):
                     [p.grad for p in self.net.parameters() if p.grad is not None]
                 )
             self.scaler.step(self.optimizer)
-            assert self.scaler.last is not None
-            self.stepped = self.scaler.last.stepped()
+            self.result = self.scaler.last
             self.scaler.update()
             self.optimizer.zero_grad()
-
-    def moved(self) -> bool:
-        return self.stepped
 
     def scale(self) -> float:
         return self.scaler.get_scale()
@@ -604,14 +597,10 @@ class TimmRun(NativeRun):
             parameters=self.net.parameters(),
             need_update=self.is_boundary,
         )
-        self.stepped = self.is_boundary
+        self.result = None
         if self.is_boundary:
-            assert self.loss_scaler.last is not None
-            self.stepped = self.loss_scaler.last.stepped()
+            self.result = self.loss_scaler.last
             self.optimizer.zero_grad()
-
-    def moved(self) -> bool:
-        return self.stepped
 
     def save(self) -> Any:
         return {

@@ -1,8 +1,9 @@
 """Laws that hold for every way to train: the table of drivers is in ``drivers.py``.
 
-A skip moves nothing; a front end takes the engine's steps bit for bit; a resume at any pass is bitwise, and so is going back;
-a copy goes on by itself; a dropped window leaves nothing behind; passes of a window add up to the whole batch; a closure is
-an ordinary step; after an exception the run goes on as if the iteration had been taken or had never begun.
+A skip moves nothing, and a run of nothing but skips is ended; a front end takes the engine's steps bit for bit; a resume at
+any pass is bitwise, and so is going back; a copy goes on by itself; a dropped window leaves nothing behind; passes of a window
+add up to the whole batch; a closure is an ordinary step; after an exception the run goes on as if the iteration had been taken
+or had never begun.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfpeak import LossScaleCollapse
 from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing
 from support.nets import LEVELS, MASTERED, make_batch, make_net
 from support.snapshot import values
@@ -67,6 +69,23 @@ def test_a_skip_moves_nothing(case: Case) -> None:
                 one.train(case.every * place + number)
         assert run.moved()
         assert calm is None or run.values() == calm.values()
+
+
+@pytest.mark.parametrize("case", cases(windows=((1, None),), optimizers=("sgd",)), ids=ids)
+def test_a_run_that_never_steps_is_ended_and_names_the_parameter(case: Case) -> None:
+    run = case.run()
+    run.train(0)
+    before = run.values()
+
+    def train() -> None:
+        for number in range(1, 150):
+            run.train(number)
+
+    with pytest.raises(LossScaleCollapse) as caught, overflowing(run):
+        train()
+    by_number = {"FP16_Optimizer": "parameter 0 of optimizer 0", "GradScaler": "param_groups[0]['params'][0]"}
+    assert caught.value.parameters == (by_number.get(case.driver, "0.weight"),)
+    assert run.values() == before
 
 
 def weights(run: Run) -> list[Any]:

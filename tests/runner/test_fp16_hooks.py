@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.loop.epoch import EpochBasedRunner
 from halfpeak.runner.loss_scaler import LossScaler
-from laws.test_waits import Waits
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net
@@ -203,16 +202,6 @@ def test_the_scale_in_meta(mode: Any, loss_scale: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
-@pytest.mark.parametrize("mode", ["autocast", "master"])
-def test_an_iteration_waits_for_its_step_only(mode: Any, kind: str, waits: int) -> None:
-    hook = Fp16OptimizerHook({"max_norm": 1.0}, mode=mode)
-    loop = run(make_loop(make_net(), kind), hook, range(1))
-    with Waits() as counted:
-        step(loop, hook, 1)
-    assert len(counted.places) == waits
-
-
 @pytest.mark.parametrize("mode", ["autocast", "master"])
 def test_states_of_mmcv_and_of_torch_are_restored(mode: Any) -> None:
     rule = {"mode": "dynamic", "scale_factor": 2.0, "scale_window": 1000}
@@ -244,12 +233,6 @@ def test_a_static_scale_skips_too(mode: Any) -> None:
     assert loop.handler.lines == ["Check overflow, skip a step at the static loss scale 512.0"]
 
 
-def test_gradients_that_stay_infinite_end_the_run() -> None:
-    loop, hook = make_loop(make_plain()), Fp16OptimizerHook(loss_scale={"init_scale": 4.0, "patience": 3})
-    with pytest.raises(LossScaleCollapse, match=r"0\.weight"):
-        run(loop, hook, range(40), range(40))
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -258,6 +241,7 @@ def test_gradients_that_stay_infinite_end_the_run() -> None:
         ({"scale_window": 7}, {"interval": 7}),
         ({"growth_factor": 4.0, "backoff_factor": 0.25}, {"growth": 4.0, "backoff": 0.25}),
         ({"growth_interval": 7}, {"interval": 7}),
+        ({"patience": 3}, {"patience": 3}),
         ({"init_scale": 2.0**40}, {"init": 2.0**40, "ceiling": 2.0**40}),
         ({"init_scale": 0.25}, {"init": 0.25, "floor": 0.25}),
         ({"enabled": False}, {"init": 1.0, "dynamic": False}),

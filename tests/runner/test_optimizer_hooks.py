@@ -15,7 +15,6 @@ from torch import nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
-from laws.test_waits import Waits
 from runner.loops import by_hand, make_loop, run, step
 from runner.oracle import cases
 from support.nets import OPTIMIZERS, make_batch, make_net
@@ -59,19 +58,6 @@ def test_windows_recorded_of_mmcv(row: dict[str, Any]) -> None:
         assert torch.equal(weight.detach(), expected)
         assert loop.step_result.boundary == boundary
         assert weight.grad is None if boundary else torch.equal(weight.grad, window)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("kind", "waits"), [("sgd", 1), ("adamw-fused", 0)])
-@pytest.mark.parametrize("every", [1, 2])
-def test_logging_the_norm_does_not_wait(kind: str, waits: int, every: int) -> None:
-    loop = make_loop(make_net(), kind)
-    hook = GradientCumulativeOptimizerHook(every, grad_clip={"max_norm": 1.0})
-    hook.before_run(loop)
-    for number in range(2 * every):
-        with Waits() as counted:
-            step(loop, hook, number)
-        assert len(counted.places) == (waits if (number + 1) % every == 0 else 0)
-    assert len(loop.log_buffer.entries) == 2
 
 
 def test_the_norm_is_weighted_by_the_batch() -> None:
