@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.launching import fork_ranks
+from halfpeak.integrations.timm import LossScaler
 
 WINDOWS = 3
 LEVELS = ("O0", "O1", "O2", "O5")
@@ -254,6 +256,24 @@ def parted(rank: int, how: str) -> dict[str, Any]:
     return {"said": said}
 
 
+def saved_by_timm(rank: int) -> dict[str, Any]:
+    """timm's loop saves inside a window whose gradients are not reduced; every rank loads the file of the first."""
+    model, again = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss_scaler = LossScaler(halfpeak.prepare(model, optimizer, "O2"))
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync(), loss_scaler.engine.forward():
+        loss = wrapped(batch(rank, 0)).float().square().mean()
+    loss_scaler(loss, optimizer, need_update=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        file = [loss_scaler.state_dict()]
+    dist.broadcast_object_list(file)
+    fresh = LossScaler(halfpeak.prepare(again, torch.optim.SGD(again.parameters(), lr=0.05), "O2"))
+    fresh.load_state_dict(file[0])
+    return {"said": [str(one.message) for one in caught], "open": fresh.engine.is_open}
+
+
 def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -279,7 +299,7 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         table[f"loaded by first {level}"] = partial(loaded_by_first, level=level)
         for passes in PASSES:
             table[f"summed {level} {passes}"] = partial(summed, level=level, passes=passes)
-    return table
+    return {**table, "saved by timm": saved_by_timm}
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:

@@ -139,3 +139,9 @@ def test_ranks_that_have_parted_are_told(ranks: Seen, how: str, texts: list[str]
 
 def test_every_scenario_ran(ranks: Seen) -> None:
     assert ranks.keys() == scenarios().keys()
+
+
+def test_a_file_that_timm_saves_inside_a_window_is_loaded_by_every_rank(ranks: Seen) -> None:
+    for seen in ranks["saved by timm"]:
+        assert not seen["open"]
+        assert "the gradients of each rank are left out" in seen["said"][0]

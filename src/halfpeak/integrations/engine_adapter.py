@@ -114,22 +114,8 @@ class EngineAdapter:
         return self.last
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32.
-
-        Gradients that ranks have not reduced yet are left out, with a warning: the loop writes one file for all ranks.
-        """
-        if self.engine is None:
-            return dict(self._saved_state or {})
-        state = self.engine.loop_state_dict()
-        if "rank" not in state["window"]:
-            return state
-        warnings.warn(
-            "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
-            "begins the window anew; save after a step",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return {**state, "window": None, "buffers": []}
+        """What :func:`engine_state` gives; before :meth:`connect`, what was loaded."""
+        return dict(self._saved_state or {}) if self.engine is None else engine_state(self.engine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; before :meth:`connect` it is kept until there is an engine.
@@ -143,8 +129,25 @@ class EngineAdapter:
             self._saved_state = _checked(state)
 
 
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32.
+
+    Gradients that ranks have not reduced yet are left out, with a warning: the loop writes one file for all ranks.
+    """
+    state = engine.loop_state_dict()
+    if "rank" not in state["window"]:
+        return state
+    warnings.warn(
+        "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
+        "begins the window anew; save after a step",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return {**state, "window": None, "buffers": []}
+
+
 def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore what ``engine.loop_state_dict()`` gave. A static scale keeps its value, whatever was saved.
+    """Restore what :func:`engine_state` gave. A static scale keeps its value, whatever was saved.
 
     Raises:
         StateError: it does not fit. Nothing was loaded.

@@ -12,7 +12,12 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
-from halfpeak.integrations.engine_adapter import load_engine_state, scale_loss, stepped_parameters
+from halfpeak.integrations.engine_adapter import (
+    engine_state,
+    load_engine_state,
+    scale_loss,
+    stepped_parameters,
+)
 from halfpeak.state.clip import ClipNorm, ClipValue
 from halfpeak.state.found_inf import is_multi_rank
 
@@ -108,8 +113,11 @@ class LossScaler:
             ClipValue(value=limit)(grads)
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales, counters and the open window; timm saves the model and the optimizer, in float32."""
-        return self.engine.loop_state_dict()
+        """Loss scales, counters and the open window; timm saves the model and the optimizer, in float32.
+
+        Gradients that ranks have not reduced yet are left out, with a warning: timm writes one file for all ranks.
+        """
+        return engine_state(self.engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave.
