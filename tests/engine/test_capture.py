@@ -19,7 +19,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import is_installed, kernels
 from support.graph import emulate_graphs
 from support.states import differences
-from support.triton import DEVICES, INTERPRETER_WARNS, round_as_devices_do
+from support.triton import DEVICES, INTERPRETER_WARNS
 
 pytestmark = INTERPRETER_WARNS
 
@@ -28,7 +28,6 @@ pytestmark = INTERPRETER_WARNS
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no CUDA, graphs are emulated; the tests of errors undo that."""
     if is_installed() and not torch.cuda.is_available():
-        round_as_devices_do(monkeypatch)
         emulate_graphs(monkeypatch)
 
 

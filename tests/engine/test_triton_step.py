@@ -16,7 +16,7 @@ from halfpeak.fused import FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import kernels
 from laws.test_waits import Waits
-from support.triton import DEVICES, INTERPRETER_WARNS, ExactRoots, Run, round_as_devices_do
+from support.triton import DEVICES, INTERPRETER_WARNS, ExactRoots, Run
 
 pytestmark = INTERPRETER_WARNS
 
@@ -29,11 +29,6 @@ CLIPPED = [
     ("O5", "no clip"),
     ("O5", "tight"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_as_devices_do(monkeypatch)
 
 
 def tensors(run: Run) -> list[torch.Tensor]:

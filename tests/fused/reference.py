@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
+from halfpeak.fused.backends.eager_device import EagerDeviceBackend
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.flat.buffers import MIN_STANDALONE
 
@@ -36,6 +38,8 @@ CASES: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
     ),
 }
 """One row per formula: the class and what makes it that formula."""
+
+LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
 
 SHAPES = ((), (0,), (1,), (7, 5), (3,), (2, 3, 4, 5), (64, 33))
 
@@ -69,6 +73,12 @@ class Wanted(NamedTuple):
 
     values: list[Tensor]
     sizes: list[float]
+
+
+def step_as_on_a_device(patch: pytest.MonkeyPatch) -> None:
+    """Everywhere by the eager backend of devices, whose ``found_inf`` no host knows."""
+    patch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
+    patch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
 
 
 @dataclass

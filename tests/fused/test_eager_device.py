@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fused.reference import CASES, give
+from fused.reference import CASES, give, step_as_on_a_device
 from halfpeak.fused import FusedAdamW
-from halfpeak.fused.backends.eager_device import EagerDeviceBackend
 from halfpeak.fused.base import FusedOptimizer
 from support.triton import everything, gradients_on, parameters_on
 
@@ -24,10 +23,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def on_this_road(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everywhere, and stats ``found_inf`` nowhere."""
-    monkeypatch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
-    monkeypatch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_as_on_a_device(monkeypatch)
 
 
 def train(optimizer: FusedOptimizer, parameters: list[torch.nn.Parameter], steps: int) -> None:

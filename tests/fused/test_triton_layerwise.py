@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fused.reference import CASES, Reference, agree, give
+from fused.reference import CASES, LAYERWISE, Reference, agree, give
+from fused.test_triton_backend import BOUND
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from support.triton import (
+    AGAIN,
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
@@ -22,42 +24,13 @@ from support.triton import (
     everything,
     gradients_on,
     parameters_on,
-    round_as_devices_do,
 )
 
 pytestmark = INTERPRETER_WARNS
 
-BOUND = 4.0
-"""Roundings of the largest number: the sums go in another order, and enter weights by one factor."""
-
-LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
-AGAIN = {"cpu": 3, "cuda": 100}
-"""Runs of which each gives the same bits; in the interpreter nothing runs at the same time."""
 
 SIZES = {"cpu": [1030], "cuda": [5, 1030, 40_000]}
 """Of their parameters. In the interpreter programs take turns, and it takes its time."""
-
-
-@pytest.fixture(autouse=True)
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_as_devices_do(monkeypatch)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_the_update_is_the_rule_but_for_the_order_of_sums(name: str, dtype: torch.dtype, device: str) -> None:
-    kind, options = CASES[name]
-    parameters = parameters_on(device, dtype)
-    optimizer = kind(parameters, backend="triton", **options)
-    reference = Reference(optimizer)
-    for _ in range(2):
-        give(parameters, gradients_on(device, parameters, dtype))
-        with ExactRoots():
-            wanted = reference.step()
-        optimizer.step()
-        agree(optimizer, wanted, ulps=BOUND)
-    assert optimizer.backend == "triton"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -102,27 +75,6 @@ def test_a_weight_or_a_move_of_zero_is_left_its_own_step(device: str) -> None:
     optimizer.step()
     torch.testing.assert_close(zero.detach().cpu(), torch.full((4,), -0.1))
     assert torch.equal(still.detach().cpu(), torch.full((4,), 2.0))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("name", "found_inf"), [("LAMB", 1.0), ("LAMB", math.nan), ("NovoGrad", 2.0), ("NovoGrad", math.inf)]
-)
-def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, device: str) -> None:
-    kind, options = CASES[name]
-    parameters = parameters_on(device)
-    optimizer = kind(parameters, backend="triton", **options)
-    give(parameters, gradients_on(device, parameters, torch.float32))
-    optimizer.step()
-    before = bits_of(everything(optimizer))
-    give(parameters, [torch.full_like(p, math.inf) for p in parameters])
-    optimizer.found_inf = torch.tensor(found_inf, device=device)
-    optimizer.step()
-    assert bits_of(everything(optimizer)) == before
-    optimizer.found_inf = torch.zeros((), device=device)
-    give(parameters, gradients_on(device, parameters, torch.float32))
-    optimizer.step()
-    assert float(optimizer.state[parameters[0]]["step"]) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fused.reference import give
+from fused.reference import give, step_as_on_a_device
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
-from halfpeak.fused.backends.eager_device import EagerDeviceBackend
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import BLOCK_SIZE
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
 from support.triton import (
+    AGAIN,
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
@@ -24,7 +24,6 @@ from support.triton import (
     everything,
     gradients_on,
     parameters_on,
-    round_as_devices_do,
 )
 
 pytestmark = INTERPRETER_WARNS
@@ -36,9 +35,6 @@ FORMS: dict[str, StateFormat] = {
     "8-bit moments": StateFormat("remainder", "int8"),
     "8 bits": StateFormat("remainder8", "int8"),
 }
-AGAIN = {"cpu": 3, "cuda": 100}
-"""Runs of which each gives the same bits; in the interpreter nothing runs at the same time."""
-
 SIZES = {"cpu": [130], "cuda": [130, 1030, 40_000]}
 """Of their parameters. In the interpreter programs take turns, and it takes its time."""
 
@@ -83,16 +79,6 @@ RULES: dict[str, Any] = {
 CASES = [("AdamW", form) for form in FORMS] + [(rule, "8 bits") for rule in RULES if rule != "AdamW"]
 
 
-@pytest.fixture(autouse=True)
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_as_devices_do(monkeypatch)
-
-
-def on_the_eager_road(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
-    patch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
-
-
 def train(make: Any, device: str, dtype: torch.dtype, steps: int = 2) -> list[torch.Tensor]:
     torch.manual_seed(0)
     parameters = parameters_on(device, dtype)
@@ -117,7 +103,7 @@ def test_the_update_has_the_bits_of_the_codecs(
 ) -> None:
     make = RULES[rule](FORMS[form])
     ours = train(make, device, dtype)
-    on_the_eager_road(monkeypatch)
+    step_as_on_a_device(monkeypatch)
     assert bits_of(ours) == bits_of(train(make, device, dtype))
 
 
@@ -137,21 +123,6 @@ def test_remainders_give_the_updates_of_a_float32_master(device: str) -> None:
     remainders = compact.remainders
     assert remainders is not None
     assert all(torch.equal(remainders.fp32_value(low), value) for low, value in zip(lows, wide, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("found_inf", [2.0, math.nan])
-def test_anything_but_zero_keeps_all_as_it_is(found_inf: float, device: str) -> None:
-    parameters = parameters_on(device, torch.bfloat16)
-    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", master="remainder8", moments="int8")
-    give(parameters, gradients_on(device, parameters, torch.bfloat16))
-    optimizer.step()
-    before = bits_of(everything(optimizer))
-    give(parameters, [torch.full_like(parameter, math.inf) for parameter in parameters])
-    optimizer.found_inf = torch.tensor(found_inf, device=device)
-    optimizer.step()
-    assert optimizer.backend == "triton"
-    assert bits_of(everything(optimizer)) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)

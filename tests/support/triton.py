@@ -40,6 +40,16 @@ DEVICES = [
 ]
 """For ``@pytest.mark.parametrize("device", DEVICES)``."""
 
+BACKENDS = [
+    ("eager", "cpu"),
+    ("compiled", "cpu"),
+    *(pytest.param("triton", *device.values, marks=device.marks) for device in DEVICES),
+]
+"""For ``@pytest.mark.parametrize(("backend", "device"), BACKENDS)``."""
+
+AGAIN = {"cpu": 3, "cuda": 100}
+"""Runs of which each gives the same bits; in the interpreter nothing runs at the same time."""
+
 SHAPES = ((), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (3, 1024), (9, 125))
 """None, one, odd, and around the 1024 elements of a chunk."""
 
@@ -151,14 +161,8 @@ def quicken_the_interpreter() -> None:
     interpreter._patch_lang = patch
 
 
-if is_installed() and os.environ.get("TRITON_INTERPRET") == "1":
-    quicken_the_interpreter()
-
-
-def round_as_devices_do(patch: pytest.MonkeyPatch) -> None:
+def round_as_devices_do() -> None:
     """Let triton's interpreter round to the nearest bfloat16. It cuts off, and no device does."""
-    if not is_installed():
-        return
     interpreter = importlib.import_module("triton.runtime.interpreter")
     bfloat16 = importlib.import_module("triton.language").bfloat16
     cut_off = interpreter.InterpreterBuilder.create_fp_trunc
@@ -169,4 +173,9 @@ def round_as_devices_do(patch: pytest.MonkeyPatch) -> None:
         nearest = torch.tensor(source.data, dtype=torch.float32).to(torch.bfloat16)
         return interpreter.TensorHandle(nearest.view(torch.uint16).numpy(), bfloat16)
 
-    patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounded)
+    interpreter.InterpreterBuilder.create_fp_trunc = rounded
+
+
+if is_installed() and os.environ.get("TRITON_INTERPRET") == "1":
+    quicken_the_interpreter()
+    round_as_devices_do()
