@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfpeak import amp
+from support.nets import product
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def product() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 class TestInit:

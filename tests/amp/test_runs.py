@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
-from support.nets import LEVELS, LOW, OPTIMIZERS, make_batch, make_net
+from support.nets import LEVELS, LOW, OPTIMIZERS, make_batch, make_net, product
 from support.snapshot import values
 
 
@@ -39,10 +39,6 @@ class Trainee:
 
     def result(self) -> list[Any]:
         return [values(self.net, self.optimizer), [(s.loss_scale(), s._unskipped) for s in self.scalers]]
-
-
-def product() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def stop_casts() -> None:

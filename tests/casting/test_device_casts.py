@@ -14,13 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import halfpeak
 from halfpeak.casting.casts import DeviceCasts, OpCasts
+from support.nets import product
 
 LOW, FLOAT = torch.bfloat16, torch.float32
-
-
-def product() -> torch.dtype:
-    x = torch.ones(2, 2)
-    return (x @ x).dtype
 
 
 def net() -> nn.Sequential:

@@ -14,13 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from halfpeak.casting.casts import OpCasts, disable_casts
+from support.nets import product
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-
-
-def product() -> torch.dtype:
-    x = torch.ones(2, 2)
-    return (x @ x).dtype
 
 
 def snapshot() -> dict[str, Any]:

@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 from halfpeak.casting.casts import OpCasts, disable_casts
 from halfpeak.casting.suspend import resume, suspend_until_return
+from support.nets import product
 
 HALF, FLOAT = torch.float16, torch.float32
-
-
-def product() -> torch.dtype:
-    x = torch.ones(2, 2)
-    return (x @ x).dtype
 
 
 @pytest.fixture(autouse=True)

@@ -237,27 +237,6 @@ def test_a_copy_made_without_gradients_is_not_trained() -> None:
     assert model.first.weight.grad is not None
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_train_eval_train(installed: bool) -> None:
-    """apex's test of its cache: the weight changes in place between a step, an evaluation and a step."""
-    model, x, casts = Twice(), torch.rand(2, 4), OpCasts(torch.float16)
-    try:
-        if installed:
-            casts.install()
-        for phase in ("train", "eval", "train"):
-            model.zero_grad()
-            with casts, torch.set_grad_enabled(phase == "train"):
-                out = model(x)
-                assert torch.equal(out, reference(model, x, torch.float16))
-                if phase == "train":
-                    out.float().sum().backward()
-                    assert model.first.weight.grad is not None
-            with torch.no_grad():
-                model.first.weight.sub_(1)
-    finally:
-        casts.uninstall()
-
-
 def test_nothing_dead_is_kept_alive() -> None:
     casts = OpCasts(torch.float16)
     with casts:

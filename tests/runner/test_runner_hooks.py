@@ -15,10 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.step_result import StepResult
 from halfpeak.optim import AmpOptimWrapper
 from halfpeak.runner.loop.batches import IterLoader
 from runner import zoo
+from runner.zoo import Results, result
 
 DATA = [torch.ones(2, 3)] * 4
 TRAIN = [("train", 1)]
@@ -42,18 +42,6 @@ class Line(nn.Module):
     def forward(self, x: Tensor, return_loss: bool = True) -> Any:
         assert [return_loss, self.training, torch.is_grad_enabled()] == [False] * 3
         return [float(self.weight)] * len(x)
-
-
-class Results(hr.Hook):
-    def __init__(self, *results: StepResult | None) -> None:
-        self.results = results
-
-    def after_train_iter(self, runner: Any) -> None:
-        runner.step_result = self.results[runner.iter]
-
-
-def result(overflow: bool = False, boundary: bool = True) -> StepResult:
-    return StepResult(torch.tensor(float(overflow)), torch.tensor(1.0), boundary=boundary)
 
 
 def epochs(folder: Path | None = None, count: int = 2, **options: Any) -> hr.EpochBasedRunner:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
-from halfpeak.core.step_result import StepResult
 from halfpeak.optim import OptimWrapper, OptimWrapperDict
 from halfpeak.runner.step_counter import StepCounter
 from runner import zoo
+from runner.zoo import Results, result
 
 DATA = [torch.ones(2, 3)] * 4
 
@@ -28,26 +28,12 @@ class Idle(nn.Linear):
         return {}
 
 
-class Results(hr.Hook):
-    """Tells the runner a made-up result for each iteration."""
-
-    def __init__(self, results: list[StepResult | None]) -> None:
-        self.results = results
-
-    def after_train_iter(self, runner: Any) -> None:
-        runner.step_result = self.results[runner.iter]
-
-
 class See(hr.Hook):
     def __init__(self, read: Any) -> None:
         self.read, self.seen = read, []
 
     def after_train_iter(self, runner: Any) -> None:
         self.seen.append(self.read(runner))
-
-
-def result(overflow: bool = False, boundary: bool = True) -> StepResult:
-    return StepResult(torch.tensor(float(overflow)), torch.tensor(1.0), boundary=boundary)
 
 
 def run(
@@ -57,7 +43,7 @@ def run(
     getattr(made, f"register_{which}_hook")(config)
     see = See(read or (lambda runner: runner.current_lr()))
     if results is not None:
-        made.register_hook(Results(results))
+        made.register_hook(Results(*results))
     made.register_hook(see, "LOWEST")
     made.run([DATA], [("train", 1)])
     return see.seen

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from halfpeak import runner
+from halfpeak.core.step_result import StepResult
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support import states
 
@@ -58,6 +59,20 @@ class Overflow(runner.Hook):
     def after_train_iter(self, runner: Any) -> None:
         if runner.iter in self.numbers:
             runner.outputs = {**runner.outputs, "loss": runner.outputs["loss"] * float("inf")}
+
+
+def result(overflow: bool = False, boundary: bool = True) -> StepResult:
+    return StepResult(torch.tensor(float(overflow)), torch.tensor(1.0), boundary=boundary)
+
+
+class Results(runner.Hook):
+    """Tells the runner a made-up result for each iteration."""
+
+    def __init__(self, *results: StepResult | None) -> None:
+        self.results = results
+
+    def after_train_iter(self, runner: Any) -> None:
+        runner.step_result = self.results[runner.iter]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -19,6 +19,13 @@ LEVELS = list(halfpeak.LEVELS)
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
 
+@pytest.fixture
+def amp(apex_installed: None) -> Any:
+    from apex import amp
+
+    return amp
+
+
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
@@ -38,10 +45,8 @@ def train(model: nn.Module, optimizer: Any, amp: Any, steps: int = 3) -> list[fl
     return losses
 
 
-def test_it_is_a_package() -> None:
+def test_it_is_a_package(amp: Any) -> None:
     """DeepSpeed prints ``__path__``, timm looks into ``__dict__``."""
-    from apex import amp
-
     assert isinstance(amp, ModuleType)
     assert len(amp.__path__) == 1
     assert amp.__name__ == "apex.amp"
@@ -63,9 +68,7 @@ def test_helpers() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_attributes_of_an_initialised_optimizer(level: str) -> None:
-    from apex import amp
-
+def test_the_attributes_of_an_initialised_optimizer(amp: Any, level: str) -> None:
     model, optimizer = make()
     assert not hasattr(optimizer, "_amp_stash")
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -92,9 +95,7 @@ def test_the_attributes_of_an_initialised_optimizer(level: str) -> None:
     assert not stash.params_have_scaled_gradients
 
 
-def test_the_attributes_are_not_copied_and_go_with_the_shim() -> None:
-    from apex import amp
-
+def test_the_attributes_are_not_copied_and_go_with_the_shim(amp: Any) -> None:
     model, optimizer = make()
     other_model, disabled = make()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -109,18 +110,15 @@ def test_the_attributes_are_not_copied_and_go_with_the_shim() -> None:
     train(model, optimizer, native, 1)
 
 
-def test_each_optimizer_of_a_list_has_attributes() -> None:
-    from apex import amp
-
+def test_each_optimizer_of_a_list_has_attributes(amp: Any) -> None:
     (one, first), (two, second) = make(), make()
     amp.initialize([one, two], [first, second], opt_level="O1", verbosity=0)
     assert first._amp_stash is not second._amp_stash
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_the_resume_of_deep_learning_examples(when: str) -> None:
+def test_the_resume_of_deep_learning_examples(amp: Any, when: str) -> None:
     """Masters travel in the checkpoint by hand, put back through the private names."""
-    from apex import amp
 
     def trained(saved: dict[str, Any] | None) -> tuple[nn.Module, Any]:
         model, optimizer = make()
@@ -157,9 +155,7 @@ def test_the_resume_of_deep_learning_examples(when: str) -> None:
 class TestOldHandle:
     """``amp.init()``, from before ``initialize``."""
 
-    def test_wrapped_optimizer(self) -> None:
-        from apex import amp
-
+    def test_wrapped_optimizer(self, amp: Any) -> None:
         handle = amp.init(loss_scale=4.0)
         assert handle.is_active()
         model, optimizer = make()
@@ -179,9 +175,9 @@ class TestOldHandle:
         handle._deactivate()
         assert not handle.is_active()
 
-    def test_an_overflow_of_either_loss_skips_the_step(self, capsys: pytest.CaptureFixture[str]) -> None:
-        from apex import amp
-
+    def test_an_overflow_of_either_loss_skips_the_step(
+        self, amp: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         handle = amp.init()
         model, optimizer = make()
         wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
@@ -193,9 +189,7 @@ class TestOldHandle:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert "Gradient overflow.  Skipping step, loss scaler 1" in capsys.readouterr().out
 
-    def test_one_loss_too_many(self) -> None:
-        from apex import amp
-
+    def test_one_loss_too_many(self, amp: Any) -> None:
         model, optimizer = make()
         wrapped = amp.init(loss_scale=1.0).wrap_optimizer(optimizer)
         with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
@@ -206,9 +200,7 @@ class TestOldHandle:
         with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
             scaled.backward()
 
-    def test_scale_loss_of_the_handle(self) -> None:
-        from apex import amp
-
+    def test_scale_loss_of_the_handle(self, amp: Any) -> None:
         handle = amp.init(loss_scale=8.0)
         model, optimizer = make()
         for _ in range(2):
@@ -217,9 +209,7 @@ class TestOldHandle:
                 scaled.backward()
             optimizer.step()
 
-    def test_a_body_that_raises_counts_nothing(self) -> None:
-        from apex import amp
-
+    def test_a_body_that_raises_counts_nothing(self, amp: Any) -> None:
         model, optimizer = make()
         handle = amp.init(loss_scale=8.0)
         wrapped = handle.wrap_optimizer(optimizer)
@@ -232,9 +222,7 @@ class TestOldHandle:
             scaled.backward()
         wrapped.step()
 
-    def test_disabled(self) -> None:
-        from apex import amp
-
+    def test_disabled(self, amp: Any) -> None:
         handle = amp.init(enabled=False)
         model, optimizer = make()
         wrapped = handle.wrap_optimizer(optimizer)
