@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import fork_ranks
+from distributed.launching import Refusals, fork_ranks
 from distributed.sharded_ranks import batch, full, net
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdamW
@@ -200,17 +200,21 @@ def local_window() -> list[str]:
 
 def refusals(folder: Path) -> dict[str, str]:
     """What would lose gradients or moments in silence."""
+    found = Refusals()
 
+    @found
     def open_window() -> None:
         run = Run("shards", "O2", every=2)
         run.train(range(1))
         run.engine.state_dict()
 
+    @found
     def open_window_of_a_loop() -> None:
         run = Run("shards", "O2", every=2)
         run.train(range(1))
         run.engine.loop_state_dict()
 
+    @found
     def no_moments() -> None:
         run = Run("alone", "O2")
         run.train(range(1))
@@ -218,17 +222,20 @@ def refusals(folder: Path) -> dict[str, str]:
         state["optimizers"][0]["state"] = {}
         run.engine.load_state_dict(state)
 
+    @found
     def lost_window() -> None:
         run, other = Run("copies", "O1", every=2), Run("copies", "O1", every=2)
         run.train(range(1))
         run.save(folder / "window")
         other.load(folder / "window")
 
+    @found
     def torch_by_names() -> None:
         run = Run("copies", "O2")
         run.train(range(1))
         get_state_dict(run.model, run.engine.optimizers)
 
+    @found
     def torch_by_names_afresh() -> None:
         run = Run("copies", "O2")
         state = Run("copies", "O2").by_params()
@@ -236,28 +243,14 @@ def refusals(folder: Path) -> dict[str, str]:
             run.model, run.engine.optimizers, model_state_dict={}, optim_state_dict=state["optimizer"]
         )
 
+    @found
     def other_parameters() -> None:
         run, other = Run("copies", "O2"), Run("copies", "O2")
         state = run.engine.state_dict()
         state["optimizers"][0]["param_groups"][0]["params"][0] = "trunk.weight"
         other.engine.load_state_dict(state)
 
-    found: dict[str, str] = {}
-    for call in (
-        open_window,
-        open_window_of_a_loop,
-        no_moments,
-        lost_window,
-        torch_by_names,
-        torch_by_names_afresh,
-        other_parameters,
-    ):
-        try:
-            call()
-            found[call.__name__] = "nothing"
-        except (halfpeak.HalfpeakError, KeyError) as error:
-            found[call.__name__] = f"{type(error).__name__}: {error}"
-    return found
+    return dict(found)
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:

@@ -18,11 +18,29 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer imports it: here once, rather than in every rank
 import torch.distributed as dist
+from torch import Tensor
 
+from halfpeak import HalfpeakError
 from support.forks import be_python, python
 
 Seen = dict[str, list[Any]]
 """By scenario, what each rank saw."""
+
+
+class Refusals(dict[str, str]):
+    """What the functions have raised that are decorated with it, and so called at once, by their names."""
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+            self[call.__name__] = "nothing"
+        except (HalfpeakError, KeyError) as error:
+            self[call.__name__] = f"{type(error).__name__}: {error}"
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two lists hold tensors, and the same ones to the bit."""
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
 def launch(script: str, ranks: int, folder: Path) -> Seen:

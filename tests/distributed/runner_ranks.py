@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.launching import fork_ranks
+from distributed.wrapper_ranks import make
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.distributed import allreduce_grads, allreduce_params, get_dist_info, master_only
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
@@ -33,11 +34,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
         for mode in ("autocast", "master")
     },
 }
-
-
-def make(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def train(

@@ -19,7 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 PARALLEL = [

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launch, same
 from distributed.runner_ranks import HOOKS, POISONED, TOTAL
 
 
@@ -25,10 +24,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 @pytest.fixture(params=["two", "four"])
 def seen(request: pytest.FixtureRequest) -> Seen:
     return request.getfixturevalue(request.param)
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def check_agreement(seen: list[Any]) -> Any:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from distributed.launching import Seen, launch
-from distributed.wrapper_ranks import KINDS, TOTAL, scenarios
+from distributed.launching import Seen, launch, same
+from distributed.wrapper_ranks import KINDS, TOTAL
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +19,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return launch("wrapper_ranks.py", 4, tmp_path_factory.mktemp("four"))
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def check_parallel(seen: list[Any], every: int, poisoned: int | None) -> None:
@@ -111,8 +106,3 @@ def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(
 )
 def test_what_cannot_work_is_refused_on_every_rank(two: Seen, name: str, text: str) -> None:
     assert all(one[name].startswith(text) for one in two["refusals"])
-
-
-def test_every_scenario_ran(two: Seen, four: Seen) -> None:
-    assert two.keys() == scenarios(2).keys()
-    assert four.keys() == scenarios(4).keys()

@@ -17,8 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import fork_ranks
-from halfpeak.core.errors import HalfpeakError
+from distributed.launching import Refusals, fork_ranks
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
@@ -211,12 +210,14 @@ def in_a_loop() -> dict[str, Any]:
 
 def refusals() -> dict[str, Any]:
     """What cannot work under several ranks."""
-    found: dict[str, Any] = {}
+    found = Refusals()
 
+    @found
     def own_group() -> None:
         wrapped = DistributedDataParallel(make(), process_group=dist.new_group())
         train(KINDS["O2"](adamw(wrapped)), wrapped, range(1), None)
 
+    @found
     def shards() -> None:
         from torch.distributed.fsdp import fully_shard
 
@@ -224,6 +225,7 @@ def refusals() -> dict[str, Any]:
         fully_shard(model)
         train(KINDS["O2"](adamw(model)), model, range(1), None)
 
+    @found
     def two_passes() -> None:
         wrapped = DistributedDataParallel(make())
         wrapper = OptimWrapper(adamw(wrapped), accumulative_counts=2)
@@ -233,6 +235,7 @@ def refusals() -> dict[str, Any]:
         wrapper.backward(loss, retain_graph=True)
         wrapper.update_params(loss)
 
+    @found
     def delayed() -> None:
         model = make()
         wrapper = KINDS["O1"](adamw(model))
@@ -242,13 +245,7 @@ def refusals() -> dict[str, Any]:
         )
         train(wrapper, wrapped, range(1), None)
 
-    for call in (own_group, shards, two_passes, delayed):
-        try:
-            call()
-            found[call.__name__] = "fine"
-        except HalfpeakError as error:
-            found[call.__name__] = f"{type(error).__name__}: {error}"
-    return found
+    return dict(found)
 
 
 def scenarios(ranks: int) -> dict[str, Scenario]:
