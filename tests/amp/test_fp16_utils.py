@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from core.scale_models import LIMITS, Mmcv
 from halfpeak.amp import fp16_utils
 from halfpeak.amp.fp16_utils import (
     BN_convert_float,
@@ -190,19 +191,19 @@ def test_the_first_growth_comes_after_a_thousand() -> None:
 def test_random_histories_against_the_rule_of_apex(seed: int) -> None:
     rng = random.Random(seed)
     factor, window = rng.choice([2.0, 4.0]), rng.choice([1, 2, 5])
-    scaler = DynamicLossScaler(2.0**10, factor, window)
-    scale, last = 2.0**10, -1
+    scaler, rule = (
+        DynamicLossScaler(2.0**10, factor, window),
+        Mmcv(init=2.0**10, factor=factor, window=window),
+    )
     for step in range(120):
         if rng.random() < 0.02:  # a checkpoint is loaded: the three numbers are set
-            last = rng.randrange(-1, step)
-            scaler.last_overflow_iter = last
+            scaler.last_overflow_iter = rule.last_overflow = rng.randrange(-1, step)
         overflow = rng.random() < 0.2
-        if overflow:
-            scale, last = max(scale / factor, 1.0), step
-        elif (step - last) % window == 0:
-            scale = min(scale * factor, torch.finfo(torch.float32).max)
         scaler.update_scale(overflow)
-        assert (scaler.cur_scale, scaler.last_overflow_iter, scaler.cur_iter) == (scale, last, step + 1)
+        rule.update(overflow)
+        rule.scale = min(rule.scale, LIMITS.max)
+        found = (scaler.cur_scale, scaler.last_overflow_iter, scaler.cur_iter)
+        assert found == (rule.scale, rule.last_overflow, rule.iteration)
 
 
 def test_the_scale_stays_finite() -> None:

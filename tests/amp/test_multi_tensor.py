@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.scale_models import ApexHysteresis
 from halfpeak.amp import multi_tensor
 from halfpeak.amp.multi_tensor import (
     MultiTensorApply,
@@ -174,46 +175,25 @@ def test_refusals() -> None:
         update_scale_hysteresis(scale, tracker, tracker.clone(), torch.zeros(1), 2.0, 0.5, 0, 1)
 
 
-class Kernel:
-    """The rule of apex's kernel, in plain numbers, with the scale kept above zero."""
-
-    def __init__(self, scale: float, hysteresis: int) -> None:
-        self.scale, self.growth, self.left = scale, 0, hysteresis
-
-    def update(self, overflow: bool, factors: tuple[float, float], interval: int, hysteresis: int) -> None:
-        if overflow:
-            self.left -= 1
-            self.growth = 0
-            if self.left <= 0:
-                self.scale = max(self.scale * factors[1], torch.finfo(torch.float32).tiny)
-            return
-        self.left = hysteresis
-        self.growth += 1
-        if self.growth == interval:
-            grown = torch.tensor(self.scale * factors[0], dtype=torch.float32)
-            self.scale = grown.item() if torch.isfinite(grown) else self.scale
-            self.growth = 0
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_update_scale_hysteresis(seed: int) -> None:
     rng = random.Random(seed)
     interval, hysteresis = rng.randint(1, 4), rng.randint(1, 3)
     factors = (2.0, 0.5) if seed % 2 else (4.0, 0.125)
     start = rng.choice([2.0**-120, 1.0, 2.0**16, 2.0**125])
-    kernel = Kernel(start, hysteresis)
+    rule = ApexHysteresis(init=start, interval=interval, hysteresis=hysteresis, factors=factors)
     scale = torch.tensor([start])
     growth = torch.zeros(1, dtype=torch.int32)
     left = torch.tensor([hysteresis], dtype=torch.int32)
     chance = rng.choice([0.05, 0.6])
     for _ in range(150):
         overflow = rng.random() < chance
-        kernel.update(overflow, factors, interval, hysteresis)
+        rule.update(overflow)
         returned = update_scale_hysteresis(
             scale, growth, left, torch.tensor([float(overflow)]), *factors, interval, hysteresis
         )
         assert returned is scale
-        assert (scale.item(), growth.item(), left.item()) == (kernel.scale, kernel.growth, kernel.left)
+        assert (scale.item(), growth.item(), left.item()) == (rule.scale, rule.clean, rule.left)
         assert math.isfinite(scale.item())
         assert scale.item() > 0
 

@@ -157,13 +157,21 @@ class Megatron:
 
 
 class ApexHysteresis:
-    """apex's ``update_scale_hysteresis`` kernel: any clean update gives the hysteresis back; no floor."""
+    """apex's ``update_scale_hysteresis`` kernel: any clean update gives the hysteresis back; no floor but ours."""
 
     span = (2.0**-120, math.inf)
 
-    def __init__(self, *, init: float = 2.0**16, interval: int = 2000, hysteresis: int = 2):
+    def __init__(
+        self,
+        *,
+        init: float = 2.0**16,
+        interval: int = 2000,
+        hysteresis: int = 2,
+        factors: tuple[float, float] = (2.0, 0.5),
+    ):
         self.scale = init
         self.interval, self.hysteresis = interval, hysteresis
+        self.growth, self.backoff = factors
         self.clean, self.left = 0, hysteresis
         self.config = ScaleConfig(
             init=init, interval=interval, hysteresis=hysteresis, floor=LIMITS.tiny, ceiling=LIMITS.max
@@ -174,11 +182,11 @@ class ApexHysteresis:
             self.left -= 1
             self.clean = 0
             if self.left <= 0:
-                self.scale *= 0.5
+                self.scale = max(self.scale * self.backoff, LIMITS.tiny)
         else:
             self.clean += 1
             if self.clean == self.interval:
-                grown = self.scale * 2.0
+                grown = self.scale * self.growth
                 self.scale = grown if math.isfinite(grown) and grown <= LIMITS.max else self.scale
                 self.clean = 0
             self.left = self.hysteresis

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -32,6 +32,7 @@ from halfpeak.runner import (
 )
 from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
+from support import nets
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
 from support.snapshot import values
 
@@ -750,22 +751,8 @@ def make_normless(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-@contextmanager
 def overflowing(
     run: Run, *, really: bool = True, value: float = float("inf"), place: int = 0
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """One element of the gradient of one parameter is not finite in the body."""
-    if not really:
-        yield
-        return
-
-    def spoil(grad: Tensor) -> Tensor:
-        spoilt = grad.clone()
-        spoilt.view(-1)[-1] = value
-        return spoilt
-
-    handle = list(run.net.parameters())[place].register_hook(spoil)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return nets.overflowing(list(run.net.parameters())[place], value) if really else nullcontext()

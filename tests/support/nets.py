@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,22 @@ def poison(parameter: Tensor, value: float = float("inf")) -> None:
     """Make one element of a gradient not finite, where backward has just left it."""
     assert parameter.grad is not None
     parameter.grad.view(-1)[-1] = value
+
+
+@contextmanager
+def overflowing(parameter: Tensor, value: float = float("inf")) -> Iterator[None]:
+    """In the body each gradient of the parameter comes with one element that is not finite."""
+
+    def spoil(grad: Tensor) -> Tensor:
+        spoilt = grad.clone()
+        spoilt.view(-1)[-1] = value
+        return spoilt
+
+    handle = parameter.register_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def product() -> torch.dtype:
