@@ -529,7 +529,7 @@ class Reference:
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self._keep(state["masters"])
-        self._keep_trained(state["optimizers"])
+        self._keep_trained(list(map(_stepped, state["optimizers"])))
         for name, pair in self._by_name():
             pair.main.detach().copy_(state["masters"].get(name, pair.model.detach()))
             pair.agree()
@@ -857,6 +857,11 @@ def losses_of(config: Config, model: Callable[..., tuple[Tensor, ...]], at: int)
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _stepped(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer without the rows that Adagrad makes before its first step."""
+    return {**state, "state": {i: row for i, row in state["state"].items() if float(row.get("step", 1))}}
 
 
 def _or_none(grad: Tensor | None) -> Tensor | None:

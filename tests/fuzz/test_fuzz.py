@@ -272,12 +272,23 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         {"seed": 13010013085, "parts": (), "iterations": 3, "held_out": True},
         [(1, "before step", "add a group"), (1, "before step", "restart")],
     ),
+    "a restart where Adagrad keeps moments of a frozen parameter that it has never stepped": (
+        {
+            "seed": 16010009394,
+            "parts": ("frozen",),
+            "optimizers": ("Adagrad",),
+            "level": "O5",
+            "iterations": 2,
+        },
+        [(0, "before forward", "restart"), (1, "after step", "masters written")],
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": (
         {"seed": 1010002902, "parts": (), "iterations": 2, "accumulate": 3},
         [(0, "before step", "freeze", 765), (1, "before step", "restart")],
     ),
-    "saved between forward and backward, by hand": Config(
-        seed=0, level="O5", iterations=1, events=(Planned(0, "before backward", "restart"),)
+    "saved between forward and backward, by hand": (
+        {"seed": 0, "level": "O5", "iterations": 1},
+        [(0, "before backward", "restart")],
     ),
 }
 """What each run is, and its events, as :class:`Config` and :class:`Planned` take them."""
