@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,34 +18,6 @@ from support.snapshot import snapshot, values
 
 def sgd(*nets: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1, **options)
-
-
-def test_signature_is_apex_s() -> None:
-    parameters = inspect.signature(amp.initialize).parameters
-    assert [(p.name, p.default) for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == [
-        ("models", inspect.Parameter.empty),
-        ("optimizers", None),
-        ("enabled", True),
-        ("opt_level", "O1"),
-        ("cast_model_type", None),
-        ("patch_torch_functions", None),
-        ("keep_batchnorm_fp32", None),
-        ("master_weights", None),
-        ("loss_scale", None),
-        ("cast_model_outputs", None),
-        ("num_losses", 1),
-        ("verbosity", 1),
-        ("min_loss_scale", None),
-        ("max_loss_scale", 2.0**24),
-    ]
-    assert list(inspect.signature(amp.scale_loss).parameters) == [
-        "loss",
-        "optimizers",
-        "loss_id",
-        "model",
-        "delay_unscale",
-        "delay_overflow_check",
-    ]
 
 
 class TestReturnForms:

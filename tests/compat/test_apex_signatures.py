@@ -1,4 +1,4 @@
-"""The optimizers of apex 25.04: each argument has apex's name, place and default, and reaches the groups."""
+"""The interface of apex 25.04: each argument has apex's name, place and default, and reaches an optimizer's groups."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compat.names import compared
+from halfpeak import amp
 from halfpeak.amp import fp16_utils
 from halfpeak.amp.larc import LARC
 from halfpeak.amp.optimizers import apex, contrib
@@ -84,12 +85,20 @@ def test_a_rate_is_required_somewhere(cls: Any) -> None:
         cls(params, momentum=0.9)
 
 
+INITIALIZE = (
+    "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, patch_torch_functions=None, "
+    "keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, "
+    "verbosity=1, min_loss_scale=None, max_loss_scale=2.0**24"
+)
+SCALE_LOSS = "loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False"
 FP16 = "init_optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, dynamic_loss_args=None, verbose=True"
 
 
 @pytest.mark.parametrize(
     ("ours", "signature"),
     [
+        (amp.initialize, INITIALIZE),
+        (amp.scale_loss, SCALE_LOSS),
         (LARC, "optimizer, trust_coefficient=0.02, clip=True, eps=1e-8"),
         (contrib.FP16_Optimizer, FP16),
         (fp16_utils.FP16_Optimizer, FP16),
