@@ -81,14 +81,12 @@ class CheckpointHook(Hook):
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        """Save, if a file is due."""
         is_last = self.save_last and self.is_last_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d epochs", runner.epoch + 1)
             self._save(runner, runner.epoch + 1)
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Save, if a file is due."""
         is_last = self.save_last and self.is_last_iter(runner)
         if not self.by_epoch and (self.every_n_iters(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d iterations", runner.iter + 1)

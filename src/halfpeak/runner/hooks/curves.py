@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -101,47 +99,6 @@ class Annealing:
     def __call__(self, base: float, place: int, total: Total) -> float:
         """The value on the curve."""
         return self._shape(base, self._target(base), place / total())
-
-
-class FlatCosine:
-    """``base`` for the first ``start_percent`` of the run, then half a cosine down to ``target``."""
-
-    def __init__(self, start_percent: float, target: Target) -> None:
-        self.start_percent, self._target = start_percent, target
-
-    def __call__(self, base: float, place: int, total: Total) -> float:
-        """``base``, or the value on the cosine."""
-        length = total()
-        start = round(length * self.start_percent)
-        if place < start:
-            return base
-        return cosine(base, self._target(base), (place - start) / max(length - start, 1))
-
-
-class Restarts:
-    """Half a cosine per period, each from its weight times the distance to ``target``.
-
-    SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983).
-    """
-
-    def __init__(self, periods: Sequence[int], weights: Sequence[float], target: Target) -> None:
-        self._ends = list(accumulate(periods))
-        self._periods, self._weights, self._target = list(periods), list(weights), target
-
-    def __call__(self, base: float, place: int, total: Total) -> float:
-        """The value in the period of ``place``.
-
-        Raises:
-            ConfigError: the periods are over and the run is not.
-        """
-        number = bisect_right(self._ends, place)
-        if number == len(self._ends):
-            raise ConfigError(
-                f"iteration {place} comes after the last of periods={self._periods}; let them add up to the whole run"
-            )
-        inside = place - (self._ends[number] - self._periods[number])
-        end = self._target(base)
-        return cosine(end + self._weights[number] * (base - end), end, inside / self._periods[number])
 
 
 class Cycles:

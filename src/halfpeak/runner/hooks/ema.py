@@ -60,17 +60,14 @@ class EMAHook(Hook):
         return dict(self._averages)
 
     def before_run(self, runner: RunnerView) -> None:
-        """Begin with the weights as they are."""
         self._averages = {name: value.clone() for name, value in _weights(runner).items()}
         self._steps, self._is_swapped = 0, False
 
     def before_train_epoch(self, runner: RunnerView) -> None:
-        """Put the weights into the model, if the averages are in it."""
         if self._is_swapped:
             self._swap(runner)
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Average the weights, if there was a step."""
         if runner.step_result is not None and not runner.step_result.stepped():
             return
         step, self._steps = self._steps, self._steps + 1
@@ -81,7 +78,6 @@ class EMAHook(Hook):
             get_ema_multi_avg_fn(1 - momentum)(averages, [current[name] for name in self._averages], None)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        """Put the averages into the model."""
         if not self._is_swapped:
             self._swap(runner)
 

@@ -125,7 +125,6 @@ class EvalHook(Hook):
             runner.meta.setdefault("hook_msgs", {})
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Evaluate, if an evaluation is due."""
         if not self.by_epoch and self._is_due(runner.iter + 1):
             # Log the values of training first: they must not be averaged with the scores.
             for hook in runner.hooks:
@@ -135,7 +134,6 @@ class EvalHook(Hook):
             self._evaluate(runner)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        """Evaluate, if an evaluation is due."""
         if self.by_epoch and self._is_due(runner.epoch + 1):
             self._evaluate(runner)
 

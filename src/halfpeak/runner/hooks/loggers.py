@@ -57,11 +57,9 @@ class LoggerHook(Hook):
         loggers[-1].reset_flag = True
 
     def before_epoch(self, runner: RunnerView) -> None:
-        """Begin with an empty buffer."""
         runner.log_buffer.clear()
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Log at every ``interval``-th iteration."""
         every_n = self.every_n_inner_iters if self.by_epoch else self.every_n_iters
         if every_n(runner, self.interval) or (
             not self.ignore_last and self.by_epoch and self.end_of_epoch(runner)
@@ -70,11 +68,9 @@ class LoggerHook(Hook):
         self._log_if_ready(runner)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        """Log the scores of an evaluation."""
         self._log_if_ready(runner)
 
     def after_val_epoch(self, runner: RunnerView) -> None:
-        """Log the averages of the whole validation."""
         runner.log_buffer.average()
         self._log_if_ready(runner)
 
@@ -167,7 +163,6 @@ class TextLoggerHook(LoggerHook):
         self._seconds = 0.0
 
     def before_run(self, runner: RunnerView) -> None:
-        """Begin the file."""
         super().before_run(runner)
         self._start, self._seconds = runner.iter, 0.0
         if runner.work_dir is not None:
@@ -295,7 +290,6 @@ class TensorboardLoggerHook(LoggerHook):
         self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
 
     def log(self, runner: RunnerView) -> None:
-        """Write one point per number."""
         step = self.get_iter(runner)
         for tag, value in self.get_loggable_tags(runner, allow_text=True).items():
             if isinstance(value, str):
@@ -304,7 +298,6 @@ class TensorboardLoggerHook(LoggerHook):
                 self._writer.add_scalar(tag, float(value), step)
 
     def after_run(self, runner: RunnerView) -> None:
-        """Close the writer."""
         if self._writer is not None:
             self._writer.close()
 

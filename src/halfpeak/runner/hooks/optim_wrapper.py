@@ -51,7 +51,6 @@ class OptimWrapperHook(Hook):
             pass  # a wrapper that converts its model does so in the first one, and validation may come before that
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any]:
-        """The wrapper's ``optim_context``."""
         return _wrapper_of(runner).optim_context(runner.model)
 
     def after_train_iter(self, runner: RunnerView) -> None:

@@ -264,7 +264,6 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self._delays = False
 
     def before_run(self, runner: RunnerView) -> None:
-        """Prepare model and optimizer, and read the length of the run again."""
         super().before_run(runner)
         self._windows = None
 

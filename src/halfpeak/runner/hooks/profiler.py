@@ -66,7 +66,6 @@ class ProfilerHook(Hook):
         self._profiler: profiler.profile | None = None
 
     def before_run(self, runner: RunnerView) -> None:
-        """Start."""
         handler: Any = self._trace
         if isinstance(handler, Mapping):
             options: dict[str, Any] = {name: value for name, value in handler.items() if name != "type"}
@@ -79,17 +78,14 @@ class ProfilerHook(Hook):
         self._profiler.start()
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Count the iteration, and stop after the last one to profile."""
         if self._profiler is not None:
             self._profiler.step()
             self._stop(not self.by_epoch and runner.iter + 1 >= self.profile_iters)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        """Stop after the last epoch to profile."""
         self._stop(self.by_epoch and runner.epoch + 1 >= self.profile_iters)
 
     def after_run(self, runner: RunnerView) -> None:
-        """Stop, if the run was shorter than the profile."""
         self._stop(True)
 
     def _stop(self, is_over: bool) -> None:

@@ -1,7 +1,7 @@
 """Schedules of the learning rate and of the momentum. Answers to mmcv 1.7.2.
 
-:class:`UpdaterHook` says when a schedule acts, on what, and how it warms up. The hooks below it give the arguments of mmcv
-to a curve of :mod:`halfpeak.runner.hooks.curves`.
+:class:`UpdaterHook` says when a schedule acts, on what, and how it warms up. Curves that a rate and a
+momentum follow alike are in :mod:`halfpeak.runner.hooks.curves`.
 
 Longer than 500 lines because the policies of mmcv are one list, in which rate and momentum differ in names and defaults only.
 """
@@ -9,7 +9,9 @@ Longer than 500 lines because the policies of mmcv are one list, in which rate a
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -26,9 +28,7 @@ from halfpeak.runner.hooks.curves import (
     Curve,
     Cycles,
     Ends,
-    FlatCosine,
     OneCycle,
-    Restarts,
     Steps,
     Target,
     cosine,
@@ -248,7 +248,6 @@ class _LrOnCurve(LrUpdaterHook):
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """The rate on the curve."""
         return self._curve(base_lr, self._place(runner), lambda: self._total(runner))
 
 
@@ -258,7 +257,6 @@ class _MomentumOnCurve(MomentumUpdaterHook):
         super().__init__(**kwargs)
 
     def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
-        """The momentum on the curve."""
         return self._curve(base_momentum, self._place(runner), lambda: self._total(runner))
 
 
@@ -267,7 +265,6 @@ class FixedLrUpdaterHook(LrUpdaterHook):
     """The rate that the optimizer was built with."""
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """``base_lr``."""
         return base_lr
 
 
@@ -370,7 +367,7 @@ class LinearAnnealingMomentumUpdaterHook(_MomentumOnCurve):
 
 
 @HOOKS.register_module()
-class FlatCosineAnnealingLrUpdaterHook(_LrOnCurve):
+class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
     """The rate as it is for the first ``start_percent`` of the run, then half a cosine down."""
 
     def __init__(
@@ -385,12 +382,23 @@ class FlatCosineAnnealingLrUpdaterHook(_LrOnCurve):
                 f"start_percent={short_repr(start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
         self.start_percent = start_percent
-        super().__init__(FlatCosine(start_percent, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+        self._target = Target("min_lr", min_lr, min_lr_ratio)
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        place, total = self._place(runner), self._total(runner)
+        start = round(total * self.start_percent)
+        if place < start:
+            return base_lr
+        return cosine(base_lr, self._target(base_lr), (place - start) / max(total - start, 1))
 
 
 @HOOKS.register_module()
-class CosineRestartLrUpdaterHook(_LrOnCurve):
-    """Half a cosine per period; see :class:`~halfpeak.runner.hooks.curves.Restarts`."""
+class CosineRestartLrUpdaterHook(LrUpdaterHook):
+    """Half a cosine per period, each from its weight times the distance to the lowest rate.
+
+    SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983).
+    """
 
     def __init__(
         self,
@@ -413,8 +421,26 @@ class CosineRestartLrUpdaterHook(_LrOnCurve):
                 f"periods={short_repr(periods)} and restart_weights={short_repr(restart_weights)} must be equally long; give "
                 "one weight per period"
             )
-        target = Target("min_lr", min_lr, min_lr_ratio)
-        super().__init__(Restarts(periods, restart_weights, target), **kwargs)
+        self.periods, self.restart_weights = periods, restart_weights
+        self._ends = list(accumulate(periods))
+        self._target = Target("min_lr", min_lr, min_lr_ratio)
+        super().__init__(**kwargs)
+
+    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+        """The rate in the current period.
+
+        Raises:
+            ConfigError: the periods are over and the run is not.
+        """
+        place = self._place(runner)
+        number = bisect_right(self._ends, place)
+        if number == len(self._ends):
+            raise ConfigError(
+                f"iteration {place} comes after the last of periods={list(self.periods)}; let them add up to the whole run"
+            )
+        lowest, period = self._target(base_lr), self.periods[number]
+        highest = lowest + self.restart_weights[number] * (base_lr - lowest)
+        return cosine(highest, lowest, (place - self._ends[number] + period) / period)
 
 
 @HOOKS.register_module()
@@ -509,7 +535,6 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         super().before_run(runner)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """The rate on the curve."""
         ends = Ends(start=base_lr, peak=base_lr * self.div_factor, end=base_lr / self.final_div_factor)
         return self._curve(ends, self._place(runner), self.total_steps or self._total(runner))
 

@@ -42,7 +42,6 @@ class ClosureHook(Hook):
         setattr(self, fn_name, fn)
 
     def get_triggered_stages(self) -> list[str]:
-        """The stages at which the function is called."""
         return [stage for stage in Hook.stages if self.fn_name in (stage, GENERIC.get(stage))]
 
 
@@ -61,15 +60,12 @@ class EmptyCacheHook(Hook):
         self._moments = frozenset(name for name, flag in moments.items() if require_flag(name, flag))
 
     def before_epoch(self, runner: RunnerView) -> None:
-        """Empty the cache, if this moment was chosen."""
         self._empty("before_epoch")
 
     def after_epoch(self, runner: RunnerView) -> None:
-        """Empty the cache, if this moment was chosen."""
         self._empty("after_epoch")
 
     def after_iter(self, runner: RunnerView) -> None:
-        """Empty the cache, if this moment was chosen."""
         self._empty("after_iter")
 
     def _empty(self, moment: str) -> None:
@@ -85,15 +81,12 @@ class IterTimerHook(Hook):
         self._last = time.perf_counter()
 
     def before_epoch(self, runner: RunnerView) -> None:
-        """Start the clock."""
         self._last = time.perf_counter()
 
     def before_iter(self, runner: RunnerView) -> None:
-        """Log the time that loading the data took."""
         runner.log_buffer.update({"data_time": time.perf_counter() - self._last})
 
     def after_iter(self, runner: RunnerView) -> None:
-        """Log the time of the iteration, and start the clock again."""
         now = time.perf_counter()
         runner.log_buffer.update({"time": now - self._last})
         self._last = now
@@ -104,7 +97,6 @@ class DistSamplerSeedHook(Hook):
     """Calls ``set_epoch`` of the current loader's sampler, or of the one in its batch sampler, before each epoch."""
 
     def before_epoch(self, runner: RunnerView) -> None:
-        """Set the epoch of the sampler."""
         set_epoch(runner.data_loader, runner.epoch)
 
 
@@ -123,6 +115,5 @@ class SyncBuffersHook(Hook):
         self.distributed = require_flag("distributed", distributed)
 
     def after_epoch(self, runner: RunnerView) -> None:
-        """Average them."""
         if self.distributed:
             allreduce_params(runner.model.buffers())
