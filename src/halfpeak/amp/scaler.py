@@ -86,7 +86,7 @@ class LossScaler:
         self.found_inf = torch.zeros_like(self.found_inf)
 
     def update_scale(self) -> bool:
-        """StepScope the backward passes since the last update as one; returns whether they overflowed. Waits.
+        """Count the backward passes since the last update as one; returns whether they overflowed. Waits.
 
         Needed only after blocks with ``delay_overflow_check=True``.
         """

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfpeak.checkpoint.safe_unpickle import Record
 from halfpeak.checkpoint.scaler_states import ScalerState, recognise, translate
 from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import renamed
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.state_checks import has_memory
 
@@ -305,18 +306,6 @@ def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 def has_names(optimizer: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state is by the names of parameters."""
     return any(isinstance(name, str) for group in optimizer["param_groups"] for name in group["params"])
-
-
-def renamed(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names or numbers for its parameters."""
-    return {
-        **optimizer,
-        "state": {names.get(key, key): row for key, row in optimizer["state"].items()},
-        "param_groups": [
-            {**group, "params": [names.get(name, name) for name in group["params"]]}
-            for group in optimizer["param_groups"]
-        ],
-    }
 
 
 def _is_fp16_optimizer(value: object) -> bool:

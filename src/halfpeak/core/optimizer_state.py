@@ -72,6 +72,22 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names or numbers for its parameters.
+
+    >>> renamed({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, {0: "weight", 1: "bias"})
+    {'state': {'weight': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['weight', 'bias']}]}
+    """
+    return {
+        **state,
+        "state": {names.get(key, key): row for key, row in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
 def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
     """Whether the parameters of an optimizer are these, in this order. Asked in every step, so in loops that run in C."""
     groups = [group["params"] for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError, StateError
-from halfpeak.core.optimizer_state import check_optimizer_state
+from halfpeak.core.optimizer_state import check_optimizer_state, params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
 
@@ -25,7 +25,7 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
         optimizer: looked at only.
         state: of ``optimizer.state_dict()``.
     """
-    known, parameters = dict(state["state"]), (p for group in optimizer.param_groups for p in group["params"])
+    known, parameters = dict(state["state"]), params_of(optimizer)
     groups = (group for group in optimizer.param_groups for _ in group["params"])
     for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
         if index not in known and parameter.requires_grad:
@@ -45,22 +45,8 @@ def without_initial_moments(state: object) -> dict[str, Any]:
     return {**known, "state": {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}}
 
 
-def named(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The state with each parameter under its name, so that a checkpoint does not depend on their order in the groups.
-
-    >>> named({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, ["weight", "bias"])
-    {'state': {'weight': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['weight', 'bias']}]}
-    """
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {
-        **state,
-        "state": {names[i]: entry for i, entry in state["state"].items()},
-        "param_groups": groups,
-    }
-
-
 def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
-    """A state by :func:`named`, or one with numbers, as an optimizer numbers parameters of these names.
+    """A state with names of parameters, or with numbers, as an optimizer numbers parameters of these names.
 
     Raises:
         StateError: it is no state of an optimizer, or one of parameters with other names.

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.optimizer_state import renamed
 from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.state_checks import copied
-from halfpeak.distributed.optimizer_state import named, with_initial_moments
+from halfpeak.distributed.optimizer_state import with_initial_moments
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPair, ParamPairs
 from halfpeak.engine.gradients.window import (
@@ -43,7 +44,7 @@ def save_state(context: EngineContext) -> dict[str, Any]:
     """
     if has_process_group():
         optimizers = [
-            named(state, context.names_of(one))
+            renamed(state, dict(enumerate(context.names_of(one))))
             for one, state in zip(context.prepared, optimizer_states(context), strict=True)
         ]
     else:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
 from halfpeak.core.levels import LEVELS, LevelName, get_level
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.engine.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
@@ -272,7 +273,7 @@ class _Before:
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         engine.unscale()
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = params_of(optimizer)
         grads = gradients_of(stepped)
         pairs = [(p, g) for p, g in zip(stepped, grads, strict=True) if g is not None and not g.is_sparse]
         self._weights = [(p, p.detach().clone(), g != 0) for p, g in pairs]

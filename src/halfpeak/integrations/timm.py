@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
@@ -98,7 +99,7 @@ class LossScaler:
     def _stepped(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
         """The parameters that the optimizer steps in place of ``parameters``."""
         if parameters is None:
-            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return params_of(optimizer)
         return stepped_parameters(self.engine, parameters)
 
     def _clip(self, parameters: list[Tensor], limit: float, mode: str) -> None:

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.ops import foreach, reference
 
 
@@ -98,8 +99,7 @@ class UnscaledGrads:
 
         return [
             get_gradient_edge(parameter).node.register_prehook(unscale)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in params_of(self.optimizer)
             if parameter.requires_grad
         ]
 
@@ -109,18 +109,11 @@ class UnscaledGrads:
             f"param_groups[{g}]['params'][{i}]"
             for g, group in enumerate(self.optimizer.param_groups)
             for i, parameter in enumerate(group["params"])
-            if parameter.grad is not None and not is_finite(parameter.grad)
+            if parameter.grad is not None and not foreach.all_finite([parameter.grad])
         )
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients of an optimizer's parameters, each once."""
-    grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    grads = (parameter.grad for parameter in params_of(optimizer))
     return list({id(grad): grad for grad in grads if grad is not None}.values())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. Waits for the device."""
-    found_inf = torch.zeros((), dtype=torch.float32, device=tensor.device)
-    foreach.check_([tensor], found_inf)
-    return not bool(found_inf)

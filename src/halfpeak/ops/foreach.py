@@ -105,6 +105,19 @@ def check_(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
         reference.check_(rest, found_inf)
 
 
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every element is finite. Waits for the device.
+
+    >>> all_finite([torch.ones(2), torch.tensor([torch.inf])])
+    False
+    """
+    if not tensors:
+        return True
+    found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    check_(tensors, found_inf)
+    return not bool(found_inf)
+
+
 def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
     """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
     if _are_alike(dst) and len(set(map(_DTYPE, src))) == 1:

@@ -19,7 +19,7 @@ Factory = Callable[..., Any]
 
 F = TypeVar("F", bound=Factory)
 
-_SCOPE: Final = "_scope_"
+SCOPE: Final = "_scope_"
 """A key of mmengine's configurations that only the registry reads."""
 
 
@@ -78,9 +78,10 @@ class Registry:
         found = self.get(name)
         if found is None:
             dotted = ", and dotted names are never imported" if "." in name else ""
+            known = sorted({*self._members, *getattr(self._root(), "module_dict", ())})
             raise RegistryError(
-                f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, self._members)}Registered are "
-                f"{', '.join(sorted(self._members)) or 'none'}; add one with @register_module()"
+                f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, known)}Registered are "
+                f"{', '.join(known) or 'none'}; add one with @register_module()"
             )
         return found
 
@@ -93,9 +94,13 @@ class Registry:
         """The factory of that name, or None."""
         return self._members.get(name) or self._in_mmengine(name, None)
 
+    def _root(self) -> Any:
+        """mmengine's registry of the same kind; None where mmengine is not in use."""
+        return getattr(sys.modules.get("mmengine.registry"), self._mmengine or "-", None)
+
     def _in_mmengine(self, name: str, scope: str | None) -> Factory | None:
         """What mmengine's registry has under a name. Nothing is imported because a name asks for it."""
-        root: Any = getattr(sys.modules.get("mmengine.registry"), self._mmengine or "-", None)
+        root = self._root()
         if root is None:
             return None
         prefix, dot, leaf = name.rpartition(".")
@@ -179,7 +184,7 @@ class Registry:
             )
         kind = cfg["type"]
         if isinstance(kind, str):
-            scoped = self._in_mmengine(kind, cfg[_SCOPE]) if cfg.get(_SCOPE) else None
+            scoped = self._in_mmengine(kind, cfg[SCOPE]) if cfg.get(SCOPE) else None
             return scoped or self[kind]
         if not callable(kind):
             raise ConfigTypeError(
@@ -205,7 +210,7 @@ class Registry:
         factory = self.resolve(arguments)
         del arguments["type"]
         if self._mmengine:
-            arguments.pop(_SCOPE, None)
+            arguments.pop(SCOPE, None)
         takes = keywords_of(factory)
         for key in arguments:
             if key not in takes.names and not takes.is_open:

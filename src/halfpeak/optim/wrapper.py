@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.casts import casts_on
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
@@ -224,7 +225,7 @@ class OptimWrapper(ResumableWrapper):
             grads = engine.main_grads()
         else:
             self._unscale_unwatched()
-            params = (p for group in self.optimizer.param_groups for p in group["params"])
+            params = params_of(self.optimizer)
             grads = [p.grad for p in params if p.requires_grad and p.grad is not None]
         norm = self._clip(grads) if grads else None
         if norm is not None:
@@ -267,9 +268,8 @@ class OptimWrapper(ResumableWrapper):
         if set_to_none is not None:
             kwargs["set_to_none"] = set_to_none
         if self._engine is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             zeroes = not kwargs.get("set_to_none", True)
-            kept = [(p, p.grad) for p in parameters if p.grad is not None] if zeroes else []
+            kept = [(p, p.grad) for p in params_of(self.optimizer) if p.grad is not None] if zeroes else []
             self._engine.abort()
             for parameter, grad in kept:
                 parameter.grad = grad

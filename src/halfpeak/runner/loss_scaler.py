@@ -101,12 +101,7 @@ class LossScaler:
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` is not finite, element by element. Waits for the device."""
-        grads = [param.grad for param in params if param.grad is not None]
-        if not grads:
-            return False
-        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        foreach.check_(grads, found_inf)
-        return bool(found_inf)
+        return not foreach.all_finite([param.grad for param in params if param.grad is not None])
 
     def update_scale(self, overflow: bool | Tensor) -> None:
         """Move the scale after an update that overflowed or not. A static one stays as it is, and counts nothing."""

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
-from halfpeak.core.errors import RegistryError
 from halfpeak.core.extras import MissingExtraError
 from halfpeak.engine.diagnosis.skips import diagnose_into
 from halfpeak.engine.engine import Engine
@@ -24,14 +23,11 @@ from halfpeak.optim import (
     OptimWrapperDict,
     Registry,
 )
-from halfpeak.optim.registry import Factory
+from halfpeak.optim.registry import SCOPE, Factory
 from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
 from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import Entry, put
 from halfpeak.shim.spec import Shim, Undo
-
-_SCOPE: Final = "_scope_"
-"""A key of mmengine's configurations that only the registry reads."""
 
 
 def set_up() -> Undo:
@@ -64,7 +60,7 @@ def register(optim: ModuleType) -> Undo:
     """
     registries: Any = import_module("mmengine.registry")
     wrappers = make_wrappers(optim)
-    constructor = make_constructor(optim, wrappers, registries)
+    constructor = make_constructor(optim, wrappers)
     entries: list[Entry] = [
         *((registries.OPTIM_WRAPPERS, name, cls) for name, cls in wrappers.items()),
         (registries.OPTIM_WRAPPER_CONSTRUCTORS, constructor.__name__, constructor),
@@ -105,22 +101,21 @@ def make_wrappers(optim: ModuleType) -> dict[str, type[OptimWrapper]]:
 
 
 def make_constructor(
-    optim: ModuleType, wrappers: Mapping[str, type[OptimWrapper]], registries: Any
+    optim: ModuleType, wrappers: Mapping[str, type[OptimWrapper]]
 ) -> type[DefaultOptimWrapperConstructor]:
     """halfpeak's constructor, which builds the classes registered in mmengine's registries.
 
     Args:
         optim: the module ``mmengine.optim``.
         wrappers: the result of :func:`make_wrappers`.
-        registries: the module ``mmengine.registry``.
     """
     # Configurations in mmengine's new style give the class itself as type.
     instead = {getattr(optim, name): cls for name, cls in wrappers.items()}
 
     class Constructor(DefaultOptimWrapperConstructor):
-        _optimizers: ClassVar[Registry] = _ForeignRegistry("optimizer", registries.OPTIMIZERS, {})
+        _optimizers: ClassVar[Registry] = _ForeignRegistry("optimizer of mmengine", "OPTIMIZERS", {})
         _wrappers: ClassVar[Registry] = _ForeignRegistry(
-            "optimizer wrapper", registries.OPTIM_WRAPPERS, instead
+            "optimizer wrapper of mmengine", "OPTIM_WRAPPERS", instead
         )
 
         def __init__(
@@ -160,46 +155,34 @@ def register_hook(hooks: ModuleType) -> Undo:
 
 
 class _ForeignRegistry(Registry):
-    """One of mmengine's registries, with halfpeak's error messages.
+    """What mmengine's registry of a kind has, with halfpeak's checks and messages.
 
     Args:
         name: a noun for its members, for messages.
-        registry: mmengine's.
+        mmengine: mmengine's name for the registry.
         instead: a class given as ``type`` -> the class to build.
     """
 
-    def __init__(self, name: str, registry: Any, instead: Mapping[Any, Factory]) -> None:
-        super().__init__(name)
-        self._registry = registry
+    def __init__(self, name: str, mmengine: str, instead: Mapping[Any, Factory]) -> None:
+        super().__init__(name, mmengine=mmengine)
         self._instead = instead
 
     def resolve(self, cfg: Mapping[str, Any]) -> Factory:
-        """The factory that ``cfg["type"]`` names in mmengine's registry and in the scope of ``cfg``; a class is itself."""
-        kind = cfg.get("type")
-        if not isinstance(kind, str):
-            factory = super().resolve(cfg)
-            return self._instead.get(factory, factory)
-        with self._registry.switch_scope_and_registry(cfg.get(_SCOPE)) as registry:
-            found = registry.get(kind)
-        if found is None:
-            raise RegistryError(
-                f"{kind!r} is not a registered {self.name} of mmengine; registered are "
-                f"{', '.join(sorted(self._registry.module_dict))}; add one with @register_module()"
-            )
-        return found
+        """The factory that ``cfg["type"]`` names in the scope of ``cfg``; a class is itself, or what stands for it."""
+        factory = super().resolve(cfg)
+        return self._instead.get(factory, factory)
 
     def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
         """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments."""
         arguments = {**(default_args or {}), **cfg}
-        arguments["type"] = self.resolve(arguments)
-        return super().build(_without_scope(arguments))
+        return super().build({**_without_scope(arguments), "type": self.resolve(arguments)})
 
 
 def _without_scope(cfg: Any) -> Any:
     """``cfg`` without the key ``_scope_``, at any depth of dicts."""
     if not isinstance(cfg, Mapping):
         return cfg
-    return {key: _without_scope(value) for key, value in cfg.items() if key != _SCOPE}
+    return {key: _without_scope(value) for key, value in cfg.items() if key != SCOPE}
 
 
 MMENGINE: Final = Shim(setup=set_up, page="docs/compat/mmengine.md")

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
-from halfpeak.amp.messages import maybe_print
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.levels import Properties
 from halfpeak.core.messages import overflow_line
@@ -123,11 +122,8 @@ class FP16_Optimizer(MasterGroups):
         self._require_unscaled("step")
         if closure is None:
             self._last_overflow = bool(self._engine.step().found_inf)
-            if self._last_overflow:
-                maybe_print(
-                    overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale),
-                    verbosity=int(self.verbose),
-                )
+            if self._last_overflow and self.verbose:
+                print(overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale))
             return None
         losses: list[Any] = []
 
@@ -163,7 +159,7 @@ class FP16_Optimizer(MasterGroups):
         """The unscaled gradients per group and parameter (None where there is none); None after an overflow."""
         self._require_unscaled("inspect_master_grad_data")
         if self.overflow:
-            maybe_print("Gradients are not finite, so they are not shown", verbosity=1)
+            print("Gradients are not finite, so they are not shown")
             return None
         return [
             [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]

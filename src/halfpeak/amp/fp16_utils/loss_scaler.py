@@ -46,12 +46,7 @@ class LossScaler:
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` has an element that is not finite. Waits for the device."""
-        grads = [parameter.grad for parameter in params if parameter.grad is not None]
-        if not grads:
-            return False
-        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-        foreach.check_(grads, found_inf)
-        return bool(found_inf)
+        return not foreach.all_finite([parameter.grad for parameter in params if parameter.grad is not None])
 
     def update_scale(self, overflow: bool) -> None:
         """Do nothing."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from halfpeak.amp.messages import maybe_print
 from halfpeak.amp.optimizers.apex import FusedLAMB as ApexLAMB
 from halfpeak.amp.optimizers.apex import FusedSGD as ApexSGD
 from halfpeak.amp.optimizers.internal_masters import no_amsgrad
@@ -302,10 +301,7 @@ class FP16_Optimizer:
         self.overflow = not all(bool(norm.isfinite()) for norm in norms)
         if self.overflow:
             if self.verbose:
-                maybe_print(
-                    f"Gradient overflow.  Skipping step {self._steps} at loss scale {self.cur_scale}",
-                    verbosity=1,
-                )
+                print(f"Gradient overflow.  Skipping step {self._steps} at loss scale {self.cur_scale}")
         else:
             self.optimizer.step(
                 grads=grads, output_params=self.fp16_groups, scale=self.cur_scale, grad_norms=norms

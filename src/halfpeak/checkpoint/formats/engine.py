@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import ENGINE, Contents, has_names, read_steps, renamed
+from halfpeak.checkpoint.canonical import ENGINE, Contents, has_names, read_steps
 from halfpeak.checkpoint.dcp import write_dcp
 from halfpeak.checkpoint.formats.format import Files, Format, Target
 from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import renamed
 
 
 def read(tree: Any) -> Contents | None:

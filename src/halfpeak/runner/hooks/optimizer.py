@@ -21,6 +21,7 @@ from halfpeak.core import state_checks
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
@@ -222,9 +223,7 @@ class OptimizerHook(Hook):
         has_gradients, norm = engine.has_gradients, None
         if self._overrides_clip and self.grad_clip is not None:
             engine.unscale()
-            norm = self.clip_grads(
-                [p for group in engine.optimizers[0].param_groups for p in group["params"]]
-            )
+            norm = self.clip_grads(params_of(engine.optimizers[0]))
         runner.step_result = result = engine.step(keep_gradients=keep_gradients)
         norm = result.grad_norm if norm is None else norm
         if norm is not None and has_gradients:

@@ -42,12 +42,9 @@ class EpochBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "epoch"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._done = 0
-        self._open: Batches | None = None
-        self._opening: dict[str, Any] | None = None
+    _done = 0
+    _open: Batches | None = None
+    _opening: dict[str, Any] | None = None
 
     def run(
         self,

@@ -43,11 +43,8 @@ class IterBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "iter"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._loaders: list[IterLoader] = []
-        self._is_open = False
+    _loaders: Sequence[IterLoader] = ()
+    _is_open = False
 
     def run(
         self,
