@@ -238,7 +238,7 @@ def test_a_real_runner_of_mmcv_1_steps_through_our_hooks(mmcv_1: None, name: str
     norms = runner.log_buffer.val_history.get("grad_norm", [])
     assert len(norms) == (6 if "grad_clip" in CONFIGS[name] else 0)
     assert all(isinstance(norm, float) for norm in norms)
-    assert ("fp16" in runner.meta) == ("Fp16" in name)
+    assert ("fp16" in (runner.meta or {})) == ("Fp16" in name)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

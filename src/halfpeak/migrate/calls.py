@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Final
 
 import libcst as cst
 
 from halfpeak.migrate.findings import Refusal
-from halfpeak.migrate.names import Arguments
 
 Changed = list[cst.Arg] | Refusal
+"""The arguments for a new function, or why they cannot be written."""
+
+Change = Callable[[list[cst.Arg], str], Changed]
+"""From the arguments of the old function, and the device that it implied, to those of the new one."""
 
 _DDP_DROPPED: Final = frozenset(
     {
@@ -25,12 +27,8 @@ _DDP_DROPPED: Final = frozenset(
 )
 """Arguments of apex's DDP about when it reduces, which torch decides itself."""
 
+_SYNCBN_DROPPED: Final = ("channel_last", "fuse_relu")
 _AUTOCAST: Final = ("enabled", "dtype", "cache_enabled")
-
-
-def change(kind: Arguments, args: Sequence[cst.Arg], device: str) -> Changed:
-    """The arguments for the new function, or why they cannot be written."""
-    return _CHANGES[kind](list(args), device)
 
 
 def argument(value: str, keyword: str | None = None) -> cst.Arg:
@@ -48,11 +46,13 @@ def keyword_of(arg: cst.Arg) -> str | None:
     return None if arg.keyword is None else arg.keyword.value
 
 
-def _device(args: list[cst.Arg], device: str) -> Changed:
+def with_device(args: list[cst.Arg], device: str) -> Changed:
+    """The device first."""
     return [argument(f'"{device}"'), *args]
 
 
-def _autocast(args: list[cst.Arg], device: str) -> Changed:
+def for_autocast(args: list[cst.Arg], device: str) -> Changed:
+    """Keywords, which ``torch.autocast`` takes only, after the device."""
     if any(arg.star == "*" for arg in args):
         return Refusal("its arguments are unpacked", f'write torch.autocast("{device}", ...) with keywords')
     changed: list[cst.Arg] = []
@@ -61,10 +61,11 @@ def _autocast(args: list[cst.Arg], device: str) -> Changed:
             keyword = argument("None", _AUTOCAST[position])
             arg = arg.with_changes(keyword=keyword.keyword, equal=keyword.equal)
         changed.append(arg)
-    return _device(changed, device)
+    return with_device(changed, device)
 
 
-def _ddp(args: list[cst.Arg], device: str) -> Changed:
+def for_ddp(args: list[cst.Arg], device: str) -> Changed:
+    """Those of ``torch.nn.parallel.DistributedDataParallel``."""
     for position, arg in enumerate(args):
         keyword = keyword_of(arg)
         if arg.star or (keyword is None and position > 0):
@@ -82,27 +83,36 @@ def _ddp(args: list[cst.Arg], device: str) -> Changed:
     return _and(kept, "False", "broadcast_buffers")
 
 
-def _without(args: list[cst.Arg], names: Sequence[str]) -> Changed:
-    """Leave out arguments that are False; refuse those that may be True."""
+def for_custom(args: list[cst.Arg], device: str) -> list[cst.Arg]:
+    """``device_type`` too, as ``torch.amp.custom_fwd`` and ``custom_bwd`` want it."""
+    return _and(args, f'"{device}"', "device_type")
+
+
+def for_syncbn(args: list[cst.Arg], device: str) -> Changed:
+    """Without what torch's layer does not have: left out where it is False, refused where it may be True."""
     for arg in args:
         keyword = keyword_of(arg)
         if arg.star:
             return Refusal("its arguments are unpacked", "write them one by one")
-        if keyword in names and not (isinstance(arg.value, cst.Name) and arg.value.value == "False"):
+        if keyword in _SYNCBN_DROPPED and not (
+            isinstance(arg.value, cst.Name) and arg.value.value == "False"
+        ):
             return Refusal(
                 f"torch has no {keyword}", "leave it out; it changes the speed, not what is computed"
             )
-    return _only([arg for arg in args if keyword_of(arg) not in names], args)
+    return _only([arg for arg in args if keyword_of(arg) not in _SYNCBN_DROPPED], args)
 
 
-def _layer_norm(args: list[cst.Arg], device: str) -> Changed:
+def for_layer_norm(args: list[cst.Arg], device: str) -> Changed:
+    """Those of ``torch.nn.LayerNorm``."""
     if sum(keyword_of(arg) is None for arg in args) > 3:
         return Refusal("torch's LayerNorm has other arguments after the third", "write them as keywords")
     return _only([arg for arg in args if keyword_of(arg) != "memory_efficient"], args)
 
 
-def _rms_norm(args: list[cst.Arg], device: str) -> Changed:
-    changed = _layer_norm(args, device)
+def for_rms_norm(args: list[cst.Arg], device: str) -> Changed:
+    """Those of ``torch.nn.RMSNorm``, with apex's ``eps``."""
+    changed = for_layer_norm(args, device)
     if isinstance(changed, Refusal):
         return changed
     if any(arg.star for arg in args):
@@ -130,17 +140,3 @@ def _and(args: list[cst.Arg], value: str, keyword: str) -> list[cst.Arg]:
 def _only(kept: list[cst.Arg], args: list[cst.Arg]) -> list[cst.Arg]:
     """Some of the arguments, ending as all of them did."""
     return [*kept[:-1], ending_as(kept[-1], args[-1])] if kept else kept
-
-
-_CHANGES: Final[Mapping[Arguments, Callable[[list[cst.Arg], str], Changed]]] = MappingProxyType(
-    {
-        "keep": lambda args, device: args,
-        "device": _device,
-        "autocast": _autocast,
-        "custom": lambda args, device: _and(args, f'"{device}"', "device_type"),
-        "ddp": _ddp,
-        "syncbn": lambda args, device: _without(args, ("channel_last", "fuse_relu")),
-        "layer_norm": _layer_norm,
-        "rms_norm": _rms_norm,
-    }
-)

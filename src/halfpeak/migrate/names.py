@@ -11,13 +11,12 @@ from typing import Final, Literal
 
 from halfpeak import amp, runner
 from halfpeak.amp import fp16_utils
+from halfpeak.migrate import calls
+from halfpeak.migrate.calls import Change
 from halfpeak.migrate.findings import Refusal, Target
 
 Bare = Literal["always", "as a type", "as a decorator", "never"]
 """Where a name may be replaced that is not called."""
-
-Arguments = Literal["keep", "device", "autocast", "custom", "ddp", "syncbn", "layer_norm", "rms_norm"]
-"""How the arguments of a call change; :mod:`halfpeak.migrate.calls` does it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +26,14 @@ class Replacement:
     Attributes:
         module: its module.
         name: its name there; ``Class.method`` for a method.
-        arguments: how the arguments of a call change.
+        arguments: how the arguments of a call change; None keeps them.
         bare: where the old name may be replaced without being called.
         device: the device that the old name implied.
     """
 
     module: str
     name: str
-    arguments: Arguments = "keep"
+    arguments: Change | None = None
     bare: Bare = "always"
     device: str = "cuda"
 
@@ -232,12 +231,14 @@ def _same_names(new: str, names: Iterable[str], *old: str) -> dict[str, Replacem
 def _torch_modules() -> dict[str, Replacement]:
     """Modules of torch in the place of apex's, with other arguments."""
     ddp = Replacement(
-        module="torch.nn.parallel", name="DistributedDataParallel", arguments="ddp", bare="as a type"
+        module="torch.nn.parallel", name="DistributedDataParallel", arguments=calls.for_ddp, bare="as a type"
     )
-    norm = Replacement(module="torch.nn", name="SyncBatchNorm", arguments="syncbn", bare="as a type")
-    convert = Replacement(module="torch.nn", name="SyncBatchNorm.convert_sync_batchnorm", arguments="syncbn")
-    layer_norm = Replacement(module="torch.nn", name="LayerNorm", arguments="layer_norm")
-    rms_norm = Replacement(module="torch.nn", name="RMSNorm", arguments="rms_norm", bare="as a type")
+    norm = Replacement(module="torch.nn", name="SyncBatchNorm", arguments=calls.for_syncbn, bare="as a type")
+    convert = Replacement(
+        module="torch.nn", name="SyncBatchNorm.convert_sync_batchnorm", arguments=calls.for_syncbn
+    )
+    layer_norm = Replacement(module="torch.nn", name="LayerNorm", arguments=calls.for_layer_norm)
+    rms_norm = Replacement(module="torch.nn", name="RMSNorm", arguments=calls.for_rms_norm, bare="as a type")
     return {
         "apex.parallel.DistributedDataParallel": ddp,
         "apex.parallel.distributed.DistributedDataParallel": ddp,
@@ -251,11 +252,11 @@ def _torch_modules() -> dict[str, Replacement]:
 
 
 def _torch_amp(device: str) -> dict[str, Replacement]:
-    rows: tuple[tuple[str, str, Arguments, Bare], ...] = (
-        ("autocast", "autocast_mode", "autocast", "as a type"),
-        ("GradScaler", "grad_scaler", "device", "as a type"),
-        ("custom_fwd", "autocast_mode", "custom", "as a decorator"),
-        ("custom_bwd", "autocast_mode", "custom", "as a decorator"),
+    rows: tuple[tuple[str, str, Change, Bare], ...] = (
+        ("autocast", "autocast_mode", calls.for_autocast, "as a type"),
+        ("GradScaler", "grad_scaler", calls.with_device, "as a type"),
+        ("custom_fwd", "autocast_mode", calls.for_custom, "as a decorator"),
+        ("custom_bwd", "autocast_mode", calls.for_custom, "as a decorator"),
     )
     return {
         f"torch.{device}.amp.{prefix}{name}": Replacement(

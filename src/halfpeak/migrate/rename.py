@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from halfpeak.migrate.calls import change
+from halfpeak.migrate import calls
+from halfpeak.migrate.calls import Change
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, Refusal, Target
 from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
@@ -199,19 +200,24 @@ class _Renaming:
         call = self._tree.call_of(node)
         if call is None:
             return self._bare(node, replacement)
-        if replacement.arguments == "keep":
+        change = replacement.arguments
+        if change is None:
             return _nothing
-        changed = change(replacement.arguments, call.args, replacement.device)
-        return changed if isinstance(changed, Refusal) else lambda: self._change_arguments(call, replacement)
+        changed = change(list(call.args), replacement.device)
+        if isinstance(changed, Refusal):
+            return changed
+        return lambda: self._change_arguments(call, change, replacement.device)
 
     def _bare(self, node: cst.BaseExpression, replacement: Replacement) -> Edit | Refusal:
         """The edit of a name that is not called."""
-        if replacement.arguments == "custom" and isinstance(self._tree.parent(node), cst.Decorator):
+        if replacement.arguments is calls.for_custom and isinstance(self._tree.parent(node), cst.Decorator):
             return lambda: self._decorate(node, replacement)
         if replacement.bare == "always" or (replacement.bare == "as a type" and self._is_type(node)):
             return _nothing
         partial = f'functools.partial({replacement.path}, "{replacement.device}")'
-        write = partial if replacement.arguments in ("autocast", "device") else replacement.path
+        write = (
+            partial if replacement.arguments in (calls.for_autocast, calls.with_device) else replacement.path
+        )
         return Refusal(
             f"it is passed on, and {replacement.path} takes other arguments", f"write {write} if they fit"
         )
@@ -227,18 +233,17 @@ class _Renaming:
                 return False
         return False
 
-    def _change_arguments(self, call: cst.Call, replacement: Replacement) -> None:
+    def _change_arguments(self, call: cst.Call, change: Change, device: str) -> None:
         def changed(updated: cst.Call) -> cst.Call:
-            args = change(replacement.arguments, updated.args, replacement.device)
+            args = change(list(updated.args), device)
             return updated if isinstance(args, Refusal) else updated.with_changes(args=args)
 
         self._edits.replace(call, changed)
 
     def _decorate(self, node: cst.BaseExpression, replacement: Replacement) -> None:
-        args = change(replacement.arguments, [], replacement.device)
+        args = calls.for_custom([], replacement.device)
         respelled = self._edits.pending(node)
-        if not isinstance(args, Refusal):
-            self._edits.replace(node, lambda updated: cst.Call(respelled(updated), args=args))
+        self._edits.replace(node, lambda updated: cst.Call(respelled(updated), args=args))
 
     def _rename(self, node: cst.BaseExpression, path: str) -> None:
         self._edits.replace(node, lambda updated: cst.parse_expression(path))

@@ -38,10 +38,10 @@ class StrictClipNorm:
         return norm
 
 
-def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
+def parse_clip_grad(clip_grad: Mapping[str, Any] | None, name: str = "clip_grad") -> Clip:
     """``dict(max_norm=1.0)``, ``dict(type='norm', ...)`` or ``dict(type='value', clip_value=0.2)``; None clips nothing.
 
-    ``foreach`` is accepted and changes nothing: lists are always clipped together.
+    ``foreach`` is accepted and changes nothing: lists are always clipped together. ``name`` is the argument's, in messages.
 
     Raises:
         ConfigTypeError: not a dict, an unknown key, or a flag that is not one.
@@ -54,20 +54,20 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None) -> Clip:
         return NoClip()
     if not isinstance(clip_grad, Mapping):
         raise ConfigTypeError(
-            f"If `clip_grad` is not None, it must be a dict, not {short_repr(clip_grad)}; write dict(max_norm=1.0)"
+            f"If `{name}` is not None, it must be a dict, not {short_repr(clip_grad)}; write dict(max_norm=1.0)"
         )
     given = dict(clip_grad)
     kind = given.pop("type", "norm")
     if kind not in ("norm", "value"):
-        raise ConfigError(f'type of clip_grad should be "norm" or "value", not {short_repr(kind)}')
-    _check_keys(clip_grad, given, kind)
+        raise ConfigError(f'type of {name} should be "norm" or "value", not {short_repr(kind)}')
+    _check_keys(name, clip_grad, given, kind)
     for flag in ("error_if_nonfinite", "foreach"):
         if not isinstance(given.get(flag, False), bool | None):
-            raise ConfigTypeError(f"{flag}={short_repr(given[flag])} in clip_grad must be True or False")
+            raise ConfigTypeError(f"{flag}={short_repr(given[flag])} in {name} must be True or False")
     try:
         return _clip(kind, given)
     except ConfigError as error:
-        raise ConfigError(f"clip_grad={short_repr(dict(clip_grad))}: {error}") from None
+        raise ConfigError(f"{name}={short_repr(dict(clip_grad))}: {error}") from None
 
 
 def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
@@ -79,7 +79,7 @@ def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
     return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite") else clip
 
 
-def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> None:
+def _check_keys(name: str, clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> None:
     allowed = _NORM_KEYS if kind == "norm" else _VALUE_KEYS
     required = allowed[0]
     for key in given:
@@ -87,15 +87,15 @@ def _check_keys(clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: st
             continue
         if key in _VALUE_KEYS:
             raise ConfigTypeError(
-                f"{short_repr(key)} in clip_grad clips by value; write dict(type='value', {key}={short_repr(given[key])})"
+                f"{short_repr(key)} in {name} clips by value; write dict(type='value', {key}={short_repr(given[key])})"
             )
         near = get_close_matches(str(key), allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigTypeError(
-            f"unknown key {short_repr(key)} in clip_grad of type {short_repr(kind)}; allowed: {', '.join(allowed)}{hint}"
+            f"unknown key {short_repr(key)} in {name} of type {short_repr(kind)}; allowed: {', '.join(allowed)}{hint}"
         )
     if required not in given:
         raise ConfigError(
-            f"If `clip_grad` is not None, it must have a limit: {short_repr(dict(clip_grad))} lacks {required!r}; write "
+            f"If `{name}` is not None, it must have a limit: {short_repr(dict(clip_grad))} lacks {required!r}; write "
             f"dict(type={short_repr(kind)}, {required}=1.0)"
         )

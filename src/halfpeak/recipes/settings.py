@@ -128,10 +128,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             _check_value(item.name, getattr(self, item.name), item.metadata)
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError(f"epochs={self.epochs!r} and steps={self.steps!r} exclude each other; give one")
-        if self.clip_norm and self.clip_value:
-            raise ConfigError("clip_norm and clip_value exclude each other; give one")
+        for one, other in EXCLUSIVE:
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(f"{one} and {other} exclude each other; give one")
         if self.min_loss_scale > self.max_loss_scale:
             raise ConfigError(
                 f"min_loss_scale={self.min_loss_scale!r} is above max_loss_scale={self.max_loss_scale!r}"

@@ -43,16 +43,5 @@ def make_hooks(base: type) -> dict[str, type]:
         Fp16OptimizerHook,
         GradientCumulativeFp16OptimizerHook,
     ):
-        made[own.__name__] = type(
-            own.__name__, (_OnMmcvRunner, own, base), {"__module__": __name__, "__doc__": own.__doc__}
-        )
+        made[own.__name__] = type(own.__name__, (own, base), {"__module__": __name__, "__doc__": own.__doc__})
     return made
-
-
-class _OnMmcvRunner:
-    """Adapts a hook to mmcv's own runners, whose ``meta`` may be None."""
-
-    def before_run(self, runner: Any) -> None:
-        if runner.meta is None:
-            runner.meta = {}
-        super().before_run(runner)  # type: ignore[misc]

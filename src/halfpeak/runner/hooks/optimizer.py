@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core import state_checks
 from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import Properties
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
@@ -40,7 +40,7 @@ from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.log_buffer import LogBuffer
-from halfpeak.state.clip import Clip
+from halfpeak.state.clip import Clip, NoClip
 
 
 @HOOKS.register_module()
@@ -79,18 +79,18 @@ class OptimizerHook(Hook):
     def __init__(
         self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool = False
     ) -> None:
-        parse_grad_clip(grad_clip)
+        parse_clip_grad(grad_clip, "grad_clip")
         self.grad_clip = grad_clip
         self.detect_anomalous_params = require_flag("detect_anomalous_params", detect_anomalous_params)
 
     @property
     def _clip(self) -> Clip:
-        return parse_grad_clip(self.grad_clip)
+        return parse_clip_grad(self.grad_clip, "grad_clip")
 
     @property
     def _engine_clip(self) -> Clip:
         """The clip of the engine: none if a subclass overrides :meth:`clip_grads`, which is called instead."""
-        return parse_grad_clip(None if self._overrides_clip else self.grad_clip)
+        return NoClip() if self._overrides_clip else self._clip
 
     @property
     def _overrides_clip(self) -> bool:
@@ -393,23 +393,6 @@ def require_loss(runner: RunnerView) -> Tensor:
             "return dict(loss=loss, num_samples=len(batch))"
         )
     return loss
-
-
-def parse_grad_clip(grad_clip: Mapping[str, Any] | None) -> Clip:
-    """What ``grad_clip=dict(max_norm=35, norm_type=2)`` means.
-
-    Raises:
-        ConfigTypeError: not a dict, or a flag that is not one.
-        ConfigError: empty, an unknown key, or a value out of range.
-
-    >>> parse_grad_clip(dict(max_norm=35.0))
-    ClipNorm(max_norm=35.0, norm_type=2.0)
-    """
-    try:
-        return parse_clip_grad(grad_clip)
-    except ConfigError as error:
-        # The wrappers call the same dict by another name.
-        raise type(error)(str(error).replace("clip_grad", "grad_clip")) from None
 
 
 def unreachable_parameters(loss: Tensor, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
