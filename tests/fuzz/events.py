@@ -131,8 +131,7 @@ def _(run: Run, pick: random.Random) -> None:
     run.abort()
 
 
-# In turns, an optimizer has its backward pass, where it follows its groups, after the step of the other.
-@event("add a group", ANY, fits=lambda config: config.held_out and not config.in_turns)
+@event("add a group", ANY, fits=lambda config: config.held_out)
 def _(run: Run, pick: random.Random) -> None:
     known = {id(run.model_of(main)) for main in mains(run)}
     fresh = [parameter for parameter in parameters(run) if id(parameter) not in known]

@@ -202,8 +202,8 @@ class Reference:
         self, loss: Tensor, loss_id: int = 0, optimizers: Sequence[int] | None = None, *, retain: bool = False
     ) -> None:
         """Into empty gradients, which are then divided by the scale and added to those that were there."""
-        self.sync()
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
+        self.sync(chosen)
         scale = self.scales[loss_id]
         if self.config.accumulate > 1:
             loss = loss / self.config.accumulate
@@ -314,10 +314,10 @@ class Reference:
         if (self.micro + 1) % self.config.accumulate:
             self.micro += 1
             return Result(False, scale=self.scales[0].scale)
-        self._adopt(joined=True)
+        chosen = range(len(self.optimizers)) if optimizers is None else optimizers
+        self._adopt(chosen=chosen, joined=True)
         self._follow()
         self._agree_on_flags()
-        chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         for o in chosen:
             if self.left[o] != self._seen_grads(o):
                 self._look_at_unseen(o)
@@ -439,9 +439,10 @@ class Reference:
             self._drop(o)
         self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
-    def sync(self) -> None:
-        """Before a backward pass weights and masters agree, also on who is trainable; who came lately gets a master."""
-        self._adopt()
+    def sync(self, chosen: Iterable[int] | None = None) -> None:
+        """Before a backward pass weights and masters agree, also on who is trainable; who came lately to an optimizer of
+        the pass gets a master."""
+        self._adopt(chosen=chosen)
         self._follow()
         self._agree_on_flags()
 
@@ -529,11 +530,12 @@ class Reference:
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self._keep(state["masters"])
-        self._keep_trained(list(map(_stepped, state["optimizers"])))
+        states = list(map(_stepped, state["optimizers"]))
+        self._keep_trained(states)
         for name, pair in self._by_name():
             pair.main.detach().copy_(state["masters"].get(name, pair.model.detach()))
             pair.agree()
-        for o, saved in enumerate(state["optimizers"]):
+        for o, saved in enumerate(states):
             self.optimizers[o].load_state_dict(saved)
             for i, main in enumerate(self._mains(o)):
                 # Torch casts numbers, too, to the dtype of weights.
@@ -649,12 +651,19 @@ class Reference:
             return isinstance(module, _BatchNorm) and module.affine
         return isinstance(module, (_NormBase, nn.LayerNorm, nn.GroupNorm))
 
-    def _adopt(self, exact: dict[int, Tensor] | None = None, *, joined: bool = False) -> None:
+    def _adopt(
+        self,
+        exact: dict[int, Tensor] | None = None,
+        *,
+        chosen: Iterable[int] | None = None,
+        joined: bool = False,
+    ) -> None:
         """Masters for the low, trainable parameters in the groups; ``joined``: not where the same stand as in a pass before."""
         if not self.properties.master_weights:
             return
         known = {id(pair.main) for pair in self.pairs.values()}
-        for o, optimizer in enumerate(self.optimizers):
+        for o in range(len(self.optimizers)) if chosen is None else chosen:
+            optimizer = self.optimizers[o]
             if joined and self.members[o] == list(map(id, self._mains(o))):
                 continue
             for group in optimizer.param_groups:
@@ -860,7 +869,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _stepped(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer without the rows that Adagrad makes before its first step."""
+    """The state of an optimizer without rows of parameters that it has never stepped, which it makes by itself."""
     return {**state, "state": {i: row for i, row in state["state"].items() if float(row.get("step", 1))}}
 
 

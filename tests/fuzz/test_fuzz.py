@@ -282,6 +282,35 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         },
         [(0, "before forward", "restart"), (1, "after step", "masters written")],
     ),
+    "a group joins an optimizer whose gradients the pass of another one leaves alone": (
+        {
+            "seed": 77020,
+            "parts": ("layer norm",),
+            "optimizers": ("Adam fused", "FusedAdamW"),
+            "level": "O1",
+            "iterations": 2,
+            "held_out": True,
+            "in_turns": True,
+        },
+        [
+            (1, "before forward", "another engine's loss reaches the model", 692),
+            (1, "before backward", "add a group"),
+        ],
+    ),
+    "unfrozen layers are written before the first pass of their optimizer, by hand": (
+        {
+            "seed": 14930,
+            "parts": ("frozen",),
+            "optimizers": ("Adadelta", "Adamax"),
+            "iterations": 2,
+            "in_turns": True,
+        },
+        [(1, "before forward", "unfreeze"), (1, "after step", "masters written")],
+    ),
+    "a restart after the first step of NAdam raised, by hand": (
+        {"seed": 19992, "parts": (), "optimizers": ("NAdam",), "accumulate": 3},
+        [(2, "before forward", "exception in the optimizer", 783), (3, "before backward", "restart")],
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": (
         {"seed": 1010002902, "parts": (), "iterations": 2, "accumulate": 3},
         [(0, "before step", "freeze", 765), (1, "before step", "restart")],

@@ -143,7 +143,7 @@ class TrainStep:
             if preserved:
                 own = set(map(id, scope.all_pairs.model_params))
                 kept = StashedGrads(
-                    [p for one in preserved for p in one.pairs().model_params if id(p) not in own]
+                    [p for one in preserved for p in one.window_pairs().model_params if id(p) not in own]
                 )
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(

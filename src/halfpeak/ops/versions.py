@@ -66,14 +66,15 @@ class TensorVersions:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._storages: list[StorageWeakRef] = []
-        self._pointers: list[int] = []
+        # Of the storages, each once: the tensors of a flat buffer share one. None where it has to be made anew.
+        self._pointers: set[int] | None = None
 
     def add(self, tensor: Tensor) -> None:
         """Append a tensor that counts as changed until it is recorded."""
         self._versions.append(_NEVER_RECORDED)
         self._addresses.append(0)
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
-        self._pointers.append(self._storages[-1].cdata)
+        self._pointers = None
 
     @untraced
     def record(self, tensors: Sequence[Tensor], *, moved: bool = True) -> None:
@@ -91,10 +92,10 @@ class TensorVersions:
         self._versions, self._addresses = _versions_and_addresses(tensors)
         if len(before) != len(tensors):
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-            self._pointers = [storage.cdata for storage in self._storages]
-        elif self._addresses != before or any(map(_EXPIRED, self._pointers)):
-            for index, pointer in enumerate(self._pointers):
-                if self._addresses[index] != before[index] or _EXPIRED(pointer):
+            self._pointers = None
+        elif self._addresses != before or self._is_any_gone():
+            for index, storage in enumerate(self._storages):
+                if self._addresses[index] != before[index] or _EXPIRED(storage.cdata):
                     self._record_storage(index, tensors[index])
 
     @untraced
@@ -111,8 +112,8 @@ class TensorVersions:
     @untraced
     def unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all tensors match the snapshot."""
-        return _versions_and_addresses(tensors) == (self._versions, self._addresses) and not any(
-            map(_EXPIRED, self._pointers)
+        return (
+            _versions_and_addresses(tensors) == (self._versions, self._addresses) and not self._is_any_gone()
         )
 
     @untraced
@@ -121,12 +122,18 @@ class TensorVersions:
         return (
             tensor._version == self._versions[index]
             and tensor.data_ptr() == self._addresses[index]
-            and not _EXPIRED(self._pointers[index])
+            and not _EXPIRED(self._storages[index].cdata)
         )
 
     def _record_storage(self, index: int, tensor: Tensor) -> None:
-        storage = self._storages[index] = StorageWeakRef(tensor.untyped_storage())
-        self._pointers[index] = storage.cdata
+        self._storages[index] = StorageWeakRef(tensor.untyped_storage())
+        self._pointers = None
+
+    def _is_any_gone(self) -> bool:
+        """Whether memory of the snapshot does not exist any more."""
+        if self._pointers is None:
+            self._pointers = {storage.cdata for storage in self._storages}
+        return any(map(_EXPIRED, self._pointers))
 
 
 def _versions_and_addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
