@@ -53,6 +53,18 @@ def test_a_resume_is_bitwise(setup: str, kind: str, validated: bool, tmp_path: P
         assert not differences(end, run(again, validated=validated)), stop
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_up_that_is_over_does_not_begin_again(kind: str, tmp_path: Path) -> None:
+    """Two windows of five are skipped, so that the eleventh iteration counts as the first again."""
+    made = [build(kind, tmp_path / name, "accumulated") for name in ("whole", "again")]
+    for one in made:
+        one.register_hook(zoo.Overflow(1), "HIGH")
+    whole, again = made
+    end = run(whole)
+    again.resume(tmp_path / "whole" / "iter_10.pth")
+    assert not differences(end, run(again))
+
+
 def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
     """The file is written after the hooks that come later than the one that saves, such as the swap of averages."""
     end = run(build("EpochBasedRunner", tmp_path, interval=1, by_epoch=True), validated=True)

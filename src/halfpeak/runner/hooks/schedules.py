@@ -113,6 +113,14 @@ class UpdaterHook(Hook):
         if not self.by_epoch or self._is_warming or self._epoch != runner.epoch:
             self._set(runner)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the warm-up is over: it does not begin again where a skipped step takes iterations back."""
+        return {"is_warm": True} if self.warmup is not None and not self._is_warming else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._is_warming = self.warmup is not None and not state.get("is_warm")
+
     def _set(self, runner: RunnerView) -> None:
         self._epoch = runner.epoch
         factor = self._warmup_factor(runner)
