@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from halfpeak import amp
 from halfpeak.core.errors import StateError
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
-from support.states import through_a_file
+from support.states import same, through_a_file
 
 
 def setup(level: str = "O2", seed: int = 0, kind: str = "sgd", **options: Any) -> tuple[Any, Any]:
@@ -215,4 +215,4 @@ def test_the_masters_can_be_saved_as_scripts_did() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     saved = through_a_file({"master params": list(amp.master_params(optimizer))})["master params"]
-    assert all(map(torch.equal, saved, amp.master_params(optimizer)))
+    assert same(saved, amp.master_params(optimizer))

@@ -14,6 +14,7 @@ import halfpeak
 from halfpeak import amp
 from support.nets import LEVELS, MASTERED
 from support.snapshot import values
+from support.states import same
 
 PASS: dict[str, Callable[[torch.optim.Optimizer, Callable[[], Any]], Any]] = {
     "by position": lambda optimizer, closure: optimizer.step(closure),
@@ -210,7 +211,7 @@ def test_gradients_of_before_a_closure_are_those_of_plain_torch(level: str, zero
                 optimizer.step(None if "no closure" in zero_grad else lambda loss=loss: loss)
         return list(net.state_dict().values())
 
-    assert all(map(torch.equal, run(zero_grad), run("before each step, no closure")))
+    assert same(run(zero_grad), run("before each step, no closure"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -233,4 +234,4 @@ def test_a_closure_of_the_engine_needs_no_zero_grad(level: str) -> None:
         engine.step(closure)
         return list(net.state_dict().values())
 
-    assert all(map(torch.equal, run(False), run(True)))
+    assert same(run(False), run(True))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
 from halfpeak.amp.fp16_utils.loss_scaler import DYNAMIC_ARGUMENTS
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
+from support.states import same
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -71,10 +72,6 @@ def state_of(made: list[nn.Parameter], optimizer: FP16_Optimizer) -> list[Tensor
     state = [v for s in optimizer.state.values() for v in s.values()]
     masters = [m for group in optimizer.fp32_from_fp16_groups for m in group]
     return [torch.as_tensor(t).detach().clone() for t in (*made, *masters, *state, optimizer.loss_scale)]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 def test_where_everything_is() -> None:

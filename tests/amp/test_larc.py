@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import halfpeak
 from halfpeak.amp.larc import LARC
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from support.states import same
 
 
 def expected(
@@ -261,7 +262,7 @@ def test_mixed_precision_takes_it(level: str) -> None:
         engine.backward(loss * math.inf if poisoned else loss)
         assert engine.step().stepped() is not poisoned
         if poisoned:
-            assert all(map(torch.equal, before, model.parameters()))
+            assert same(before, model.parameters())
         losses.append(loss.item())
     assert losses[3] < losses[0]
     assert optimizer.param_groups[0]["weight_decay"] == 1e-3

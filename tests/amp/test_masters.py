@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from amp.test_apex_suite import ZEROING, Mixed
 from halfpeak import amp
 from support.nets import LEVELS, MASTERED, make_batch, make_net
+from support.states import same
 
 
 def setup(
@@ -74,7 +75,7 @@ def test_step_before_anything_else() -> None:
     net, optimizer = setup("O2")
     before = [parameter.clone() for parameter in net.parameters()]
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert same(before, net.parameters())
 
 
 class TestZeroGrad:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from halfpeak.casting.tree import cast_tree
+from support.states import same
 
 LOW = torch.bfloat16
 
@@ -335,7 +336,7 @@ def test_errors_of_a_custom_batch_are_not_hidden() -> None:
 def test_a_deep_copy_of_the_argument_would_cast_the_same() -> None:
     value = HOLDERS["nested"]()
     left, right = cast_tree(value, LOW), cast_tree(copy.deepcopy(value), LOW)
-    assert all(torch.equal(a, b) for a, b in zip(leaves(left), leaves(right), strict=True))
+    assert same(leaves(left), leaves(right))
 
 
 @dataclass

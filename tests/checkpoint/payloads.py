@@ -43,6 +43,14 @@ def tensor(
     )
 
 
+def bomb() -> bytes:
+    """Ten references to a list of ten references to ...: 10**40 items if it were unrolled."""
+    data = b"]q\x00(" + b"K\x01" * 10 + b"e"
+    for level in range(1, 41):
+        data = b"]q" + bytes([level]) + b"(" + data + bytes([0x68, level - 1]) * 9 + b"e"
+    return data
+
+
 def archive(data: bytes, **records: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
@@ -56,7 +64,7 @@ def archive(data: bytes, **records: bytes) -> bytes:
 
 
 def seal(payload: bytes) -> bytes:
-    """Add the trailer, as documented."""
+    """Add the trailer, as documented. It is no signature: anybody can."""
     signed = payload + struct.pack("<8sIQ", b"halfpeak", 1, len(payload))
     return signed + hashlib.sha256(signed).digest()
 

@@ -33,6 +33,7 @@ from halfpeak.checkpoint.formats import FORMS
 from halfpeak.checkpoint.inspection import ScalerReport
 from halfpeak.core.errors import CheckpointError, HalfpeakError
 from runner import zoo
+from support.states import same
 
 
 @pytest.mark.parametrize(
@@ -454,4 +455,4 @@ def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: py
     assert engine.scale() == (512.0, 3)
     masters = [master for group in state["optimizer"]["fp32_from_fp16"] for master in group]
     held = [p.detach() for group in engine.optimizer.param_groups for p in group["params"]]
-    assert all(torch.equal(a, b) for a, b in zip(held, masters, strict=True))
+    assert same(held, masters)

@@ -15,6 +15,7 @@ from checkpoint.payloads import (
     OTHER_TYPES,
     PROTO,
     archive,
+    bomb,
     in_each_part,
     op,
     other_archives,
@@ -129,15 +130,5 @@ def test_names_that_shadow_methods_are_dropped(victim: Path) -> None:
 
 
 def test_a_bomb_of_references_stays_small(victim: Path) -> None:
-    """Ten references to a list of ten references to ...: 10**40 items if it were unrolled."""
-    data = b"]q\x00(" + b"K\x01" * 10 + b"e"
-    for level in range(1, 41):
-        data = b"]q" + bytes([level]) + b"(" + data + bytes([0x68, level - 1]) * 9 + b"e"
-    victim.write_bytes(seal(archive(PROTO + b"}" + op("x") + data + b"s.")))
+    victim.write_bytes(seal(archive(PROTO + b"}" + op("x") + bomb() + b"s.")))
     assert len(load(victim)["x"]) == 10
-
-
-def test_the_trailer_is_not_a_signature(victim: Path) -> None:
-    """Anybody can seal a file: that is why the content is read as plain data only."""
-    victim.write_bytes(seal(archive(PROTO + op({"x": 1}) + b".")))
-    assert load(victim) == {"x": 1}

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer imports it: here once, rather than in every rank
 import torch.distributed as dist
-from torch import Tensor
 
 from halfpeak import HalfpeakError
 from support.forks import be_python, python
@@ -36,11 +35,6 @@ class Refusals(dict[str, str]):
             self[call.__name__] = "nothing"
         except (HalfpeakError, KeyError) as error:
             self[call.__name__] = f"{type(error).__name__}: {error}"
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two lists hold tensors, and the same ones to the bit."""
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
 def launch(script: str, ranks: int, folder: Path) -> Seen:

@@ -25,6 +25,7 @@ from distributed.launching import Refusals, fork_ranks
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdagrad, FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.flat import buffers
+from support.states import same
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed", "kept")
@@ -239,7 +240,7 @@ def by_grad_scaler(rank: int) -> list[bool]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moved.append(not all(map(torch.equal, before, map(full, model.parameters()))))
+        moved.append(not same(before, map(full, model.parameters())))
     return moved
 
 

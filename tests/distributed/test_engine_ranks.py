@@ -3,12 +3,15 @@ on skipping where gradients are local to a rank."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from distributed.engine_ranks import LEVELS, OPTIONS, PASSES, WINDOWS, scenarios
 from distributed.launching import Seen, launch
+from support.states import same
 
 ROUNDING = ("bucket views, not told", "fp16_compress_hook")
 
@@ -18,8 +21,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return launch("engine_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def state(seen: dict[str, Any]) -> list[Tensor]:
+    return [*seen["parameters"], *seen["masters"], *seen["momentum"]]
 
 
 PARALLEL = [
@@ -32,8 +35,7 @@ def test_ranks_stay_equal_and_skip_together(
     ranks: Seen, level: str, every: int, poisoned: int | None
 ) -> None:
     first, other = ranks[f"parallel {level} {every} {poisoned}"]
-    for part in ("parameters", "masters", "momentum"):
-        assert same(first[part], other[part])
+    assert same(state(first), state(other))
     assert (first["scale"], first["counters"]) == (other["scale"], other["counters"])
     expected = [True] * WINDOWS
     expected[1] = poisoned is None
@@ -54,8 +56,7 @@ def test_it_does_not_matter_which_micro_batch_overflowed(ranks: Seen, level: str
 @pytest.mark.parametrize(("option", "level"), OPTIONS)
 def test_options_of_ddp(ranks: Seen, option: str, level: str) -> None:
     first, other = ranks[f"option {option} {level}"]
-    for part in ("parameters", "masters", "momentum"):
-        assert same(first[part], other[part])
+    assert same(state(first), state(other))
     assert first["outcomes"] == other["outcomes"] == [True, option == "PowerSGD", True]
     if option == "PowerSGD":
         return  # which is no sum
@@ -95,8 +96,7 @@ def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
 ) -> None:
     """Gradients that DDP has summed do not tell such a loss from an overflow; what ``group=`` reduces does."""
     first, other = ranks[f"bad losses {group}"]
-    for part in ("parameters", "masters", "momentum"):
-        assert same(first[part], other[part])
+    assert same(state(first), state(other))
     assert first["outcomes"] == other["outcomes"] == [step not in skipped for step in range(5)]
     assert first["scales"] == other["scales"] == [1024.0] + [scale] * 4
 

@@ -11,6 +11,7 @@ import torch
 
 from distributed.fused_ranks import MODES, NAMES, POISONED, STEPS
 from distributed.launching import Seen, launch
+from support.states import same
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,6 @@ def test_waiting_changes_no_bit(ranks: Seen, name: str) -> None:
 def test_a_hook_that_reduces_gradients_itself_keeps_the_ranks_equal(ranks: Seen, mode: str) -> None:
     first, second = ranks[f"hook {mode}"]
     for mine, others in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+        assert same(mine, others)
     moved = [not torch.equal(a[0], b[0]) for a, b in pairwise(first)]
     assert moved == [step != POISONED for step in range(1, STEPS)]

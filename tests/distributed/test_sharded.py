@@ -10,6 +10,7 @@ import torch
 
 from distributed.launching import Seen, launch
 from distributed.sharded_ranks import INTERRUPTED, STEPS, cases, one_process
+from support.states import same
 
 CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
 """How far a weight may be from that of one process, which adds up its losses in another order in the level's dtype."""
@@ -48,7 +49,7 @@ def test_ranks_train_as_one_process(
 @pytest.mark.parametrize(("level", "how"), INTERRUPTED)
 def test_nothing_is_left_of_an_interrupted_window(ranks: Seen, level: str, how: str) -> None:
     for seen in ranks[f"interrupted {level} {how}"]:
-        assert all(map(torch.equal, seen["interrupted"], seen["calm"]))
+        assert same(seen["interrupted"], seen["calm"])
 
 
 def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launch, same
+from distributed.launching import Seen, launch
 from distributed.wrapper_ranks import KINDS, TOTAL
+from support.states import same
 
 
 @pytest.fixture(scope="module")

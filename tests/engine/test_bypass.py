@@ -13,6 +13,7 @@ from halfpeak import amp
 from halfpeak.core.errors import OrderError
 from halfpeak.fused import FusedAdamW, FusedSGD
 from reliability.support import state_hash
+from support.states import same
 
 WITH_MASTERS = ("O2", "O5")
 WITHOUT = ("O0", "O1", "O4")
@@ -43,7 +44,7 @@ def test_the_engine_refuses_and_trains_on(level: str, steps_before: int) -> None
     loss_of(model).backward()
     with pytest.raises(halfpeak.OrderError, match=r"engine\.backward\(loss\)"):
         engine.step()
-    assert all(map(torch.equal, weights(model), before))
+    assert same(weights(model), before)
     engine.backward(loss_of(model))
     assert engine.step().stepped()
     assert not any(map(torch.equal, weights(model), before))
@@ -57,7 +58,7 @@ def test_a_loop_that_was_not_changed_is_refused(level: str) -> None:
     loss_of(model).backward()
     with pytest.raises(OrderError, match=r"engine\.backward\(loss\)"):
         optimizer.step()
-    assert all(map(torch.equal, weights(model), before))
+    assert same(weights(model), before)
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
@@ -67,7 +68,7 @@ def test_the_door_refuses_and_trains_on(level: str) -> None:
     loss_of(model).backward()
     with pytest.raises(halfpeak.OrderError, match=r"amp\.scale_loss"):
         optimizer.step()
-    assert all(map(torch.equal, weights(model), before))
+    assert same(weights(model), before)
     with amp.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -86,7 +87,7 @@ def test_without_masters_it_is_a_plain_step_at_o0_alone(level: str) -> None:
     else:
         with pytest.raises(OrderError, match=r"engine\.backward\(loss\).*adopt_scaled_grads"):
             engine.step()
-        assert all(map(torch.equal, weights(model), before))
+        assert same(weights(model), before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -123,7 +124,7 @@ def test_clipping_gradients_of_the_model_where_masters_have_them(
     before = weights(model)
     with pytest.raises(OrderError, match=r"halfpeak\.prepare\(\.\.\., clip=1\.0\)"):
         engine.step()
-    assert all(map(torch.equal, weights(model), before))
+    assert same(weights(model), before)
     engine.backward(loss_of(model))
     engine.unscale()
     norm = nn.utils.clip_grad_norm_(engine.main_params(), max_norm)

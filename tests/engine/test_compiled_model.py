@@ -16,6 +16,7 @@ import halfpeak
 from halfpeak import LEVELS
 from laws.drivers import Case, Run
 from support.nets import make_batch
+from support.states import same
 
 # The compiler itself looks whether a tensor that it is given has a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -114,7 +115,7 @@ def test_a_compiled_model_has_the_bits_of_the_eager_one(
         losses, values = trained(run)
         expected_losses, expected = trained(started(front_end, level, partial(make, compiles=False)))
     torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0, equal_nan=True)
-    assert all(map(torch.equal, values, expected))
+    assert same(values, expected)
     assert counter.frame_count == first + 1  # a whole graph, and nothing is traced anew in later steps
 
 

@@ -17,7 +17,7 @@ import halfpeak
 from halfpeak import amp
 from reliability.support import LEVELS, batch, net, state_hash, train
 from support.nets import MASTERED
-from support.states import through_a_file
+from support.states import same, through_a_file
 
 
 def prepared(level: str) -> halfpeak.Engine:
@@ -75,9 +75,9 @@ def test_an_ema_of_the_model(level: str) -> None:
         ema = torch.optim.swa_utils.AveragedModel(engine.model)
     before = [parameter.clone() for parameter in ema.parameters()]
     train(engine, range(4, 6))
-    assert all(torch.equal(a, b) for a, b in zip(before, ema.parameters(), strict=True))
+    assert same(before, ema.parameters())
     ema.update_parameters(engine.model)
-    assert not all(torch.equal(a, b) for a, b in zip(before, ema.parameters(), strict=True))
+    assert not same(before, ema.parameters())
     assert ema(batch(0)).isfinite().all()
 
 

@@ -21,6 +21,7 @@ from halfpeak import Engine, OrderError
 from halfpeak.engine.gradients.window import Empty, Pending, Unscaled
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from reliability.support import LEVELS, batch, net, state_hash
+from support.states import same
 
 INF, NAN = float("inf"), float("nan")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -110,7 +111,7 @@ def test_a_run_is_the_run_without_waiting_to_the_bit(
     for engine in (waiting, plain):
         train(engine, range(7), OVERFLOWS[overflows])
     assert progress(waiting) == progress(plain)
-    assert all(torch.equal(a, b) for a, b in zip(weights(waiting), weights(plain), strict=True))
+    assert same(weights(waiting), weights(plain))
     assert state_hash(waiting.model) == state_hash(plain.model)
 
 
@@ -185,7 +186,7 @@ def test_gradients_written_while_they_wait_are_refused(level: str, edit: Callabl
         with pytest.raises(OrderError, match=r"engine\.unscale\(\) before"):
             look(engine)  # type: ignore[operator]
         engine.abort()
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+    assert same(before, weights(engine))
     twin = build(level, norm="layer")
     train(twin, range(2))
     for each in (engine, twin):

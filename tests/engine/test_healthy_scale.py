@@ -99,16 +99,3 @@ def test_losses_answer_for_themselves() -> None:
 
     assert [step(first, 0, torch.nan).item(), step(second, 1, 0.0).item()] == [1, 0]
     assert engine.read_scale(0) == engine.read_scale(1) == 2.0**16
-
-
-def test_half_of_all_batches_bad_is_a_collapse() -> None:
-    engine = make()
-
-    def alternate() -> None:
-        for _ in range(600):
-            run(engine, 1, loss=torch.nan)
-            run(engine, 1)
-
-    with pytest.raises(halfpeak.LossScaleCollapse):
-        alternate()
-    assert engine.read_scale() == 2.0**16

@@ -15,7 +15,7 @@ import halfpeak
 from halfpeak import Engine, amp
 from halfpeak.fused import FusedAdamW, FusedLAMB
 from support.nets import LEVELS, MASTERED
-from support.states import through_a_file
+from support.states import same, through_a_file
 
 SCALE = 64.0
 
@@ -55,10 +55,6 @@ def train(engine: Engine, seed: int = 0) -> None:
 
 def weights(engine: Engine) -> list[Tensor]:
     return [value.clone() for value in engine.model.state_dict().values()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 # What torch.inference_mode() would spoil for good.
@@ -495,7 +491,7 @@ def test_weights_written_between_steps_are_those_that_train_on(
             loss = engine.model(torch.ones(3, 4)).float().sum() * torch.inf
         engine.backward(loss)
         assert not engine.step().stepped()
-        assert all(map(torch.equal, [p.float() for p in engine.model.parameters()], written))
+        assert same([p.float() for p in engine.model.parameters()], written)
     else:
         if moment == "before step":
             backward(engine, 1)

@@ -13,6 +13,7 @@ from torch import nn
 
 import halfpeak
 from halfpeak.engine.diagnosis.skips import SkipEvent
+from support.states import same
 
 
 def make(level: str = "O2", **options: Any) -> halfpeak.Engine:
@@ -107,7 +108,7 @@ def test_diagnose_writes_what_was_wrong_with_the_step(
     found = json.loads((tmp_path / "diagnosis-3.json").read_text())
     assert (found["where"], found["module"], found["reason"]) == ("forward", "0", "overflow")
     assert (tmp_path / "diagnosis-3.html").is_file()
-    assert all(map(torch.equal, before, engine.model.parameters()))
+    assert same(before, engine.model.parameters())
 
 
 def test_it_is_refused_before_anything_changes() -> None:

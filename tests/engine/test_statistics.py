@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import Engine
+from support.states import same
 
 LEVELS = ("O0", "O1", "O2", "O5")
 
@@ -62,7 +63,7 @@ def test_a_skip_keeps_what_was_written_since_the_last_step(
     write(engine.model)
     written = statistics(engine.model)
     assert not step(engine, torch.inf)
-    assert all(map(torch.equal, statistics(engine.model), written))
+    assert same(statistics(engine.model), written)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -75,7 +76,7 @@ def test_a_model_that_is_only_watched(write: Callable[[nn.Module], None]) -> Non
         loss = (watched(torch.randn(6, 4)) + engine.models[0](torch.randn(6, 4))).sum() * torch.inf
     engine.backward(loss)
     assert not engine.step().stepped()
-    assert all(map(torch.equal, statistics(watched), written))
+    assert same(statistics(watched), written)
 
 
 def test_an_evaluation_between_forward_and_step_changes_nothing() -> None:
@@ -86,7 +87,7 @@ def test_an_evaluation_between_forward_and_step_changes_nothing() -> None:
     engine.model(torch.full((6, 4), torch.inf))
     engine.backward(loss)
     engine.step()
-    assert all(map(torch.equal, statistics(engine.model), before))
+    assert same(statistics(engine.model), before)
 
 
 def test_hooks_are_gone_after_remove() -> None:

@@ -14,6 +14,7 @@ from halfpeak import Engine, OrderError
 from halfpeak.engine.gradients.window import Empty, Pending, Scaled, Unscaled
 from halfpeak.fused import FusedAdamW
 from support.nets import make_batch, make_net
+from support.states import same
 
 Event = Callable[[Engine], Any]
 
@@ -179,7 +180,7 @@ def test_what_an_event_makes_of_a_window(window: type[Any], event: str, level: s
     if expected is OrderError:
         with pytest.raises(OrderError, match=r"engine\.|delay_unscale"):
             EVENTS[event](engine)
-        assert all(map(torch.equal, engine.model.parameters(), before))
+        assert same(engine.model.parameters(), before)
     else:
         EVENTS[event](engine)
         assert type(engine.context.prepared[0].window) is expected

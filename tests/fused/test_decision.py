@@ -11,6 +11,7 @@ from torch import Tensor
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.fused.decision import DecisionInputs, decide_on_host
 from halfpeak.ops.reference import clip_coef
+from support.states import same
 
 CONFIG = ScaleConfig(init=2.0**10, interval=2)
 
@@ -37,7 +38,7 @@ def test_numbers_on_the_host_are_those_of_tensors(limit: float | None) -> None:
         assert torch.equal(decision.multiplier, times)
         assert decision.found_inf == 0
         state = advance(CONFIG, state, torch.zeros(()))
-        assert all(map(torch.equal, decision.scale_state, state))
+        assert same(decision.scale_state, state)
         assert [int(decision.num_steps), int(decision.num_skipped)] == [6, 3]
 
 
@@ -63,7 +64,7 @@ def test_what_skips_a_step(
     assert float(decision.found_inf) == skips
     assert [int(decision.num_steps), int(decision.num_skipped)] == ([5, 4] if skips else [6, 3])
     expected = advance(CONFIG, CONFIG.start(), torch.tensor(float(skips)))
-    assert all(map(torch.equal, decision.scale_state, expected))
+    assert same(decision.scale_state, expected)
 
 
 def test_numbers_that_are_not_in_host_memory_are_left_to_tensors() -> None:

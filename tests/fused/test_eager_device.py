@@ -11,6 +11,7 @@ import torch
 from fused.reference import CASES, give, step_as_on_a_device
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.base import FusedOptimizer
+from support.states import same
 from support.triton import everything, gradients_on, parameters_on
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,7 +49,7 @@ def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, devic
     give(parameters, [torch.full_like(parameter, math.inf) for parameter in parameters])
     optimizer.found_inf = torch.tensor(found_inf, device=device)
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(optimizer), strict=True))
+    assert same(before, everything(optimizer))
     optimizer.found_inf = torch.zeros((), device=device)
     train(optimizer, parameters, 1)
     assert not torch.equal(before[3], everything(optimizer)[3])
@@ -67,4 +68,4 @@ def test_a_chunk_at_a_time_is_the_same(form: str, device: str, monkeypatch: pyte
         optimizer.found_inf = torch.tensor(2.0, device=device)
         train(optimizer, parameters, 1)
         runs.append(everything(optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert same(*runs)

@@ -24,6 +24,7 @@ from halfpeak.optim import ApexOptimWrapper, OptimWrapper
 from reliability.support import batch, net
 from support.nets import make_batch, make_net
 from support.snapshot import values
+from support.states import same
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: FusedAdamW(p, lr=1e-3, eps=1e-4),
@@ -65,7 +66,7 @@ def test_fp16_optimizer_shows_true_gradients_after_backward(factor: float) -> No
         assert torch.equal(shown[0][0], torch.full((2, 4), 0.5))  # type: ignore[arg-type]
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) is (factor != 1.0)
+    assert same(before, model.parameters()) is (factor != 1.0)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -162,7 +163,7 @@ def test_odd_parameters(level: str, kind: str) -> None:
         assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
         seen.append([p.detach() for p in model.parameters()])
     assert all(a.isfinite().all() for a in seen[0])
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert same(*seen)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -249,7 +250,7 @@ def test_whoever_else_holds_the_memory_of_weights_goes_on_seeing_them(
 ) -> None:
     alone, memory = shared_run(level, None, 0)
     shared, _ = shared_run(level, share, when)
-    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert same(alone, shared)
     # Nothing of ours counts as somebody else: what nobody shares lies in one buffer for each pair of dtypes.
     assert len(memory) == (1 if level == "O0" else 3)
 

@@ -10,6 +10,7 @@ import torch
 
 from fused.reference import CASES
 from halfpeak import fused
+from support.states import same
 
 
 def test_every_optimizer_has_a_case_and_is_named_on_its_page() -> None:
@@ -43,7 +44,7 @@ def test_a_rule_writes_nothing_and_gives_weight_and_slots_in_float32(name: str) 
     before = [tensor.clone() for tensor in given]
     constants = [torch.tensor(float(number)) for number in rule.constants(group, 3.0)]
     moved = rule(given[0], given[1], given[2:], constants)
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    assert same(given, before)
     assert [tensor.shape for tensor in moved] == [given[0].shape, *(slot.shape for slot in given[2:])]
     assert {tensor.dtype for tensor in moved} == {torch.float32}
     assert len(rule.initial(group)) == len(rule.state_names)

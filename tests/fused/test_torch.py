@@ -16,7 +16,7 @@ from halfpeak import StateError
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
-from support.states import differences
+from support.states import differences, same
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
@@ -206,7 +206,7 @@ def test_a_copy_has_parameters_and_state_of_its_own(name: str, how: str) -> None
     twins.ours, twins.fused = ours, fused
     twins.step()
     twins.agree()
-    assert all(torch.equal(a, b) for a, b in zip(pair[0], before, strict=True))
+    assert same(pair[0], before)
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW"])
@@ -235,7 +235,7 @@ def test_found_inf_of_any_size_leaves_everything_as_it_was(value: float) -> None
     twins.fused.found_inf = torch.tensor(value)  # type: ignore[attr-defined]
     give(twins.ours, gradients_for(twins.ours))
     twins.fused.step()
-    assert all(torch.equal(a, b) for a, b in zip(twins.ours, before, strict=True))
+    assert same(twins.ours, before)
     del twins.fused.found_inf
     twins.step()
     twins.agree()
@@ -379,7 +379,7 @@ def test_a_count_that_parameters_share_is_not_written_in_place() -> None:
     give(twins.ours, gradients_for(twins.ours))
     with pytest.raises(StateError, match=r'assign another tensor: optimizer.state\[p\]\["step"\] = torch'):
         twins.fused.step()
-    assert all(map(torch.equal, twins.ours, before))
+    assert same(twins.ours, before)
     for row in rows:
         row["step"] = torch.tensor(1.0)
     twins.step()
@@ -397,7 +397,7 @@ def test_dtypes_mixed_in_one_group() -> None:
         give(apart, gradients)
         for optimizer in optimizers:
             optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(mixed, apart, strict=True))
+    assert same(mixed, apart)
     state = {p.dtype: optimizers[0].state[p]["exp_avg"].dtype for p in mixed}
     assert state == {d: torch.promote_types(d, torch.float32) for d in dtypes}
 

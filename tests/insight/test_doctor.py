@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak.cli.main import main
+from support.states import same
 
 STEPS = 16
 
@@ -120,9 +121,9 @@ def test_nothing_of_the_callers_changes() -> None:
     kept = copy.deepcopy(given)
     halfpeak.doctor(lambda: model, sgd, given, error, steps=STEPS, levels=["O2"])
     assert torch.equal(numbers, torch.get_rng_state())
-    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert same(before.values(), model.state_dict().values())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(map(torch.equal, kept, given))
+    assert same(kept, given)
     halfpeak.prepare(model, sgd(model), "O2")
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from support.nets import OPTIMIZERS, make_batch, make_net, poison
+from support.states import same
 
 SCALE = 2.0**16
 
@@ -164,7 +165,7 @@ def test_an_optimizer_without_gradients_is_no_event(name: str) -> None:
         scaler.step(unused)
         scaler.update()
         optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), make_net().parameters(), strict=True))
+    assert same(model.parameters(), make_net().parameters())
 
 
 def test_gradients_of_a_loss_that_was_never_scaled_are_refused() -> None:

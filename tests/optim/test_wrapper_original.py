@@ -15,6 +15,7 @@ from torch import nn
 import halfpeak.optim as ours
 from optim.families import FAMILIES, Unit, logged, logged_records, moves, new_hub, outcome, theirs, wrap
 from optim.families import on_cpu as on_cpu
+from support.states import same
 
 
 def history(family: ModuleType, every: int, start: int, total: int, calls: int) -> list[Any]:
@@ -92,7 +93,7 @@ def test_each_continues_from_the_state_of_the_other(grouping: str, source: str, 
     assert repr(other.state_dict()) == text
     for one, module in ((wrapper, model), (other, twin)):
         one.update_params(module(torch.ones(2, 3)).square().mean())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model.parameters(), twin.parameters())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ClosureError, ConfigError, OrderError, StateError
-from support.states import through_a_file
+from support.states import same, through_a_file
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
@@ -159,7 +159,7 @@ def test_overflow_skips_and_halves(capsys: pytest.CaptureFixture[str]) -> None:
     train(model, optimizer, 1, bad={0})
     assert optimizer.overflow
     assert optimizer.cur_scale == optimizer.loss_scale == 2.0**15
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert same(model.parameters(), before)
     assert "Gradient overflow" in capsys.readouterr().out
     assert not optimizer.state
 
@@ -174,7 +174,7 @@ def test_saved_and_resumed_bit_for_bit() -> None:
     assert resumed.cur_scale == optimizer.cur_scale
     for one, its in ((model, optimizer), (twin, resumed)):
         train(one, its, 3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model.parameters(), twin.parameters())
     state = copy.deepcopy(optimizer.state_dict())
     state["fp32_groups"] = [[torch.ones(2)]]
     with pytest.raises(StateError, match="fp32_groups has other shapes"):

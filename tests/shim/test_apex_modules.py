@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError
+from support.states import same
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
@@ -179,7 +180,7 @@ def test_sgd_writes_the_low_weights_and_stops_at_the_flag() -> None:
     arguments = (0.0, 0.0, 0.0, 0.5, False, True, False, 0.25)
     tensors = [grads, weights, buffers, lows]
     multi_tensor_applier(amp_C.multi_tensor_sgd, torch.ones(1), tensors, *arguments)
-    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+    assert same(weights, before)
     multi_tensor_applier(amp_C.multi_tensor_sgd, torch.zeros(1), tensors, *arguments)
     for weight, old, grad, low in zip(weights, before, grads, lows, strict=True):
         torch.testing.assert_close(weight, old - 0.5 * 0.25 * grad)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fused.formulas import lamb, novograd
 from halfpeak.core.errors import ConfigError, StateError
+from support.states import same
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
@@ -183,7 +184,7 @@ def test_state_keys_and_an_exact_resume(name: str) -> None:
     more = batches_for(parameters)
     run(optimizer, parameters, more)
     run(resumed, others, more)
-    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    assert same(parameters, others)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -198,7 +199,7 @@ def test_copies_go_on_alone(name: str, how: str) -> None:
     run(other, others, more)
     assert not torch.equal(parameters[0], others[0])
     run(optimizer, parameters, more)
-    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    assert same(parameters, others)
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -16,6 +16,7 @@ from distributed.launching import run_as_torchrun
 from halfpeak.cli.main import main
 from shim.process import changes, process_state, run_python
 from support.forks import python
+from support.states import same
 
 LOOKS = """
 import json, os, sys
@@ -255,4 +256,4 @@ def test_under_torchrun(tmp_path: Path) -> None:
     (printed,) = run_as_torchrun(["-m", "halfpeak", "run", "--device", "cpu", script, str(tmp_path)])
     assert printed.count("halfpeak run: halfpeak") == 1
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert same(first, second)

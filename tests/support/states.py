@@ -1,12 +1,20 @@
-"""Saved states: as a file gives them back, with one thing replaced or removed, and where two of them differ."""
+"""Tensors compared to the bit; saved states: from a file, with one thing changed, and where two of them differ."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether tensors are equal to the bit. It must be as many here as there, and there must be some."""
+    ours, theirs = list(one), list(other)
+    assert len(ours) == len(theirs) > 0
+    return all(map(torch.equal, ours, theirs))
 
 
 def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
