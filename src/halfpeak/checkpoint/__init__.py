@@ -4,7 +4,6 @@ from halfpeak.checkpoint.conversion import Conversion, convert
 from halfpeak.checkpoint.file import load, load_plain, previous_path, save, verify
 from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.checkpoint.scaler_states import (
-    ScalerState,
     from_apex,
     from_grad_scaler,
     from_mmcv,
@@ -17,6 +16,7 @@ from halfpeak.checkpoint.scaler_states import (
     to_mmengine,
     translate,
 )
+from halfpeak.core.schedule import ScalerState
 
 __all__ = [
     "Conversion",

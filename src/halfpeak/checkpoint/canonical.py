@@ -11,10 +11,10 @@ from typing import Any, Final, TypeGuard
 from torch import Tensor
 
 from halfpeak.checkpoint.safe_unpickle import Record
-from halfpeak.checkpoint.scaler_states import ScalerState, recognise, translate
+from halfpeak.checkpoint.scaler_states import recognise, translate
 from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import renamed
-from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.schedule import ScaleConfig, ScalerState
 from halfpeak.core.state_checks import has_memory
 
 HALFPEAK_KEY: Final = "halfpeak"

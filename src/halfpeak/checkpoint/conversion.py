@@ -18,9 +18,9 @@ from halfpeak.checkpoint.match_params import match_params
 from halfpeak.checkpoint.open import Opened, open_any
 from halfpeak.checkpoint.plain import MAX_DEPTH, plain
 from halfpeak.checkpoint.safe_unpickle import Record
-from halfpeak.checkpoint.scaler_states import ScalerState, read_config
+from halfpeak.checkpoint.scaler_states import read_config
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.schedule import ScaleConfig, ScalerState, require_scale
 from halfpeak.core.short_repr import short_repr
 
 ALL: Final = "all"

@@ -20,10 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.schedule import ScaleConfig, ScalerState, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_mapping, require_number
 
@@ -38,15 +38,6 @@ _MMCV: Final = frozenset(
     {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
 )
 _APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
-
-
-class ScalerState(TypedDict):
-    """Where one loss scale stands, as plain numbers (see :class:`~halfpeak.core.schedule.ScaleState`)."""
-
-    scale: float
-    clean: int
-    grace: int
-    stuck: int
 
 
 def recognise(state: Mapping[str, Any]) -> Format:

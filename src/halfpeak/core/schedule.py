@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -155,6 +155,15 @@ class ScaleState(NamedTuple):
     clean: Tensor
     grace: Tensor
     stuck: Tensor
+
+
+class ScalerState(TypedDict):
+    """Where one loss scale stands, as plain numbers (see :class:`ScaleState`)."""
+
+    scale: float
+    clean: int
+    grace: int
+    stuck: int
 
 
 def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:

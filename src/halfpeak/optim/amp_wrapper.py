@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint.scaler_states import ScalerState, from_grad_scaler, to_grad_scaler
+from halfpeak.checkpoint.scaler_states import from_grad_scaler, to_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig
@@ -261,9 +261,9 @@ class WrapperScaler(GradScalerAttrs):
     def state_dict(self) -> dict[str, Any]:
         """``GradScaler``'s own format; waits for the device. Where nothing is scaled, that of a scaler at its start."""
         if self._enabled:
-            return to_grad_scaler(numbers_of(self._scaler), self._scaler.config)
+            return to_grad_scaler(self._scaler.state_dict(), self._scaler.config)
         rule = self._wrapper._scale_config
-        return {} if rule is None else to_grad_scaler(numbers_of(LossScaler(rule)), rule)
+        return {} if rule is None else to_grad_scaler(LossScaler(rule).state_dict(), rule)
 
 
 def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -285,15 +285,4 @@ def _parse_cast_dtype(dtype: object) -> torch.dtype | None:
         return names[dtype]
     raise ConfigError(
         f"dtype={short_repr(dtype)} must be None, a floating-point dtype, or one of {', '.join(names)}"
-    )
-
-
-def numbers_of(scaler: LossScaler) -> ScalerState:
-    """A loss scaler's state as plain numbers. Waits for the device."""
-    numbers = scaler.state_dict()
-    return ScalerState(
-        scale=float(numbers["scale"]),
-        clean=int(numbers["clean"]),
-        grace=int(numbers["grace"]),
-        stuck=int(numbers["stuck"]),
     )

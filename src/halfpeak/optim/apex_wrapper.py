@@ -20,7 +20,7 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.optim import resume_state
-from halfpeak.optim.amp_wrapper import numbers_of, require_optimizer
+from halfpeak.optim.amp_wrapper import require_optimizer
 from halfpeak.optim.arguments import require_choice
 from halfpeak.optim.loss_scale import SkipCount
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values, unwrap
@@ -188,7 +188,7 @@ class ApexOptimWrapper(OptimWrapper):
     def _extra_state(self) -> dict[str, Any]:
         state = super()._extra_state()
         if self._engine is not None:
-            state["apex_amp"] = to_apex([numbers_of(scaler) for scaler in self._engine.scalers])
+            state["apex_amp"] = to_apex([scaler.state_dict() for scaler in self._engine.scalers])
         return {"apex_amp": {}, **state}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -39,13 +39,13 @@ class Residual(nn.Module):
 class DigitsNet(nn.Module):
     """Stem, two residual blocks, mean over the image, one linear layer: about 20 000 parameters."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+            nn.Conv2d(1, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()
         )
-        self.blocks = nn.Sequential(Residual(width, width, 1), Residual(width, 2 * width, 2))
-        self.head = nn.Linear(2 * width, 10)
+        self.blocks = nn.Sequential(Residual(WIDTH, WIDTH, 1), Residual(WIDTH, 2 * WIDTH, 2))
+        self.head = nn.Linear(2 * WIDTH, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         """f[batch, 1, 8, 8] -> f[batch, 10]."""

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance, require_scale
+from halfpeak.core.schedule import (
+    NONFINITE_LOSS,
+    ScaleConfig,
+    ScalerState,
+    ScaleState,
+    advance,
+    require_scale,
+)
 from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 
@@ -66,7 +73,7 @@ class LossScaler:
         patience = self.config.patience
         return patience is not None and int(self.state.stuck) >= patience
 
-    def state_dict(self) -> dict[str, float | int]:
+    def state_dict(self) -> ScalerState:
         """The state as plain numbers. Waits for the device."""
         return {
             "scale": float(self.state.scale),

@@ -53,7 +53,7 @@ def read_contents(tree: Any, *, is_folder: bool = False) -> Contents:
     if is_folder:
         contents = accelerate.read_folder(tree)
     else:
-        readers = dict.fromkeys(one.read for one in FORMATS)
+        readers = dict.fromkeys(one.read for one in FORMATS if one.read is not None)
         found = (read(tree) for read in readers)
         contents = next((one for one in found if one is not None), Contents())
     if contents.level is None:

@@ -16,11 +16,6 @@ _SHARD: Final = re.compile(r"((pytorch_)?model)-\d+-of-\d+\.(bin|safetensors)")
 _OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 
 
-def read(tree: Any) -> Contents | None:
-    """None: no single file is one."""
-    return None
-
-
 def read_folder(files: dict[str, Any] | None) -> Contents:
     """The contents of a folder, by file name. One with nothing but weights is of the form ``weights``."""
     contents = Contents()
@@ -67,7 +62,7 @@ def store(place: Path, files: Files) -> None:
 FORMAT = Format(
     "accelerate",
     "a folder of accelerate's save_state, or a checkpoint folder of transformers",
-    read,
+    None,
     Target(
         "a folder for accelerate's load_state",
         write,

@@ -58,13 +58,13 @@ class Format(NamedTuple):
     Attributes:
         brief: what it is.
         read: gives the contents of a file, or None if it is not of this family. Formats that differ in little have one
-            reader, which says in ``Contents.form`` which of them it found.
+            reader, which says in ``Contents.form`` which of them it found; what is always a folder has none.
         target: how it is written, if it can be.
     """
 
     name: str
     brief: str
-    read: Callable[[Any], Contents | None]
+    read: Callable[[Any], Contents | None] | None
     target: Target | None = None
 
 

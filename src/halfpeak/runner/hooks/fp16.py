@@ -18,7 +18,6 @@ from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.optim.amp_wrapper import numbers_of
 from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, SkipCount, parse_loss_scale
 from halfpeak.optim.unwrap import unwrap
@@ -231,7 +230,7 @@ class ScalerRecord(Mapping[str, Any]):
     def read(self) -> dict[str, Any]:
         """The state as a dict. Waits for the device."""
         translate = to_mmcv if self._as_mmcv else to_grad_scaler
-        return translate(numbers_of(self._scaler), self._scaler.config)
+        return translate(self._scaler.state_dict(), self._scaler.config)
 
     def __getitem__(self, key: str) -> Any:
         return self.read()[key]

@@ -14,6 +14,7 @@ import torch
 
 from halfpeak.checkpoint.temporary import open_to_append
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.extras import needs_extra
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -270,7 +271,8 @@ class TensorboardLoggerHook(LoggerHook):
         """Open the writer.
 
         Raises:
-            ConfigError: tensorboard is not installed, or there is no directory.
+            ConfigError: there is no directory.
+            MissingExtraError: tensorboard is not installed.
         """
         super().before_run(runner)
         if runner.rank != 0:
@@ -280,13 +282,10 @@ class TensorboardLoggerHook(LoggerHook):
                 "TensorboardLoggerHook has no place to write; give it log_dir=..., or the runner work_dir=..."
             )
         folder = self.log_dir or str(Path(runner.work_dir or "") / "tf_logs")
-        try:
-            with warnings.catch_warnings():
-                # DeprecationWarnings of its dependencies at import: a user cannot act on them.
-                warnings.simplefilter("ignore")
-                from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            raise ConfigError("tensorboard is not installed; write pip install '.[all]'") from None
+        with needs_extra(), warnings.catch_warnings():
+            # DeprecationWarnings of its dependencies at import: a user cannot act on them.
+            warnings.simplefilter("ignore")
+            from torch.utils.tensorboard import SummaryWriter
         self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
 
     def log(self, runner: RunnerView) -> None:
