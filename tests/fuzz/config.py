@@ -121,6 +121,8 @@ class Config:
 def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | None = None) -> Config:
     """The configuration of a seed.
 
+    In half of them all events come in one iteration and the next: what one leaves behind is what the other falls over.
+
     Args:
         seed: any integer.
         catalogue: events by name, each with the moments at which it may happen.
@@ -155,9 +157,13 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
     if pick.random() < 0.2:
         options["keep_gradient_memory"] = pick.choice((True, False))
     names = pick.sample(sorted(catalogue), pick.randint(0, 5)) + [with_event] * (with_event is not None)
+    first, last = 0, iterations
+    if pick.random() < 0.5:
+        first = pick.randrange(iterations)
+        last = min(first + 2, iterations)
     events = [
         Planned(
-            pick.randrange(iterations),
+            pick.randrange(first, last),
             pick.choice(catalogue[chosen]),
             chosen,
             pick.randrange(1000),
