@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from halfpeak.casting.casts import DeviceCasts, OpCasts
 from support.nets import product
+from support.states import same
 
 LOW, FLOAT = torch.bfloat16, torch.float32
 
@@ -47,8 +48,7 @@ def test_training_is_that_of_a_loop_written_with_autocast() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(loss, expected)
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert same(ours.parameters(), theirs.parameters())
 
 
 def test_the_lists_are_those_of_the_device() -> None:

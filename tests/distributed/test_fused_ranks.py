@@ -22,8 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def assert_same(one: list[Any], other: list[Any]) -> None:
     for mine, others in zip(one, other, strict=True):
         assert mine[:2] == others[:2]
-        for a, b in zip([*mine[2], *mine[3]], [*others[2], *others[3]], strict=True):
-            assert torch.equal(a, b)
+        assert same([*mine[2], *mine[3]], [*others[2], *others[3]])
 
 
 @pytest.mark.parametrize("name", NAMES)

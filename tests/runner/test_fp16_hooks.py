@@ -23,7 +23,7 @@ from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net
 from support.snapshot import values
-from support.states import through_a_file
+from support.states import same, through_a_file
 
 MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
 KINDS: dict[str, Callable[..., Any]] = {
@@ -336,8 +336,7 @@ def test_the_steps_of_the_documentation_may_be_written_by_hand(mode: Any) -> Non
         for kind in (Documented, Fp16OptimizerHook)
     )
     # Statistics of batch norms keep the overflow: only the engine's step puts them back.
-    for one, other in zip(own.model.parameters(), built.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert same(own.model.parameters(), built.model.parameters())
     assert own.meta["fp16"]["loss_scaler"]["cur_scale"] == 32.0
 
 
