@@ -311,6 +311,17 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         {"seed": 19992, "parts": (), "optimizers": ("NAdam",), "accumulate": 3},
         [(2, "before forward", "exception in the optimizer", 783), (3, "before backward", "restart")],
     ),
+    "a closure that a static scale cannot help, and then a skip": (
+        {
+            "seed": 503414,
+            "parts": ("instance norm", "tied", "tied"),
+            "optimizers": ("SGD foreach",),
+            "iterations": 3,
+            "scale": (("patience", 3),),
+            "options": (("loss_scale", 1.0),),
+        },
+        [(1, "after step", "step with a closure", 47)],
+    ),
     "a restart in a window in which a parameter with a gradient has been frozen": (
         {"seed": 1010002902, "parts": (), "iterations": 2, "accumulate": 3},
         [(0, "before step", "freeze", 765), (1, "before step", "restart")],

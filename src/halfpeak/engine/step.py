@@ -479,6 +479,7 @@ class TrainStep:
             # No step is taken, so the others stay: two that grew and fell in turns would never end.
             if bool(found_inf):
                 scaler.update(found_inf)
+        self.poll_stuck()
         self._record.discard_evaluation()
         used = [scaler for scaler, _ in found_infs] or self._scalers
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
