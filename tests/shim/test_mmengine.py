@@ -156,6 +156,22 @@ def test_optimizers_come_from_the_registry_of_mmengine(installed: None) -> None:
         del OPTIMIZERS.module_dict["Mine"]
 
 
+@pytest.mark.parametrize("scope", [{}, {"_scope_": "mmengine"}])
+def test_dotted_names_mean_what_they_mean_in_mmengine(installed: None, scope: dict[str, str]) -> None:
+    wrapper = build(
+        type="mmengine.optim.AmpOptimWrapper",
+        dtype="bfloat16",
+        optimizer={"type": "torch.optim.SGD", "lr": 0.1, **scope},
+        **scope,
+    )
+    assert isinstance(wrapper, halfpeak.optim.AmpOptimWrapper)  # mmengine's own refuses a CPU
+    assert type(wrapper.optimizer) is torch.optim.SGD
+    with pytest.raises(
+        RegistryError, match=r"'torch\.optim\.SDG' is not a registered optimizer of mmengine; did"
+    ):
+        build(optimizer={"type": "torch.optim.SDG", "lr": 0.1})
+
+
 def test_scopes_of_inherited_configurations_are_for_the_registry_only(installed: None) -> None:
     wrapper = build(
         type="OptimWrapper",

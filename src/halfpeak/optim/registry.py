@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
 from halfpeak.core.short_repr import short_repr
@@ -52,6 +52,8 @@ class Registry:
     halfpeak.core.errors.RegistryError: 'os.abort' is not a registered optimizer, and dotted names are never imported; ...
     """
 
+    _imports: ClassVar[bool] = False
+
     def __init__(self, name: str, *, mmengine: str = "") -> None:
         self.name = name
         self._mmengine = mmengine
@@ -77,7 +79,7 @@ class Registry:
         """
         found = self.get(name)
         if found is None:
-            dotted = ", and dotted names are never imported" if "." in name else ""
+            dotted = ", and dotted names are never imported" if "." in name and not self._imports else ""
             known = sorted({*self._members, *getattr(self._root(), "module_dict", ())})
             raise RegistryError(
                 f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, known)}Registered are "

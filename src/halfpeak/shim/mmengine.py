@@ -155,13 +155,17 @@ def register_hook(hooks: ModuleType) -> Undo:
 
 
 class _ForeignRegistry(Registry):
-    """What mmengine's registry of a kind has, with halfpeak's checks and messages.
+    """What mmengine's registry of a kind finds, with halfpeak's checks and messages.
+
+    Dotted names are imported, as mmengine does: its configurations run unedited.
 
     Args:
         name: a noun for its members, for messages.
         mmengine: mmengine's name for the registry.
         instead: a class given as ``type`` -> the class to build.
     """
+
+    _imports = True
 
     def __init__(self, name: str, mmengine: str, instead: Mapping[Any, Factory]) -> None:
         super().__init__(name, mmengine=mmengine)
@@ -171,6 +175,10 @@ class _ForeignRegistry(Registry):
         """The factory that ``cfg["type"]`` names in the scope of ``cfg``; a class is itself, or what stands for it."""
         factory = super().resolve(cfg)
         return self._instead.get(factory, factory)
+
+    def _in_mmengine(self, name: str, scope: str | None) -> Factory | None:
+        with self._root().switch_scope_and_registry(scope) as registry:
+            return registry.get(name)
 
     def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
         """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments."""
