@@ -367,14 +367,20 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
 
 
 @pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
-def test_an_iteration_in_which_a_hook_raises_leaves_no_file(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["around_train_step", "after_train_iter"])
+def test_an_iteration_that_is_interrupted_leaves_no_file(kind: Any, stage: str, tmp_path: Path) -> None:
     """It would hold the weights after a step that the counters do not know of."""
+    finished: list[int] = []
 
     class Raises(hr.Hook):
-        def after_train_iter(self, runner: Any) -> None:
+        def before_train_iter(self, runner: Any) -> None:
+            runner.defer(lambda: finished.append(runner.iter))
+
+        def interrupt(self, runner: Any) -> None:
             if runner.iter == 1:
                 raise KeyboardInterrupt
 
+    setattr(Raises, stage, Raises.interrupt)
     made = kind(Steps(), work_dir=tmp_path, **{"max_epochs" if "Epoch" in kind.__name__ else "max_iters": 3})
     made.register_checkpoint_hook({"interval": 1, "by_epoch": False, "create_symlink": False})
     made.register_hook(Raises())
@@ -382,6 +388,7 @@ def test_an_iteration_in_which_a_hook_raises_leaves_no_file(kind: Any, tmp_path:
         with pytest.raises(KeyboardInterrupt):
             made.run([DATA], TRAIN)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_1.pth"]
+    assert finished == [1]
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

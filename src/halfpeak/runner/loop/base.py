@@ -227,7 +227,7 @@ class BaseRunner:
         """Call ``action`` when the current iteration or epoch is over: every hook was called and the counters moved on.
 
         A checkpoint taken then is complete. Outside of a stage ``action`` is called at once, and in a stage before an epoch or
-        a run, before the next stage. It is never called where a hook raises in between.
+        a run, before the next stage. It is never called where a hook or the model raises in between.
         """
         if self._stage is None:
             action()
@@ -540,6 +540,7 @@ class BaseRunner:
 
     def _begin(self, flows: list[Flow], length: str) -> None:
         self._flows = flows
+        self._deferred.clear()  # of an iteration in which an earlier run was interrupted
         self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
         self.logger.info("hooks, in the order of their calls: %s", ", ".join(self._hooks.by_name()))
         self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
