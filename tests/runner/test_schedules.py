@@ -98,6 +98,23 @@ def test_warm_up_waits_for_real_steps() -> None:
     assert rates == [0.5, 0.625, 0.625, 0.75, 0.875, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("length", "rates"), [(2, [1.0, 1.0]), (8, [0.75, 0.8125])])
+def test_a_resumed_run_follows_a_warm_up_that_was_made_longer(
+    length: int, rates: list[float], tmp_path: Path
+) -> None:
+    config = {"policy": "fixed", "warmup": "linear", "warmup_ratio": 0.5, "by_epoch": False}
+    see = See(lambda runner: runner.current_lr()[0])
+    first, again = (hr.IterBasedRunner(Idle(), optimizer=sgd(), max_iters=count) for count in (4, 6))
+    first.register_lr_hook({**config, "warmup_iters": 2})
+    again.register_lr_hook({**config, "warmup_iters": length})
+    again.register_hook(see, "LOWEST")
+    first.run([DATA], [("train", 1)])
+    first.save_checkpoint(tmp_path, create_symlink=False)
+    again.resume(tmp_path / "iter_4.pth")
+    again.run([DATA], [("train", 1)])
+    assert see.seen == rates
+
+
 def test_a_result_is_read_when_the_next_one_comes() -> None:
     """Nothing waits for a step that has only just begun."""
     progress = StepCounter()

@@ -114,12 +114,12 @@ class UpdaterHook(Hook):
             self._set(runner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the warm-up is over: it does not begin again where a skipped step takes iterations back."""
-        return {"is_warm": True} if self.warmup is not None and not self._is_warming else {}
+        """The length of a warm-up that is over: it does not begin again where a skipped step takes iterations back."""
+        return {"warmup_iters": self.warmup_iters} if self.warmup is not None and not self._is_warming else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._is_warming = self.warmup is not None and not state.get("is_warm")
+        """Restore what :meth:`state_dict` returned. A warm-up of another length goes by where the run is."""
+        self._is_warming = self.warmup is not None and state.get("warmup_iters") != self.warmup_iters
 
     def _set(self, runner: RunnerView) -> None:
         self._epoch = runner.epoch
