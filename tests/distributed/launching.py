@@ -27,7 +27,7 @@ Seen = dict[str, list[Any]]
 
 
 class Refusals(dict[str, str]):
-    """What the functions have raised that are decorated with it, and so called at once, by their names."""
+    """A decorator that calls a function at once and keeps the error that it raises, under the function's name."""
 
     def __call__(self, call: Callable[[], object]) -> None:
         try:

@@ -15,7 +15,7 @@ WORDS = 6
 
 
 class Linear(nn.Module):
-    """A layer; what is made of it is the parts' own."""
+    """A linear layer; subclasses say what their forward pass does with it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
 
 
 def put(*path: Any, value: Any) -> Callable[[Any], None]:
-    """What puts ``value`` at a path of keys of a state, or what that makes of what is there, where it is a function."""
+    """A function that sets the entry at a path of keys to ``value``, or to ``value(old entry)`` where it is callable."""
 
     def change(state: Any) -> None:
         holder = _at(state, path)
@@ -36,7 +36,7 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
 
 
 def drop(*path: Any) -> Callable[[Any], None]:
-    """What removes what is at a path of keys of a state."""
+    """A function that removes the entry at a path of keys."""
 
     def change(state: Any) -> None:
         del _at(state, path)[path[-1]]

@@ -47,12 +47,12 @@ def keyword_of(arg: cst.Arg) -> str | None:
 
 
 def with_device(args: list[cst.Arg], device: str) -> Changed:
-    """The device first."""
+    """The device before the other arguments."""
     return [argument(f'"{device}"'), *args]
 
 
 def for_autocast(args: list[cst.Arg], device: str) -> Changed:
-    """Keywords, which ``torch.autocast`` takes only, after the device."""
+    """The device, then keywords: ``torch.autocast`` has its arguments in another order."""
     if any(arg.star == "*" for arg in args):
         return Refusal("its arguments are unpacked", f'write torch.autocast("{device}", ...) with keywords')
     changed: list[cst.Arg] = []
@@ -65,7 +65,7 @@ def for_autocast(args: list[cst.Arg], device: str) -> Changed:
 
 
 def for_ddp(args: list[cst.Arg], device: str) -> Changed:
-    """Those of ``torch.nn.parallel.DistributedDataParallel``."""
+    """The arguments of ``torch.nn.parallel.DistributedDataParallel``."""
     for position, arg in enumerate(args):
         keyword = keyword_of(arg)
         if arg.star or (keyword is None and position > 0):
@@ -104,14 +104,14 @@ def for_syncbn(args: list[cst.Arg], device: str) -> Changed:
 
 
 def for_layer_norm(args: list[cst.Arg], device: str) -> Changed:
-    """Those of ``torch.nn.LayerNorm``."""
+    """The arguments of ``torch.nn.LayerNorm``."""
     if sum(keyword_of(arg) is None for arg in args) > 3:
         return Refusal("torch's LayerNorm has other arguments after the third", "write them as keywords")
     return _only([arg for arg in args if keyword_of(arg) != "memory_efficient"], args)
 
 
 def for_rms_norm(args: list[cst.Arg], device: str) -> Changed:
-    """Those of ``torch.nn.RMSNorm``, with apex's ``eps``."""
+    """The arguments of ``torch.nn.RMSNorm``, with apex's ``eps``."""
     changed = for_layer_norm(args, device)
     if isinstance(changed, Refusal):
         return changed

@@ -66,7 +66,7 @@ class TensorVersions:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._storages: list[StorageWeakRef] = []
-        # Of the storages, each once: the tensors of a flat buffer share one. None where it has to be made anew.
+        # What ``_storages`` point to, each once, because the tensors of a flat buffer share one; None until it is asked for.
         self._pointers: set[int] | None = None
 
     def add(self, tensor: Tensor) -> None:

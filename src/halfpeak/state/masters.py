@@ -205,7 +205,7 @@ class Masters:
         return bool(self._retained.get(id(master)))
 
     def indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """The indices of the masters among some parameters, by which a step names those of its optimizer."""
+        """The indices of the masters among some parameters; :meth:`publish` and the methods around it take them."""
         lows = (self._low_of.get(id(parameter)) for parameter in parameters)
         return [self._index[id(low)] for low in lows if low is not None]
 
