@@ -23,7 +23,7 @@ import halfpeak
 from halfpeak import amp, fused
 from halfpeak.amp.fp16_utils import FP16_Optimizer, convert_network
 from halfpeak.integrations.timm import LossScaler
-from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, ScalarHistory
 from halfpeak.runner import (
     Fp16OptimizerHook,
     GradientCumulativeFp16OptimizerHook,
@@ -389,7 +389,8 @@ class WrapperRun(Run):
 
     def build(self) -> None:
         clip = None if self.clip is None else {"max_norm": self.clip}
-        self.wrapper = self.wrap(accumulative_counts=self.every, clip_grad=clip)
+        # A message hub of mmengine's, where an earlier test has made one, waits for the norm it is given.
+        self.wrapper = self.wrap(accumulative_counts=self.every, clip_grad=clip, sink=ScalarHistory())
 
     def wrap(self, **options: Any) -> OptimWrapper:
         return OptimWrapper(self.optimizer, **options)
