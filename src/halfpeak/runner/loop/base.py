@@ -554,10 +554,7 @@ class BaseRunner:
             return
         unknown = self._hooks.load_state_dict(self._resumed["hooks"]) if hooks else []
         if unknown:
-            self.logger.warning(
-                "the checkpoint holds state of %s, which are not registered",
-                listed(unknown),
-            )
+            self.logger.warning("this run has no hook for the state of %s in the checkpoint", listed(unknown))
         self._progress.load_state_dict(self._resumed["loop"]["progress"])
         self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
         random_state.restore(self._resumed["random"])
