@@ -385,8 +385,8 @@ class PreparedOptimizer:
         call = self.running
         return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
 
-    def has_moved_memory(self) -> bool:
-        """Whether the optimizer may have given its parameters other memory since this was last asked."""
+    def record_layout(self) -> bool:
+        """Note which memory the optimizer has given its parameters; whether that may be other than at its last step."""
         optimizer = self.optimizer
         if not isinstance(optimizer, FusedOptimizer):
             return True

@@ -454,9 +454,9 @@ class TrainStep:
             masters.mark_skipped(indices)
         elif call.fused is not None:
             # The optimizer has written the low parameters itself.
-            masters.record_published(indices, moved=prepared.has_moved_memory())
+            masters.record_published(indices, moved=prepared.record_layout())
         else:
-            masters.publish(indices, moved=prepared.has_moved_memory())
+            masters.publish(indices, moved=prepared.record_layout())
         prepared.close_window(call)
         if not call.by_engine:
             self._record.apply_pending()

@@ -130,7 +130,8 @@ class TrainConfig:
             _check_value(item.name, getattr(self, item.name), item.metadata)
         for one, other in EXCLUSIVE:
             if getattr(self, one) and getattr(self, other):
-                raise ConfigError(f"{one} and {other} exclude each other; give one")
+                given = f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r}"
+                raise ConfigError(f"{given} exclude each other; give one")
         if self.min_loss_scale > self.max_loss_scale:
             raise ConfigError(
                 f"min_loss_scale={self.min_loss_scale!r} is above max_loss_scale={self.max_loss_scale!r}"

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -211,7 +211,7 @@ class BaseRunner:
             ConfigError: a hook has no stage of that name.
         """
         self._hooks.check_stage(fn_name)
-        if self._stage is None and fn_name not in ("after_train_iter", "after_val_iter"):
+        if self._stage is None and fn_name not in _AFTER_ITER:
             self._run_deferred()
         before, self._stage = self._stage, fn_name
         try:
@@ -511,7 +511,7 @@ class BaseRunner:
     @property
     def _is_begun(self) -> bool:
         """Whether a resumed run has to give the current batch again."""
-        return self.data_batch is not None and self._stage not in ("after_train_iter", "after_val_iter")
+        return self.data_batch is not None and self._stage not in _AFTER_ITER
 
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
         """One training iteration and its hooks."""
@@ -591,3 +591,7 @@ def _check_lengths(**lengths: int | None) -> None:
             raise ConfigTypeError(f"{name}={short_repr(value)} must be an integer of 1 or more")
     if all(value is not None for value in lengths.values()):
         raise ConfigError("Only one of max_epochs and max_iters can be set")
+
+
+_AFTER_ITER: Final = ("after_train_iter", "after_val_iter")
+"""The stages that end an iteration: its batch has been used, and what was put off in it waits until the counters move on."""
