@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfpeak.casting.casts import OpCasts, disable_casts
-from halfpeak.casting.registry import Registrations
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -90,7 +89,7 @@ def test_a_trace_is_used_where_it_belongs_only() -> None:
         assert product(x).dtype is torch.bfloat16
     with casts, disable_casts():
         assert product(x).dtype is torch.float32
-    with OpCasts(torch.float16, registrations=Registrations(float32=((torch.Tensor, "matmul"),))):
+    with OpCasts(torch.float16, registrations={(torch.Tensor, "matmul"): "float32"}):
         assert product(x).dtype is torch.float32
     count = len(traces)
     with OpCasts(torch.float16):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfpeak.casting.casts import OpCasts, disable_casts
-from halfpeak.casting.registry import Registrations, float_function, low_function, promote_function
+from halfpeak.casting.registry import float_function, low_function, promote_function
 from halfpeak.core.errors import ConfigError
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -48,34 +48,34 @@ def library() -> types.ModuleType:
 def test_a_torch_function_gets_the_rule_in_place_of_the_built_in_one() -> None:
     x = torch.full((1, 1), 1.0001)
     one = torch.ones(1, 1)
-    with OpCasts(HALF, registrations=Registrations(float32=((F, "linear"),))):
+    with OpCasts(HALF, registrations={(F, "linear"): "float32"}):
         out = F.linear(x, one)
         assert out.dtype is FLOAT
         assert torch.equal(out, x)  # never rounded on the way
         assert F.linear(x.half(), one).dtype is FLOAT
         assert nn.Linear(1, 1)(x).dtype is FLOAT
         assert torch.mm(x, x).dtype is HALF
-    with OpCasts(HALF, registrations=Registrations(low=((torch, "sigmoid"), (torch.Tensor, "exp")))):
+    with OpCasts(HALF, registrations={(torch, "sigmoid"): "low", (torch.Tensor, "exp"): "low"}):
         assert torch.sigmoid(x).dtype is HALF
         assert x.exp().dtype is HALF
         assert torch.exp(x).dtype is FLOAT
-    with OpCasts(HALF, registrations=Registrations(promote=((torch, "matmul"),))):
+    with OpCasts(HALF, registrations={(torch, "matmul"): "promote"}):
         assert torch.matmul(x, x.half()).dtype is FLOAT
         assert torch.matmul(x.half(), x.half()).dtype is HALF
-    with OpCasts(HALF, registrations=Registrations(float32=((torch.Tensor, "__matmul__"),))):
+    with OpCasts(HALF, registrations={(torch.Tensor, "__matmul__"): "float32"}):
         assert (x @ x).dtype is FLOAT
 
 
 def test_the_sigmoid_of_the_documentation_makes_bce_possible() -> None:
     layer, target = nn.Linear(3, 1), torch.rand(2, 1)
-    with OpCasts(HALF, registrations=Registrations(float32=((torch, "sigmoid"),))):
+    with OpCasts(HALF, registrations={(torch, "sigmoid"): "float32"}):
         loss = F.binary_cross_entropy(torch.sigmoid(layer(torch.rand(2, 3))), target)
     assert loss.dtype is FLOAT
 
 
 def test_a_python_function_of_torch_that_it_does_not_announce() -> None:
     original, x = F.sigmoid, torch.rand(2).half()
-    with OpCasts(HALF, registrations=Registrations(float32=((F, "sigmoid"),))):
+    with OpCasts(HALF, registrations={(F, "sigmoid"): "float32"}):
         assert F.sigmoid(x).dtype is FLOAT
         assert x.sigmoid().dtype is HALF
     assert F.sigmoid is original
@@ -83,8 +83,8 @@ def test_a_python_function_of_torch_that_it_does_not_announce() -> None:
 
 def test_a_function_of_the_user_is_replaced_while_a_scope_is_open(library: Any) -> None:
     original, x = library.scale, torch.ones(1)
-    casts = OpCasts(HALF, registrations=Registrations(low=((library, "scale"),)))
-    other = OpCasts(torch.bfloat16, registrations=Registrations(float32=((library, "scale"),)))
+    casts = OpCasts(HALF, registrations={(library, "scale"): "low"})
+    other = OpCasts(torch.bfloat16, registrations={(library, "scale"): "float32"})
     assert library.scale is original
     with casts:
         assert library.scale(x) is HALF
@@ -104,7 +104,7 @@ def test_a_function_of_the_user_is_replaced_while_a_scope_is_open(library: Any) 
 
 def test_replacements_outlive_neither_scope_nor_order(library: Any) -> None:
     original, x = library.scale, torch.ones(1)
-    first, second = (OpCasts(HALF, registrations=Registrations(low=((library, "scale"),))) for _ in range(2))
+    first, second = (OpCasts(HALF, registrations={(library, "scale"): "low"}) for _ in range(2))
     first.install()
     second.__enter__()
     first.uninstall()
@@ -116,7 +116,7 @@ def test_replacements_outlive_neither_scope_nor_order(library: Any) -> None:
 def test_what_someone_else_put_there_stays(library: Any) -> None:
     def theirs(x: Tensor) -> None: ...
 
-    with OpCasts(HALF, registrations=Registrations(low=((library, "scale"),))):
+    with OpCasts(HALF, registrations={(library, "scale"): "low"}):
         library.scale = theirs
     assert library.scale is theirs
 
@@ -125,7 +125,7 @@ def test_functions_of_classes(library: Any) -> None:
     tools, heir, x = library.Tools, library.Heir, torch.ones(1)
     before = dict(vars(tools)), dict(vars(heir))
     places = ((tools, "fixed"), (tools, "of_class"), (tools, "method"), (heir, "fixed"))
-    with OpCasts(HALF, registrations=Registrations(low=places)):
+    with OpCasts(HALF, registrations=dict.fromkeys(places, "low")):
         assert tools.fixed(x) is tools().fixed(x) is heir.fixed(x) is HALF
         assert tools.of_class(x) == tools().of_class(x) == (tools, HALF)
         assert tools().method(x) == (tools, HALF)
@@ -135,25 +135,23 @@ def test_functions_of_classes(library: Any) -> None:
 
 def test_an_exception_in_the_scope_restores(library: Any) -> None:
     original = library.scale
-    with pytest.raises(KeyError), OpCasts(HALF, registrations=Registrations(low=((library, "scale"),))):
+    with pytest.raises(KeyError), OpCasts(HALF, registrations={(library, "scale"): "low"}):
         raise KeyError
     assert library.scale is original
 
 
 def test_what_cannot_be_registered(library: Any) -> None:
     with pytest.raises(ConfigError, match=r"'nothing' in library"):
-        Registrations(low=((library, "nothing"),))
+        OpCasts(HALF, registrations={(library, "nothing"): "low"})
     with pytest.raises(ValueError, match=r"'nothing' in torch"):
-        Registrations(promote=((torch, "nothing"),))
+        OpCasts(HALF, registrations={(torch, "nothing"): "promote"})
     with pytest.raises(ConfigError, match=r"'pi' in torch"):
-        Registrations(low=((torch, "pi"),))
-    with pytest.raises(ConfigError, match=r"library\.scale is registered as low and as float32"):
-        Registrations(low=((library, "scale"),), float32=((library, "scale"),))
+        OpCasts(HALF, registrations={(torch, "pi"): "low"})
 
 
 def test_a_place_that_cannot_be_written_changes_nothing(library: Any) -> None:
     original = library.scale
-    casts = OpCasts(HALF, registrations=Registrations(low=((library, "scale"), (dict, "fromkeys"))))
+    casts = OpCasts(HALF, registrations={(library, "scale"): "low", (dict, "fromkeys"): "low"})
     with pytest.raises(ConfigError, match=r"dict\.fromkeys cannot be replaced"):
         casts.install()
     assert library.scale is original

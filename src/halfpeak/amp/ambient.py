@@ -8,6 +8,7 @@ its ``forward`` under the casts of its own run.
 from __future__ import annotations
 
 import sys
+import uuid
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,7 +41,7 @@ class Handle:
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
-        self.number = _amp_state.next_number()
+        self.token = uuid.uuid4().hex  # finds it again for a pickle that is loaded in this process
         self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
@@ -80,9 +81,8 @@ def enter_ambient(run: Run) -> None:
     if previous is not None:
         previous._deactivate()
     handle = Handle(run.casts, verbose=run.verbosity == 2)
-    models = [weakref.ref(model) for model in run.engine.models]
     for model in run.engine.models:
-        weakref.finalize(model, _end_if_unused, weakref.ref(handle), models)
+        weakref.finalize(model, _end_if_unused, weakref.ref(handle))
     _amp_state.models.update(dict.fromkeys(run.engine.models, handle))
     _separate()
 
@@ -113,15 +113,14 @@ def _separate() -> None:
             _keep_own_casts(model, own)
 
 
-def _end_if_unused(handle: weakref.ref[Handle], models: list[weakref.ref[nn.Module]]) -> None:
+def _end_if_unused(handle: weakref.ref[Handle]) -> None:
     """End the casts of a run whose last model is gone; those of the latest run that still has a model come back."""
-    ended = handle()
-    if ended is None or not ended.is_active() or any(model() is not None for model in models):
+    ended, alive = handle(), [own for own in _amp_state.models.values() if own is not None]
+    if ended is None or not ended.is_active() or ended in alive:
         return
     ended._deactivate()
-    others = [own for _, own in _amp_state.models.items() if own is not None and own is not ended]
-    if others:
-        others[-1]._activate()
+    if alive:
+        alive[-1]._activate()
 
 
 def suspend_casts_in_step(run: Run) -> None:
@@ -171,7 +170,7 @@ class _OwnCasts:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.handle is None:
             return _OwnCasts, (None,)
-        return _found_casts, (_amp_state.token, self.handle.number)
+        return _found_casts, (self.handle.token,)
 
     @traced_inline
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -195,12 +194,11 @@ class _NoOwnCasts(_OwnCasts):
         """Before forward."""
 
 
-def _found_casts(token: str, number: int) -> _OwnCasts:
+def _found_casts(token: str) -> _OwnCasts:
     """What a pickle of :class:`_OwnCasts` is loaded as."""
-    if token == _amp_state.token:
-        for handle in _amp_state.models.values():
-            if handle is not None and handle.number == number:
-                return _OwnCasts(handle)
+    for handle in _amp_state.models.values():
+        if handle is not None and handle.token == token:
+            return _OwnCasts(handle)
     return _NoOwnCasts(None)
 
 

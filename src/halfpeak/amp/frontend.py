@@ -145,7 +145,6 @@ def initialize(
     casts = make_casts(config.policy.compute, verbosity) if config.policy.per_op else None
     engine = build(config, model_list, optimizer_list, casts=casts)
     run = Run(
-        number=_amp_state.next_number(),
         engine=engine,
         verbosity=verbosity,
         scalers=[LossScaler(scaler) for scaler in engine.scalers],

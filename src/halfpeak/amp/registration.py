@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from halfpeak.amp.session import CastRule, _amp_state
+from halfpeak.amp.session import _amp_state
 from halfpeak.casting.casts import OpCasts
-from halfpeak.casting.registry import Registrations, low_function
+from halfpeak.casting.registry import CastRule, dispatched_paths, low_function
 
 half_function = low_function
 """Decorator: cast the function's floating arguments to the low dtype of the casts that are on."""
@@ -44,7 +44,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def _register(module: Any, name: str, rule: CastRule) -> None:
     place = (module, name)
-    Registrations(low=(place,))  # raises for a function that no later initialize could use
+    dispatched_paths(module, name)  # raises for a function that no later initialize could use
     _amp_state.registered.pop(place, None)  # the last registration of a name wins
     _amp_state.registered[place] = rule
 
@@ -55,13 +55,9 @@ def make_casts(
     """A casting scope with everything registered so far; None without a dtype."""
     if dtype is None:
         return None
-    low, float32, promote = (
-        tuple(place for place, own in _amp_state.registered.items() if own == rule)
-        for rule in get_args(CastRule)
-    )
     return OpCasts(
         dtype,
-        registrations=Registrations(low=low, float32=float32, promote=promote),
+        registrations=_amp_state.registered,
         cache=cache,
         allow_banned=allow_banned,
         on_cast=print if verbosity == 2 else None,

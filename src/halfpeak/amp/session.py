@@ -7,22 +7,20 @@ its own :class:`Run`, found through its optimizers. The session holds those weak
 from __future__ import annotations
 
 import threading
-import uuid
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.casts import OpCasts
-from halfpeak.casting.registry import Place
+from halfpeak.casting.registry import CastRule, Place
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 
-CastRule = Literal["low", "float32", "promote"]
 Overflows = dict[LossScaler, tuple[int, Tensor]]
 
 
@@ -31,7 +29,6 @@ class Run:
     """One call of ``initialize``.
 
     Attributes:
-        number: which call it was.
         engine: the engine that takes its steps.
         verbosity: as given to ``initialize``.
         scalers: its loss scalers under apex's names.
@@ -41,7 +38,6 @@ class Run:
         results: per optimizer, the result of its last step.
     """
 
-    number: int
     engine: Engine
     verbosity: int
     scalers: list[LossScaler]
@@ -72,7 +68,6 @@ class AmpState:
         models: every model alive that was initialised at O1 or O4, with the handle of its casts, or with None where amp was
             disabled for it.
         registered: functions that the user registered, with their rules. They apply to casts made later, not to earlier ones.
-        token: names this process in pickles.
     """
 
     def __init__(self) -> None:
@@ -88,17 +83,11 @@ class AmpState:
         self.suspended = _Suspended()
         self.registered: dict[Place, CastRule] = {}
         self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
-        self._count = 0
-        self.token = uuid.uuid4().hex
-
-    def next_number(self) -> int:
-        """The number of the next run."""
-        self._count += 1
-        return self._count
 
     def add(self, run: Run, optimizers: list[Any]) -> None:
         """Register a run and its optimizers; its scalers become :attr:`loss_scalers`."""
         for optimizer in optimizers:
+            self._runs.pop(optimizer, None)  # the order is that of the calls
             self._runs[optimizer] = run
         self.loss_scalers = run.scalers
 
@@ -130,7 +119,7 @@ class AmpState:
 
     def runs(self) -> list[Run]:
         """The runs that still have an optimizer, oldest first."""
-        return sorted({run for run in self._runs.values() if run is not None}, key=lambda run: run.number)
+        return list(dict.fromkeys(run for run in self._runs.values() if run is not None))
 
     def all_scalers(self) -> list[LossScaler]:
         """The loss scalers of every run that is alive, oldest first."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from halfpeak.casting import oplists
-from halfpeak.casting.registry import Registrations, replace, restore
+from halfpeak.casting.registry import CastRule, Place, by_dispatch, replace, restore
 from halfpeak.casting.rule_table import Table
 from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, restoring_scopes, scopes
 from halfpeak.casting.suspend import disable_casts
@@ -21,9 +22,6 @@ from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
-
-NONE: Final = Registrations()
-"""No registrations."""
 
 _ALLOW_BANNED: Final = {
     f"{path}.{name}": "float32" for path, names in oplists.BANNED for name in names.split()
@@ -43,7 +41,7 @@ class OpCasts:
 
     Args:
         dtype: the low dtype.
-        registrations: functions that the user wants cast, in place of the built-in rule.
+        registrations: functions that the user wants cast, with their rules, in place of the built-in ones.
         cache: share the cast of a weight among the uses before backward (see
             :class:`~halfpeak.casting.weight_casts.WeightCache`).
         allow_banned: compute :func:`torch.nn.functional.binary_cross_entropy` in float32 rather than refuse low input.
@@ -54,7 +52,7 @@ class OpCasts:
         traced: the scope in a form that code which :func:`torch.compile` traces can enter.
 
     Raises:
-        ConfigError: ``dtype`` is not a low dtype.
+        ConfigError: ``dtype`` is not a low dtype, or a function of ``registrations`` does not exist.
 
     >>> casts, x = OpCasts(torch.float16), torch.ones(2, 2)
     >>> with casts:
@@ -66,7 +64,7 @@ class OpCasts:
         self,
         dtype: torch.dtype,
         *,
-        registrations: Registrations = NONE,
+        registrations: Mapping[Place, CastRule] = MappingProxyType({}),
         cache: bool = True,
         allow_banned: bool = False,
         on_cast: Callable[[str], None] | None = None,
@@ -75,8 +73,8 @@ class OpCasts:
             raise ConfigError(f"dtype={short_repr(dtype)} is not low; write torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
-        places = registrations.places()
-        changes = {**(_ALLOW_BANNED if allow_banned else {}), **registrations.changes()}
+        changes, places = by_dispatch(registrations)
+        changes = {**(_ALLOW_BANNED if allow_banned else {}), **changes}
         self._table = Table(changes, places, on_cast)
         self.traced = TracedScope(dtype, self._table.key)
         self._replaced = tuple(places)
@@ -211,4 +209,4 @@ def is_casting(device_type: str) -> bool:
     return bool(scopes()) or torch.is_autocast_enabled(device_type)
 
 
-__all__ = ["NONE", "DeviceCasts", "OpCasts", "casts_on", "disable_casts", "is_casting"]
+__all__ = ["DeviceCasts", "OpCasts", "casts_on", "disable_casts", "is_casting"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -22,55 +21,47 @@ R = TypeVar("R")
 Place = tuple[Any, str]
 """A module or class, and the name of a function in it."""
 
+CastRule = Literal["low", "float32", "promote"]
+"""How the floating arguments of a function are cast: to the low dtype, weights through the cache; to float32; or low ones to
+float32 where low and float32 meet."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Registrations:
-    """Functions by place, and how their floating arguments are cast.
+
+def by_dispatch(registered: Mapping[Place, CastRule]) -> tuple[dict[str, str], dict[Place, str]]:
+    """The rules of torch functions, by the path under which torch dispatches them, and those of all others, by place.
 
     A torch function gets the rule in place of its built-in one, however it is reached. Any other function is replaced
     in its module while a scope of these casts is open, so code that fetched it before is not affected.
 
-    Attributes:
-        low: cast to the low dtype, weights through the cache.
-        float32: cast to float32.
-        promote: cast low ones to float32 where low and float32 meet.
-
     >>> import torch
-    >>> Registrations(float32=((torch, "sigmoid"),)).changes()
-    {'torch.sigmoid': 'float32'}
+    >>> by_dispatch({(torch, "sigmoid"): "float32"})
+    ({'torch.sigmoid': 'float32'}, {})
+
+    Raises:
+        ConfigError: a place has no function.
     """
+    changes: dict[str, str] = {}
+    places: dict[Place, str] = {}
+    for (module, name), rule in registered.items():
+        paths = dispatched_paths(module, name)
+        changes.update(dict.fromkeys(paths, rule))
+        if not paths:
+            places[module, name] = rule
+    return changes, places
 
-    low: tuple[Place, ...] = ()
-    float32: tuple[Place, ...] = ()
-    promote: tuple[Place, ...] = ()
 
-    def __post_init__(self) -> None:
-        seen: dict[Place, str] = {}
-        for kind, module, name in self._rows():
-            if not callable(getattr(module, name, None)):
-                raise ConfigError(
-                    f"no function {short_repr(name)} in {_spell(module)}; register one that exists"
-                )
-            other = seen.setdefault((module, name), kind)
-            if other != kind:
-                raise ConfigError(
-                    f"{_spell(module)}.{name} is registered as {other} and as {kind}; choose one"
-                )
+def dispatched_paths(module: Any, name: str) -> list[str]:
+    """The paths under which torch dispatches a call of this function; none if it is not a torch function.
 
-    def changes(self) -> dict[str, str]:
-        """The rules of torch functions, by the path under which torch dispatches them."""
-        return {path: kind for kind, module, name in self._rows() for path in _dispatched_paths(module, name)}
-
-    def places(self) -> dict[Place, str]:
-        """The rules of all other functions, by place."""
-        return {
-            (module, name): kind for kind, module, name in self._rows() if not _dispatched_paths(module, name)
-        }
-
-    def _rows(self) -> Iterator[tuple[str, Any, str]]:
-        for kind, places in (("low", self.low), ("float32", self.float32), ("promote", self.promote)):
-            for module, name in places:
-                yield kind, module, name
+    Raises:
+        ConfigError: ``module`` has no such function.
+    """
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"no function {short_repr(name)} in {_spell(module)}; register one that exists")
+    functions: list[Any] = [function]
+    if module is torch.Tensor and name.startswith("__"):  # `x @ y` is dispatched as Tensor.matmul
+        functions.append(getattr(module, name.strip("_"), None))
+    return [path for path in map(dispatched_path, functions) if path is not None]
 
 
 def _spell(module: Any) -> str:
@@ -107,14 +98,6 @@ def _by_scope(function: Callable[P, R], key: Any) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return wrapper
-
-
-def _dispatched_paths(module: Any, name: str) -> list[str]:
-    """The paths under which torch dispatches a call of this function; none if it is not a torch function."""
-    functions = [getattr(module, name)]
-    if module is torch.Tensor and name.startswith("__"):  # `x @ y` is dispatched as Tensor.matmul
-        functions.append(getattr(module, name.strip("_"), None))
-    return [path for path in map(dispatched_path, functions) if path is not None]
 
 
 class _Replacement:
