@@ -50,7 +50,7 @@ LEFT_OUT = {
     "load_window_state window_buffers load_window_buffers tell replay plan index taken skipped has_open_window",
     # What an engine calls of a fused optimizer.
     "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "
-    "profile_hook_step has_master make_inner road",
+    "profile_hook_step has_master road",
     "EnginePlugin": "holder",
     "Accelerator": "holder",
 }

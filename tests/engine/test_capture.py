@@ -48,9 +48,9 @@ def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: p
     module = kernels()
     control, keeps_books = module.control, list[bool]()
 
-    def noted(*args: Any, schedule: Any = None, **kwargs: Any) -> None:
-        keeps_books.append(schedule is not None)
-        control(*args, schedule=schedule, **kwargs)
+    def noted(*args: Any, scale: Any = None, **kwargs: Any) -> None:
+        keeps_books.append(scale is not None)
+        control(*args, scale=scale, **kwargs)
 
     monkeypatch.setattr(module, "control", noted)
     Run(device, level).capture()

@@ -9,7 +9,7 @@ from fused.reference import give, gradients_for, parameters_of
 from halfpeak.core.errors import ConfigError
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.flat.buffers import MIN_STANDALONE
+from halfpeak.fused.backends.inductor import CHUNK
 from halfpeak.fused.state_dtypes.codecs import (
     BLOCK_SIZE,
     Bfloat16,
@@ -190,7 +190,7 @@ def near(optimizer: FusedAdamW, p: torch.Tensor, name: str, wanted: torch.Tensor
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
 def test_parameters_longer_than_a_chunk(backend: BackendName) -> None:
     torch.manual_seed(0)
-    start = torch.randn(MIN_STANDALONE + 2 * BLOCK_SIZE + 3)
+    start = torch.randn(CHUNK + 2 * BLOCK_SIZE + 3)
     weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     whole = FusedAdamW([weights[0]], lr=0.01, backend=backend)
     small = FusedAdamW([weights[1]], lr=0.01, backend=backend, moments="int8")

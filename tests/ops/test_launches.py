@@ -22,15 +22,21 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def mixed() -> list[torch.Tensor]:
+    """Of two dtypes, on a device that is not the host."""
+    dtypes = (torch.float16, torch.bfloat16)
+    return [torch.ones(3, dtype=dtype, device="meta") for dtype in dtypes for _ in range(10)]
+
+
 def test_gradients_are_widened_by_one_copy_per_dtype() -> None:
-    grads = [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for _ in range(10)]
+    grads = mixed()
     with Copies() as copies:
-        foreach.unscaled(grads, [torch.float32] * len(grads), torch.tensor(0.5), torch.zeros(()))
+        foreach.copy_cast_([torch.ones(3, device="meta") for _ in grads], grads)
     assert copies.count == 2
 
 
 def test_masters_are_published_by_one_copy_per_dtype() -> None:
-    low = [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for _ in range(10)]
+    low = mixed()
     with Copies() as copies:
-        foreach.copy_cast_(low, [torch.ones(3)] * len(low))
+        foreach.copy_cast_(low, [torch.ones(3, device="meta")] * len(low))
     assert copies.count == 2

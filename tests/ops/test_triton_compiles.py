@@ -26,7 +26,7 @@ PROGRAM = textwrap.dedent(
     from triton.compiler import ASTSource
     from halfpeak.ops.triton import launch
     from halfpeak.ops.triton.control import control_kernel
-    from halfpeak.ops.triton.layerwise import lamb_update_kernel, norm_kernel, lamb_trust_kernel, lamb_moments_kernel
+    from halfpeak.ops.triton.layerwise import lamb_trust_kernel, norm_kernel
     from halfpeak.ops.triton.measure import measure_kernel
     from halfpeak.ops.triton.update import update_kernel
 
@@ -78,7 +78,8 @@ PROGRAM = textwrap.dedent(
     for rule, option, other in (
         ("adam", True, False), ("adam", False, True), ("sgd", "", False), ("sgd", "momentum", True),
         ("sgd", "nesterov", False), ("adagrad", False, False), ("adagrad", True, False), ("lamb", True, False),
-        ("lamb", False, False), ("novograd", True, False), ("novograd", False, False),
+        *(("lamb", option, other) for option in (True, False) for other in ("moments", "weights")), ("lamb", False, False),
+        ("novograd", True, False), ("novograd", False, False),
     ):
         for weight, low, grad in ((tl.float32, tl.bfloat16, tl.bfloat16), (tl.float32, None, tl.float32),
                                   (tl.float16, None, tl.float16)):
@@ -100,10 +101,6 @@ PROGRAM = textwrap.dedent(
         )
         # But for the last chunk of a parameter, which is read with a mask.
         assert 2 * wide.count("ld.global.b8") == narrow.count("ld.global.b8"), "8 bits are read one by one"
-    for low in (tl.bfloat16, None):
-        for option in (True, False):
-            compile_kernel(lamb_moments_kernel, DTYPE=tl.float32, GRAD=tl.bfloat16, OPTION=option, ALIGN=4, **FORM)
-            compile_kernel(lamb_update_kernel, DTYPE=tl.float32, LOWER=low, OPTION=option, ALIGN=4, **FORM)
     compile_kernel(lamb_trust_kernel, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)
     for largest in (True, False):
         compile_kernel(norm_kernel, LARGEST=largest, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)

@@ -231,7 +231,7 @@ def multi_tensor_adagrad(
         mode: 1 decouples the weight decay, 0 adds it to the gradient.
     """
     grads, weights, sums = tensor_lists
-    rule = AdagradRule(decoupled=_mode(mode), counts=False)
+    rule = AdagradRule(decoupled=_mode(mode), step_scope="nowhere")
     _apply(rule, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, 1, grads, weights, [sums])
 
 

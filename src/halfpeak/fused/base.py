@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypedDict, cast
 
 import torch
@@ -14,13 +15,12 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ParameterError, StateError
 from halfpeak.core.optimizer_state import check_optimizer_state, params_of
-from halfpeak.fused.backends.base import Backend, DeviceBackend, DeviceStep, GradStats, UpdateList
+from halfpeak.fused.backends.base import Backend, BackendStep, GradStats, HostBackend
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton import TritonBackend
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs, decide_on_host
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
-from halfpeak.fused.flat.step_counts import StepCount
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
@@ -66,6 +66,8 @@ class FusedOptimizer(Optimizer, ABC):
     """Attributes that a copy or a pickle has too, beside the state. Those of all base classes count."""
 
     num_layouts: int = 0
+    _masters: Mapping[Tensor, Tensor] = MappingProxyType({})
+    """What is stepped in the place of parameters."""
     _step_supports_amp_scaling = True
     profile_hook_step = staticmethod(with_step_hooks)
 
@@ -158,22 +160,18 @@ class FusedOptimizer(Optimizer, ABC):
         Returns:
             None, with nothing done, where this optimizer has no kernel for it.
         """
-        if self._backend is None or (
-            isinstance(self._backend, DeviceBackend) and has_shards(inputs.model_params)
-        ):
+        if self._backend is None:
             return None
-        if not isinstance(self._backend, DeviceBackend):
+        if isinstance(self._backend, HostBackend):
             sum_squares, found_inf = self.measure(inputs)
             return decide_on_host(decision_inputs, sum_squares, found_inf, inputs.multiplier)
+        if has_shards(inputs.model_params):
+            return None
         with torch.no_grad():
             slices = self._slices(inputs)
             self._measured = (inputs.grads, slices)
-            backend = self._backend_for(slices) if slices else None
-            return (
-                backend.decide(self._device_step(slices, inputs, None), decision_inputs)
-                if isinstance(backend, DeviceBackend)
-                else None
-            )
+            step = self._backend_step(slices, inputs, None)
+            return self._backend_for(slices).decide(step, decision_inputs) if slices else None
 
     def matches_layout(self, slices: Sequence[BufferSlice], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and state are still where ``slices`` have them."""
@@ -274,8 +272,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     def _reset(self) -> None:
         self._layout: FlatLayout | None = None
-        self._backend: Backend | DeviceBackend | None = None
-        self._updates: UpdateList | None = None
+        self._backend: Backend | None = None
         self._step_inputs: StepInputs | None = None
         self._measured: tuple[Sequence[Tensor | None], list[BufferSlice]] | None = None
         self.num_steps = 0
@@ -301,21 +298,13 @@ class FusedOptimizer(Optimizer, ABC):
         slices = self._slices(inputs) if measured is None or measured[0] is not inputs.grads else measured[1]
         if not slices:
             return
-        layout = cast(FlatLayout, self._layout)
-        backend = self._backend_for(slices)
-        if isinstance(backend, DeviceBackend):
-            step = self._device_step(slices, inputs, found_inf)
-            self._run(layout, (), lambda: backend.run(step))
-        elif found_inf is None or not bool(found_inf):
-            # Everything that may raise comes first: a bad learning rate must not have counted a step.
-            updates = self._update_list(slices).for_step(inputs.multiplier)
-            self._run(layout, layout.step_counts(slices), lambda: backend.update(updates, inputs.grads))
+        run = self._backend_for(slices).prepare(self._backend_step(slices, inputs, found_inf))
+        if run is not None:
+            self._run(cast(FlatLayout, self._layout), run)
 
-    def _run(self, layout: FlatLayout, counts: Iterable[StepCount], run: Callable[[], object]) -> None:
-        """Count the step, then run it. An exception within leaves it half done, as in any optimizer of torch's."""
+    def _run(self, layout: FlatLayout, run: Callable[[], object]) -> None:
+        """Take a step. An exception within leaves it half done, as in any optimizer of torch's."""
         self.num_steps += 1
-        for count in counts:
-            count.increment()
         # Kernels write through their own views of the memory; autograd must still see that these tensors change.
         torch.autograd.graph.increment_version(layout.written)
         inside, outside = [view for _, view in layout.guests], [guest for guest, _ in layout.guests]
@@ -328,15 +317,10 @@ class FusedOptimizer(Optimizer, ABC):
         if self.remainders is not None:
             self.remainders.note()
 
-    def _device_step(
+    def _backend_step(
         self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
-    ) -> DeviceStep:
-        return DeviceStep(slices, self.param_groups, inputs.grads, inputs.multiplier, found_inf)
-
-    def _update_list(self, slices: Sequence[BufferSlice]) -> UpdateList:
-        if self._updates is None or not self._updates.matches(slices, self.param_groups):
-            self._updates = UpdateList(slices, self.param_groups)
-        return self._updates
+    ) -> BackendStep:
+        return BackendStep(slices, self.param_groups, inputs.grads, inputs.multiplier, found_inf)
 
     def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
         """The slices of the parameters that have a gradient, laid out anew if something has moved."""
@@ -352,10 +336,10 @@ class FusedOptimizer(Optimizer, ABC):
             if slices is not None:
                 return slices
         check_gradients(inputs.grads)
-        self._updates = self._measured = None
+        self._measured = None
         if self._backend is not None:
             self._backend.invalidate_layout()
-        layout = self._layout = FlatLayout(self, rules, model_params, mask, layout)
+        layout = self._layout = FlatLayout(self, rules, model_params, mask, layout, self._masters)
         self.num_layouts += 1
         slices = layout.slices(mask) or []
         if self.remainders is not None:
@@ -364,7 +348,7 @@ class FusedOptimizer(Optimizer, ABC):
             self._backend = None
         return slices
 
-    def _backend_for(self, slices: Sequence[BufferSlice]) -> Backend | DeviceBackend:
+    def _backend_for(self, slices: Sequence[BufferSlice]) -> Backend:
         if self._backend is None:
             self._backend = choose(self._requested, slices)
         return self._backend

@@ -120,7 +120,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
     """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
-    if _are_alike(dst) and len(set(map(_DTYPE, src))) == 1:
+    if not dst:
+        return
+    # On the host a list is copied one by one in any case; elsewhere one of several dtypes would be.
+    if (dst[0].is_cpu and src[0].is_cpu) or (_are_alike(dst) and len(set(map(_DTYPE, src))) == 1):
         torch._foreach_copy_(list(dst), list(src))
         return
     pairs: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}

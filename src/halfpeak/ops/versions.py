@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,44 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfpeak.core.torch_compat import untraced
 
 
-class TensorVersion(NamedTuple):
-    """Version counter, address and storage of one tensor at one moment.
+class TensorVersions:
+    """Version counter, address and storage of each tensor of a list at one moment; its loops run in C.
 
-    The address alone does not identify memory: ``p.data = f(p.data)`` twice in a row may return to the first address, and
-    assigning to ``.data`` does not count a version. A weak reference to the storage tells that the old memory is gone.
+    The list is passed in the same order each time. The address alone does not identify memory: ``p.data = f(p.data)`` twice in
+    a row may return to the first address, and assigning to ``.data`` does not count a version. A weak reference to the
+    storage tells that the old memory is gone.
 
     A write through ``tensor.data`` in place changes none of the three and is not seen.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.ones(2)
-        >>> version = TensorVersion.of(weight)
-        >>> before = version.matches(weight)
-        >>> weight.data = torch.zeros(2)
-        >>> before, version.matches(weight)
-        (True, False)
-    """
-
-    version: int
-    address: int
-    storage: StorageWeakRef
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorVersion:
-        """The snapshot of ``tensor`` as it is now."""
-        return cls(tensor._version, tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` still has the version and the memory of the snapshot."""
-        return (
-            tensor._version == self.version
-            and tensor.data_ptr() == self.address
-            and not _EXPIRED(self.storage.cdata)
-        )
-
-
-class TensorVersions:
-    """:class:`TensorVersion` for a list of tensors, passed in the same order each time; its loops run in C.
 
     Example:
         >>> import torch
@@ -72,7 +42,7 @@ class TensorVersions:
     def add(self, tensor: Tensor) -> None:
         """Append a tensor that counts as changed until it is recorded."""
         self._versions.append(_NEVER_RECORDED)
-        self._addresses.append(0)
+        self._addresses.append(tensor.data_ptr())
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
         self._pointers = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from halfpeak.amp.optimizers.internal_masters import ApexStateLayout, InternalMa
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.rules.adagrad import AdagradRule
 from halfpeak.fused.rules.adam import AdamRule
@@ -58,7 +57,7 @@ class FusedAdagrad(ApexStateLayout):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def rule(self, group: Mapping[str, Any]) -> AdagradRule:
-        return AdagradRule(decoupled=bool(self.adagrad_w_mode), counts=False)
+        return AdagradRule(decoupled=bool(self.adagrad_w_mode), step_scope="nowhere")
 
 
 class FusedAdam(InternalMasters):
@@ -118,7 +117,7 @@ class FusedAdam(InternalMasters):
 
     def rule(self, group: Mapping[str, Any]) -> AdamRule:
         correct = bool(group["bias_correction"])
-        return AdamRule(decoupled=bool(self.adam_w_mode), correct=correct, per_group=True)
+        return AdamRule(decoupled=bool(self.adam_w_mode), correct=correct, step_scope="group")
 
     def step(
         self,
@@ -153,9 +152,6 @@ class FusedAdam(InternalMasters):
     def has_master(self, parameter: Tensor) -> bool:
         """With ``master_weights``, every low parameter."""
         return self.master_weights and is_low(parameter)
-
-    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
-        return FusedAdam(masters, adam_w_mode=bool(self.adam_w_mode))
 
 
 class FusedSGD(ApexStateLayout):
@@ -269,7 +265,7 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
         )
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
-        return replace(super().rule(group), per_group=True)
+        return replace(super().rule(group), step_scope="group")
 
 
 class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
@@ -331,16 +327,8 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
 
     def has_master(self, parameter: Tensor) -> bool:
-        """Every parameter of the reduced dtype."""
-        return self.reduced_precision_dtype is not None and parameter.dtype == self.reduced_precision_dtype
-
-    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
-        return FusedLAMB(
-            masters,
-            adam_w_mode=self.adam_w_mode,
-            use_nvlamb=self.use_nvlamb,
-            max_grad_norm=self.defaults["max_grad_norm"],
-        )
+        """Every parameter of the reduced dtype; a float32 one is its own master."""
+        return parameter.dtype == self.reduced_precision_dtype != torch.float32
 
 
 class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
@@ -392,7 +380,7 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         )
 
     def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
-        return replace(super().rule(group), per_group=True)
+        return replace(super().rule(group), step_scope="group")
 
     def state_dict(self) -> dict[str, Any]:
         """The state in apex's layout."""

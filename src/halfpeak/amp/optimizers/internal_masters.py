@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.fused.backends.base import GradStats
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
-from halfpeak.ops.versions import TensorVersion
+from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.ops.foreach import merge_
+from halfpeak.ops.versions import TensorVersions
 
 
 class ApexStateLayout(FusedOptimizer):
@@ -58,18 +58,14 @@ class InternalMasters(ApexStateLayout):
 
     The copies are made at the first step and are in no ``state_dict``, as in apex. After a write to a parameter, or an
     assignment to its ``.data``, its master takes the new value, and keeps its extra precision in the elements that still round
-    to the parameter. An inner optimizer steps the masters; it shares the groups and the states of this one.
+    to the parameter.
     """
 
     copied = ("_masters",)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._masters: dict[Tensor, Tensor] = {}
+        self._masters = {}
         super().__init__(params, defaults)
-
-    @abstractmethod
-    def make_inner(self, masters: Sequence[Tensor]) -> FusedOptimizer:
-        """The optimizer that steps the masters."""
 
     @abstractmethod
     def has_master(self, parameter: Tensor) -> bool:
@@ -91,62 +87,27 @@ class InternalMasters(ApexStateLayout):
             for name in given:
                 vars(self).pop(name, None)
 
-    def measure(self, inputs: StepInputs) -> GradStats:
-        if not self._has_masters():
-            return super().measure(inputs)
-        return self._synced_inner().measure(inputs._replace(model_params=params_of(self)))
-
     def _reset(self) -> None:
         super()._reset()
-        self._inner: FusedOptimizer | None = None
-        self._versions: dict[Tensor, TensorVersion] = {}
-        """Of each parameter, when its master last had its value."""
+        self._versions = TensorVersions()
+        """Of the parameters with masters, when these last had their values."""
 
-    def _has_masters(self) -> bool:
-        return any(map(self.has_master, params_of(self)))
+    def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
+        low = self._low()
+        if not self._versions.unchanged(low):
+            values = [parameter.detach() for parameter in low]
+            masters = [self._masters.get(p, v.float()) for p, v in zip(low, values, strict=True)]
+            merge_(masters, values)
+            self._masters = dict(zip(low, masters, strict=True))
+            self._versions.record(low)
+        return super()._slices(inputs)
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
-        if not self._has_masters():
-            super()._update(inputs, found_inf)
-            return
-        params = params_of(self)
-        inner = self._synced_inner()
-        inner._update(inputs._replace(model_params=params), found_inf)  # pyright: ignore[reportPrivateUsage]
-        for parameter, master in zip(params, params_of(inner), strict=True):
-            if master in inner.state:
-                self.state[parameter] = inner.state[master]
-            if master is not parameter:
-                self._versions[parameter] = TensorVersion.of(parameter)
-        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
-            if "step" in inner_group:
-                group["step"] = inner_group["step"]
+        super()._update(inputs, found_inf)
+        self._versions.record(self._low())
 
-    def _synced_inner(self) -> FusedOptimizer:
-        """The inner optimizer, with the groups, masters and states as they are now."""
-        params = params_of(self)
-        masters = {parameter: self._synced_master(parameter) for parameter in params}
-        if self._inner is None:
-            self._inner = self.make_inner(list(masters.values()))
-        groups = [{**g, "params": [masters[p] for p in g["params"]]} for g in self.param_groups]
-        self._inner.param_groups = groups
-        for parameter in params:
-            row = self.state.get(parameter)
-            if row is not None and self._inner.state.get(masters[parameter]) is not row:
-                self._inner.state[masters[parameter]] = row
-        return self._inner
-
-    def _synced_master(self, parameter: Tensor) -> Tensor:
-        """The master of a parameter with its current value, or the parameter itself if it has none."""
-        if not self.has_master(parameter):
-            return parameter
-        version = self._versions.get(parameter)
-        if version is not None and version.matches(parameter):
-            return self._masters[parameter]
-        value = parameter.detach()
-        master = self._masters.setdefault(parameter, value.float())
-        master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
-        self._versions[parameter] = TensorVersion.of(parameter)
-        return master
+    def _low(self) -> list[Tensor]:
+        return list(filter(self.has_master, params_of(self)))
 
 
 def _given_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfpeak.fused.backends.kernels import clip_coef_without_eps
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.fused.flat.layout import BufferSlice
+from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.flat.step_counts import StepCount
 from halfpeak.fused.rules.base import Rule
 
@@ -44,36 +47,8 @@ class UpdateArgs(NamedTuple):
     numbers: Tensor
 
 
-class _Kernels(ABC):
-    """What every backend has."""
-
-    name: str
-
-    @abstractmethod
-    def measure(
-        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
-    ) -> GradStats:
-        """Read all gradients once."""
-
-    @abstractmethod
-    def invalidate_grads(self) -> None:
-        """Forget what was computed from gradients: they change from here on."""
-
-    @abstractmethod
-    def invalidate_layout(self) -> None:
-        """Forget what was made for the buffers: they change from here on."""
-
-
-class Backend(_Kernels):
-    """A backend whose step is decided by the host."""
-
-    @abstractmethod
-    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
-        """Update all weights once."""
-
-
-class DeviceStep(NamedTuple):
-    """A whole step whose numbers are on the device.
+class BackendStep(NamedTuple):
+    """What a backend reads to take a step.
 
     Attributes:
         slices: what is updated.
@@ -92,16 +67,74 @@ class DeviceStep(NamedTuple):
     max_norm: float | None = None
 
 
-class DeviceBackend(_Kernels):
-    """A backend whose step is decided on the device: step counts and skips are data there, and the host does not wait."""
+class Backend(ABC):
+    """The kernels of a step. Only a :class:`HostBackend` knows step counts and skips: elsewhere they are data on the device."""
+
+    name: str
 
     @abstractmethod
-    def run(self, step: DeviceStep) -> None:
-        """Update all weights once and count the step, or do neither."""
+    def measure(
+        self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
+    ) -> GradStats:
+        """Read all gradients once."""
 
-    def decide(self, step: DeviceStep, inputs: DecisionInputs) -> StepDecision | None:
+    @abstractmethod
+    def prepare(self, step: BackendStep) -> Callable[[], None] | None:
+        """What updates all weights once and counts the step, or does neither; None where the host knows that it is skipped."""
+
+    def decide(self, step: BackendStep, inputs: DecisionInputs) -> StepDecision | None:
         """Read all gradients once and decide about the step; None if there is no kernel for that."""
         return None
+
+    @abstractmethod
+    def invalidate_grads(self) -> None:
+        """Forget what was computed from gradients: they change from here on."""
+
+    @abstractmethod
+    def invalidate_layout(self) -> None:
+        """Forget what was made for the buffers: they change from here on."""
+
+    def clipped(self, step: BackendStep) -> BackendStep:
+        """``step`` with gradients clipped to its ``max_norm`` by what they are multiplied by."""
+        if step.max_norm is None:
+            return step
+        norm = self.measure(step.slices, step.grads, step.multiplier).sum_squares.sqrt()
+        return step._replace(multiplier=step.multiplier * clip_coef_without_eps(norm, step.max_norm))
+
+
+class HostBackend(Backend):
+    """A backend whose step is decided by the host."""
+
+    def __init__(self) -> None:
+        self._packer = GradPacker()
+        self._updates: UpdateList | None = None
+
+    @abstractmethod
+    def update(self, updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]) -> None:
+        """Update all weights once."""
+
+    def prepare(self, step: BackendStep) -> Callable[[], None] | None:
+        if step.found_inf is not None and bool(step.found_inf):
+            return None
+        if self._updates is None or not self._updates.matches(step.slices, step.groups):
+            self._updates = UpdateList(step.slices, step.groups)
+        # Everything that may raise comes first: a bad learning rate must not have counted a step.
+        updates = self._updates.for_step(self.clipped(step).multiplier)
+        return partial(self._run, self._updates.step_counts, updates, step.grads)
+
+    def _run(
+        self, counts: Iterable[StepCount], updates: Sequence[UpdateArgs], grads: Sequence[Tensor | None]
+    ) -> None:
+        for count in counts:
+            count.increment()
+        self.update(updates, grads)
+
+    def invalidate_grads(self) -> None:
+        self._packer.invalidate_grads()
+
+    def invalidate_layout(self) -> None:
+        self._packer.invalidate_layout()
+        self._updates = None
 
 
 class UpdateList:
@@ -110,6 +143,9 @@ class UpdateList:
     Args:
         slices: what is updated.
         groups: hyper-parameters, read anew in every step.
+
+    Attributes:
+        step_counts: those of the slices, each once.
     """
 
     def __init__(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> None:
@@ -127,6 +163,7 @@ class UpdateList:
                 sources[key] = _Source(rule, group, slice_.step_count, room)
             self._updates.append(UpdateArgs(slice_, rule, group, sources[key].numbers))
         self._sources = list(sources.values())
+        self.step_counts = {id(one.step_count): one.step_count for one in slices}.values()
 
     def matches(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> bool:
         """Whether this list was made for these very slices and groups."""

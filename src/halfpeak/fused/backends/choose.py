@@ -11,7 +11,7 @@ import torch
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.fused.backends.base import Backend, DeviceBackend
+from halfpeak.fused.backends.base import Backend, HostBackend
 from halfpeak.fused.backends.eager import EagerBackend
 from halfpeak.fused.backends.eager_device import EagerDeviceBackend
 from halfpeak.fused.backends.inductor import InductorBackend
@@ -51,7 +51,7 @@ def check_backend(backend: BackendName, road: BackendName | None = None) -> Back
     return backend
 
 
-def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend | DeviceBackend:
+def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend:
     """The backend for some slices. It depends on them and on the machine alone, so a resumed run gets the same.
 
     Raises:
@@ -79,12 +79,12 @@ def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend | D
     )
 
 
-def still_fits(backend: Backend | DeviceBackend, slices: Sequence[BufferSlice]) -> bool:
+def still_fits(backend: Backend, slices: Sequence[BufferSlice]) -> bool:
     """Whether a backend that was chosen earlier supports the slices of now."""
     if isinstance(backend, TritonBackend):
         return backend.device == slices[0].buffer.weight.device and all(map(has_kernel, slices))
     on_host = all(slice_.buffer.weight.device.type == "cpu" for slice_ in slices)
-    return on_host != isinstance(backend, DeviceBackend)
+    return on_host == isinstance(backend, HostBackend)
 
 
 def has_compiler() -> bool:

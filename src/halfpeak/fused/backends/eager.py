@@ -7,22 +7,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.base import Backend, GradStats, UpdateArgs
+from halfpeak.fused.backends.base import GradStats, HostBackend, UpdateArgs
 from halfpeak.fused.backends.kernels import store
 from halfpeak.fused.flat.layout import BufferSlice
-from halfpeak.fused.flat.pack_gradients import GradPacker
 
 CHUNK = 2**17
 """Elements at a time: their intermediate results stay in the cache and in memory that the allocator keeps."""
 
 
-class EagerBackend(Backend):
+class EagerBackend(HostBackend):
     """Runs everywhere, with torch's own fused kernel for a chunk where there is one."""
 
     name = "eager"
 
     def __init__(self) -> None:
-        self._packer = GradPacker()
+        super().__init__()
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def measure(
@@ -64,11 +63,8 @@ class EagerBackend(Backend):
             scratch = self._scratch[dtype, chunk.device] = chunk.new_empty(len(chunk), dtype=dtype)
         return scratch[: len(chunk)].copy_(chunk)
 
-    def invalidate_grads(self) -> None:
-        self._packer.invalidate_grads()
-
     def invalidate_layout(self) -> None:
-        self._packer.invalidate_layout()
+        super().invalidate_layout()
         self._scratch.clear()
 
 

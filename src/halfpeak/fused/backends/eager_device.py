@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.base import DeviceBackend, DeviceStep, GradStats
-from halfpeak.fused.backends.kernels import clip_coef_without_eps, measure
+from halfpeak.fused.backends.base import Backend, BackendStep, GradStats
+from halfpeak.fused.backends.kernels import measure
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.rules.base import Rule
@@ -18,7 +18,7 @@ CHUNK = 2**22
 """Elements at a time: enough to keep a device busy, and intermediate results take little beside what is held."""
 
 
-class EagerDeviceBackend(DeviceBackend):
+class EagerDeviceBackend(Backend):
     """Runs on every accelerator, and updates what has no Triton kernel: float64, layer-wise rules, several devices."""
 
     name = "eager"
@@ -38,11 +38,10 @@ class EagerDeviceBackend(DeviceBackend):
         squares, flags = zip(*[(total.to(home), flag.to(home)) for total, flag in read], strict=True)
         return GradStats(torch.stack(squares).sum(), torch.stack(flags).any().float())
 
-    def run(self, step: DeviceStep) -> None:
-        if step.max_norm is not None:
-            norm = self.measure(step.slices, step.grads, step.multiplier).sum_squares.sqrt()
-            clip = clip_coef_without_eps(norm, step.max_norm)
-            step = step._replace(multiplier=step.multiplier * clip)
+    def prepare(self, step: BackendStep) -> Callable[[], None]:
+        return lambda: self._run(self.clipped(step))
+
+    def _run(self, step: BackendStep) -> None:
         numbers: dict[tuple[Rule, int, torch.dtype], Tensor] = {}
         for slice_ in step.slices:
             if slice_.rule.layerwise and not len(slice_.buffer):
@@ -66,7 +65,7 @@ class EagerDeviceBackend(DeviceBackend):
         self._packer.invalidate_layout()
 
 
-def _numbers(slice_: BufferSlice, step: DeviceStep, wide: torch.dtype) -> Tensor:
+def _numbers(slice_: BufferSlice, step: BackendStep, wide: torch.dtype) -> Tensor:
     """What a gradient is multiplied by, then the rule's constants.  # wide[1 + k]"""
     device, group = slice_.buffer.weight.device, step.groups[slice_.group]
     # A float32 would lose most of 1 - 0.999**t; Metal has nothing wider.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.torch_compat import host_values
-from halfpeak.fused.backends.base import Backend, GradStats, UpdateArgs
+from halfpeak.fused.backends.base import GradStats, HostBackend, UpdateArgs
 from halfpeak.fused.backends.kernels import flat_update_of, measure, squares
 from halfpeak.fused.flat.buffers import FlatBuffer, flat
 from halfpeak.fused.flat.layout import BufferSlice
-from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.rules.base import Rule
 
 LENGTH = 2**20 + 7
@@ -200,7 +198,7 @@ MIN_COMPILED_LENGTH = 16
 """Smaller buffers are measured by torch's operations: the compiler might specialise on the length of their quarters."""
 
 
-class InductorBackend(Backend):
+class InductorBackend(HostBackend):
     """Kernels made by torch.compile's C++ backend, once per process, rule and combination of dtypes.
 
     Lengths are dynamic and every number comes in a tensor, so neither more parameters nor another learning rate, scale,
@@ -210,7 +208,7 @@ class InductorBackend(Backend):
     name = "compiled"
 
     def __init__(self) -> None:
-        self._packer = GradPacker()
+        super().__init__()
         # Weak: with other gradients present, buffers are cut into other slices.
         self._calls: WeakKeyDictionary[FlatBuffer, _Call] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[FlatBuffer, _Call] = WeakKeyDictionary()
@@ -248,11 +246,8 @@ class InductorBackend(Backend):
         for run in runs:
             run()
 
-    def invalidate_grads(self) -> None:
-        self._packer.invalidate_grads()
-
     def invalidate_layout(self) -> None:
-        self._packer.invalidate_layout()
+        super().invalidate_layout()
         self._calls.clear()
         self._sums.clear()
 
@@ -271,7 +266,7 @@ class InductorBackend(Backend):
         known = self._sums.get(buffer)
         if known is None or known.grad != grad.dtype:
             kernel = _measuring(grad.dtype, grad.device)
-            run = _Run(None, kernel, kernel.bind(flat(grad), multiplier), ())
+            run = _Run(slice(None), kernel, kernel.bind(flat(grad), multiplier), ())
             known = self._sums[buffer] = _Call(grad.dtype, [run])
         return known.runs[0]
 
@@ -302,9 +297,9 @@ class InductorBackend(Backend):
 
 
 class _Run(NamedTuple):
-    """One call of a kernel: the elements of the gradient, None for all, and the memory that it updates."""
+    """One call of a kernel: the elements of the gradient that it reads, and the memory that it updates."""
 
-    at: slice | None
+    at: slice
     kernel: Callable[..., Sequence[Tensor]]
     bound: BoundKernel | None
     memory: tuple[Tensor, ...]
@@ -312,8 +307,7 @@ class _Run(NamedTuple):
     def __call__(self, grad: Tensor, numbers: Tensor) -> Sequence[Tensor]:
         if self.bound is not None:
             return self.bound(grad, numbers)
-        vector = flat(grad)
-        return self.kernel(*self.memory, vector if self.at is None else vector[self.at], numbers)
+        return self.kernel(*self.memory, flat(grad)[self.at], numbers)
 
 
 class _Call(NamedTuple):
@@ -325,38 +319,35 @@ class _Call(NamedTuple):
 
 def _runs_of(args: UpdateArgs, grad: Tensor) -> list[_Run]:
     buffer = args.slice_.buffer
-    if not buffer.block_sizes or buffer.length <= CHUNK:
-        memory = (buffer.weight, *_low_vectors(buffer), *buffer.states)
-        kernel = _kernel_for(args, buffer, grad)
-        bound = kernel.bind(*memory, grad, args.numbers) if isinstance(kernel, Kernel) else None
-        return [_Run(None, kernel, bound, memory)]
+    size = CHUNK if buffer.block_sizes else buffer.length
     runs: list[_Run] = []
-    for start in range(0, buffer.length, CHUNK):
-        at = slice(start, min(start + CHUNK, buffer.length))
-        weight, low, slots = buffer.chunk(at)
-        part = replace(buffer, weight=weight, low=low, slots=tuple(slots))
-        runs.append(_Run(at, _kernel_for(args, part, grad[at]), None, (weight, *_low_vectors(part), *slots)))
+    for start in range(0, buffer.length or 1, size or 1):
+        at = slice(start, min(start + size, buffer.length))
+        weight, low, states = buffer.chunk(at)
+        memory = (weight, *(() if low is None else (low,)), *states)
+        kernel = _kernel_for(args, memory, grad[at])
+        bound = None
+        if isinstance(kernel, Kernel) and size >= buffer.length:
+            bound = kernel.bind(*memory, grad, args.numbers)
+        runs.append(_Run(at, kernel, bound, memory))
     return runs
 
 
-def _low_vectors(buffer: FlatBuffer) -> tuple[Tensor, ...]:
-    return () if buffer.low is None else (buffer.low,)
-
-
-def _kernel_for(args: UpdateArgs, buffer: FlatBuffer, grad: Tensor) -> Callable[..., Sequence[Tensor]]:
-    low_vectors = _low_vectors(buffer)
-    if buffer.length < 2:
-        return flat_update_of(args.rule, has_low=bool(low_vectors))
-    full = len(buffer.states) - buffer.per_param_scalars
-    slots = zip(buffer.states[:full], buffer.block_sizes or (1,) * full, strict=False)
+def _kernel_for(args: UpdateArgs, memory: Sequence[Tensor], grad: Tensor) -> Callable[..., Sequence[Tensor]]:
+    buffer = args.slice_.buffer
+    has_low = buffer.low is not None
+    if len(grad) < 2:
+        return flat_update_of(args.rule, has_low=has_low)
+    first, full = 1 + has_low, len(memory) - buffer.per_param_scalars
+    states = zip(memory[first:full], buffer.block_sizes or (1,) * len(buffer.states), strict=False)
     vectors = (
-        *map(Vector.long, (buffer.weight, *low_vectors)),
-        *(Vector.long(slot, block_size) for slot, block_size in slots),
-        *map(Vector.fixed, buffer.states[full:]),
+        *map(Vector.long, memory[:first]),
+        *(Vector.long(state, block_size) for state, block_size in states),
+        *map(Vector.fixed, memory[full:]),
         Vector.long(grad),
         Vector.fixed(args.numbers),
     )
-    return _updating(args.rule, bool(low_vectors), vectors)
+    return _updating(args.rule, has_low, vectors)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.schedule import ScaleState
-from halfpeak.fused.backends.base import DeviceBackend, DeviceStep, GradStats
+from halfpeak.fused.backends.base import Backend, BackendStep, GradStats
 from halfpeak.fused.backends.triton_tables import AddressTables, LaunchKey
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.fused.flat.layout import BufferSlice
@@ -36,7 +36,7 @@ class _Measured(NamedTuple):
 class _Ready(NamedTuple):
     """The numbers of a step that has been decided, and what they were computed from."""
 
-    step: DeviceStep
+    step: BackendStep
     found_inf: Tensor
     hyper: Tensor
     rows: Tensor
@@ -44,7 +44,7 @@ class _Ready(NamedTuple):
     measured: _Measured | None
 
 
-class TritonBackend(DeviceBackend):
+class TritonBackend(Backend):
     """Kernels of our own over tables of addresses: gradients are read where autograd has left them.
 
     A step that an engine accounts for is measure, control, update; one that it does not is control, update. Each key of
@@ -70,12 +70,12 @@ class TritonBackend(DeviceBackend):
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
     ) -> GradStats:
         with self._there():
-            step = DeviceStep(slices, (), grads, multiplier, None)
+            step = BackendStep(slices, (), grads, multiplier, None)
             measured = self._read(self._tables_for(slices, grads), step)
             floats, _, _ = self._control(step, measured, self._no_rows, self._no_hyper)
             return GradStats(floats[3], floats[0])
 
-    def decide(self, step: DeviceStep, inputs: DecisionInputs) -> StepDecision | None:
+    def decide(self, step: BackendStep, inputs: DecisionInputs) -> StepDecision | None:
         with self._there():
             tables = self._tables_for(step.slices, step.grads)
             measured = self._read(tables, step)
@@ -88,7 +88,10 @@ class TritonBackend(DeviceBackend):
         state = ScaleState(scale, clean, grace, patience)
         return StepDecision(found_inf, norm, multiplier, state, num_steps, num_skipped)
 
-    def run(self, step: DeviceStep) -> None:
+    def prepare(self, step: BackendStep) -> Callable[[], None]:
+        return lambda: self._run(step)
+
+    def _run(self, step: BackendStep) -> None:
         with self._there():
             tables = self._tables_for(step.slices, step.grads)
             ready, self._ready = self._made_ready(tables, step), None
@@ -98,7 +101,7 @@ class TritonBackend(DeviceBackend):
                 # The first launch has counted the step.
                 counters = 0
 
-    def _made_ready(self, tables: AddressTables, step: DeviceStep) -> _Ready:
+    def _made_ready(self, tables: AddressTables, step: BackendStep) -> _Ready:
         """The numbers of a step: those of its decision, if nothing has changed since."""
         ready = self._ready
         rows, hyper = tables.rows(step.groups), tables.hyper(step.groups)
@@ -120,16 +123,13 @@ class TritonBackend(DeviceBackend):
 
     def _update(self, key: LaunchKey, chunks: Any, ready: _Ready, counters: int) -> None:
         config = key.config
-        update_key = self._kernels.UpdateKey(
-            key.weight, key.low, config.rule, config.option, config.other, config.master, config.moments
-        )
         if config.norm:
             assert ready.measured is not None
             each, multiplier = ready.measured.each[key], ready.measured.multiplier
             largest = config.norm == "largest"
             self._kernels.norm(chunks, ready.numbers, multiplier, ready.found_inf, each, largest=largest)
         update = self._kernels.lamb_trust_update if config.trust else self._kernels.update
-        update(chunks, ready.numbers, ready.found_inf, ready.rows, counters=counters, key=update_key)
+        update(chunks, ready.numbers, ready.found_inf, ready.rows, counters=counters, config=config)
 
     def invalidate_grads(self) -> None:
         self._ready = None
@@ -151,7 +151,7 @@ class TritonBackend(DeviceBackend):
             self._tables = AddressTables(self._kernels, slices, grads)
         return self._tables
 
-    def _read(self, tables: AddressTables, step: DeviceStep) -> _Measured:
+    def _read(self, tables: AddressTables, step: BackendStep) -> _Measured:
         """Read all gradients once, and take sums per chunk for the rules that need norms."""
         launches = tables.chunks(step.grads)
         many = sum(chunks.programs() for _, chunks in launches)
@@ -169,7 +169,7 @@ class TritonBackend(DeviceBackend):
 
     def _control(
         self,
-        step: DeviceStep,
+        step: BackendStep,
         measured: _Measured | None,
         rows: Tensor,
         hyper: Tensor,
@@ -196,24 +196,10 @@ class TritonBackend(DeviceBackend):
             judges=judges,
             max_norm=None if inputs is None else inputs.max_norm,
             own_max_norm=step.max_norm,
-            schedule=None if inputs is None else self._schedule(inputs),
+            scale=None if inputs is None else inputs.config,
+            state=() if inputs is None else (*inputs.state, inputs.num_steps, inputs.num_skipped),
         )
         return floats, ints, numbers
-
-    def _schedule(self, inputs: DecisionInputs) -> Any:
-        config, state = inputs.config, inputs.state
-        return self._kernels.Schedule(
-            config.growth,
-            config.backoff,
-            config.floor,
-            config.ceiling,
-            config.interval,
-            config.hysteresis,
-            config.recovery,
-            config.dynamic,
-            config.refill == "clean",
-            (state.scale, state.clean, state.grace, state.stuck, inputs.num_steps, inputs.num_skipped),
-        )
 
     def _there(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -13,8 +13,9 @@ from torch import Tensor
 from halfpeak.core.torch_compat import is_capturing
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import in_order
-from halfpeak.fused.rules.base import KernelConfig, Rule
+from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.loading import REMAINDER
+from halfpeak.ops.triton import KernelConfig
 
 KERNEL_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes of weights that the kernels read and write."""
@@ -216,6 +217,8 @@ class AddressTables:
                     launch.full,
                     self._processors,
                     launch.is_aligned and not any(map(_FIFTEEN, addresses[launch.first : launch.last])),
+                    launch.key.weight,
+                    launch.key.low,
                     launch.key.grad,
                 ),
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import is_
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ class FlatLayout:
             order of the groups.
         has_gradient: which of them are to be laid out now, beside those that have a state.
         before: the layout that this one follows, which gives its buffers up.
+        masters: what is stepped in the place of parameters.
 
     Raises:
         ParameterError: a parameter that no kernel here can step.
@@ -76,17 +78,19 @@ class FlatLayout:
         model_params: Sequence[Tensor],
         has_gradient: Sequence[bool],
         before: FlatLayout | None = None,
+        masters: Mapping[Tensor, Tensor] = MappingProxyType({}),
     ) -> None:
         self.rules = list(rules)
-        self.targets = params_of(optimizer)
+        self.params = params_of(optimizer)
+        self.targets = [masters.get(parameter, parameter) for parameter in self.params]
         self.model_params = list(model_params)
         self._memory, self._low_memory = memory_of(self.targets), memory_of(self.model_params)
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        wanted = [i for i, target in enumerate(self.targets) if has_gradient[i] or target in optimizer.state]
+        wanted = [i for i, param in enumerate(self.params) if has_gradient[i] or param in optimizer.state]
         for index in wanted:
             check_parameter(self.targets[index], self._rule(index))
         self._counters = step_counts_of(
-            {index: (self.targets[index], self._group_of[index]) for index in wanted},
+            {index: (self.params[index], self._group_of[index]) for index in wanted},
             optimizer.state,
             optimizer.param_groups,
             self.rules,
@@ -109,7 +113,7 @@ class FlatLayout:
                 buffer = self._lay_out(optimizer, group, [members[i] for i in run])
                 self._buffers.append((group, buffer))
         self._state = optimizer.state
-        self._row_of = {index: optimizer.state[self.targets[index]] for index in wanted}
+        self._row_of = {index: optimizer.state[self.params[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
         self._row_values = _values_of(self._rows)
         # Memory may be given to the same tensors, too: optimizer.state[p]["exp_avg"].data = ...
@@ -133,7 +137,7 @@ class FlatLayout:
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
         return (
-            are_params_of(optimizer, self.targets)
+            are_params_of(optimizer, self.params)
             and all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
             and _places(memory_of(self.targets)) == self._places
@@ -181,10 +185,6 @@ class FlatLayout:
         """What :meth:`slices` returned last."""
         return self._slices
 
-    def step_counts(self, slices: Sequence[BufferSlice]) -> list[StepCount]:
-        """The step counts of some slices, each once."""
-        return list({id(slice_.step_count): slice_.step_count for slice_ in slices}.values())
-
     def counted_rows(self) -> Iterator[tuple[Any, StepCount]]:
         """The states of parameters laid out, with the step count of each."""
         return ((row, self._counters[index]) for index, row in self._row_of.items())
@@ -224,7 +224,7 @@ class FlatLayout:
                 own = left.setdefault(id(counter), StepCount(counter.step.clone()))
                 self._counters[index] = own
                 if where == "parameter":
-                    self._state[self.targets[index]]["step"] = own.step
+                    self._state[self.params[index]]["step"] = own.step
 
     def _merge_counts(self, mask: Sequence[bool]) -> bool:
         """Let parameters of a group that have taken the same number of steps share a count again, as they do after a load.
@@ -248,7 +248,7 @@ class FlatLayout:
             if shared is not counter:
                 self._counters[index] = shared
                 if where == "parameter":
-                    self._state[self.targets[index]]["step"] = shared.step
+                    self._state[self.params[index]]["step"] = shared.step
         self._row_values = _values_of(self._rows)
         return is_final
 
@@ -284,8 +284,7 @@ class FlatLayout:
                 (tuple(target.shape), stride) for target, stride in zip(targets, strides, strict=True)
             ),
         )
-        parameters = [self.targets[i] for i in members]
-        rows = [optimizer.state[parameter] for parameter in parameters]
+        rows = [optimizer.state[self.params[i]] for i in members]
         states: list[Tensor] = []
         for index, (part, start) in enumerate(zip(rule.storage, rule.initial(settings), strict=True)):
             in_rows = [row.get(part.name) for row in rows]
@@ -294,11 +293,11 @@ class FlatLayout:
             length = len(members) if is_scalar else -(-len(buffer) // part.block_size)
             vector = _vector(targets, known, length, start, part)
             views = list(vector.unbind()) if is_scalar else buffer.views(vector, part.block_size)
-            for row, view, value, parameter in zip(rows, views, known, parameters, strict=True):
+            for row, view, value, member in zip(rows, views, known, members, strict=True):
                 if value is not None and value.data_ptr() != view.data_ptr():
                     check_state(part.name, value, view)
                     view.copy_(value)
-                row[part.name] = shard_like(view, parameter)
+                row[part.name] = shard_like(view, self.targets[member])
             states.append(vector)
         if rule.step_scope == "parameter":
             for index, row in zip(members, rows, strict=True):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
-from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.rules.base import Rule
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class AdagradRule(Rule):
 
     Attributes:
         decoupled: decay beside the gradient, as in AdamW.
-        counts: keep the number of steps; apex's, whose learning rate does not fall, keeps none.
+        step_scope: with ``"nowhere"``, as in apex's optimizer, the learning rate does not fall.
 
     Source: Duchi, Hazan and Singer, 2011.
 
@@ -42,21 +43,17 @@ class AdagradRule(Rule):
     """
 
     decoupled: bool = False
-    counts: bool = True
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("sum",)
 
-    @property
-    def step_scope(self) -> StepScope:
-        return "parameter" if self.counts else "nowhere"
-
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return (float(group.get("initial_accumulator_value", 0.0)),)
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"]) if self.counts else group["lr"]
+        falls = self.step_scope != "nowhere"
+        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"]) if falls else group["lr"]
         return (rate, group["eps"], group["weight_decay"])
 
     def __call__(
@@ -82,7 +79,7 @@ class AdagradRule(Rule):
             [state[0]],
             [step],
             lr=float(group["lr"]),
-            lr_decay=float(group["lr_decay"]) if self.counts else 0.0,
+            lr_decay=float(group["lr_decay"]) if self.step_scope != "nowhere" else 0.0,
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
             maximize=False,
@@ -93,7 +90,7 @@ class AdagradRule(Rule):
         return KernelConfig("adagrad", self.decoupled)
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        return (float(group["lr_decay"]) if self.counts else 0.0, 0.0, float(group["eps"]))
+        return (float(group["lr_decay"]) if self.step_scope != "nowhere" else 0.0, 0.0, float(group["eps"]))
 
 
 class FusedAdagrad(FusedOptimizer):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
-from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat, StateFormat
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class AdamRule(Rule):
         decoupled: AdamW's weight decay instead of Adam's.
         amsgrad: keep the largest second moment.
         correct: divide by ``1 - beta**t``.
-        per_group: one count of steps per group, as apex.
 
     Source: Kingma and Ba, 2015; Loshchilov and Hutter, 2019; Reddi et al., 2018.
 
@@ -49,16 +49,11 @@ class AdamRule(Rule):
     decoupled: bool = True
     amsgrad: bool = False
     correct: bool = True
-    per_group: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
         first = ("exp_avg", "exp_avg_sq")
         return (*first, "max_exp_avg_sq") if self.amsgrad else first
-
-    @property
-    def step_scope(self) -> StepScope:
-        return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]

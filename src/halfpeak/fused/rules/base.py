@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from halfpeak.ops.triton import KernelConfig
 
 StepScope: TypeAlias = Literal["parameter", "group", "nowhere"]
 """Where the number of steps is kept: as ``step`` in the state of each parameter, in its group, or not at all."""
@@ -26,29 +30,8 @@ class StateTensor(NamedTuple):
     block_size: int = 1
 
 
-class KernelConfig(NamedTuple):
-    """Which formula a Triton kernel is compiled for; see :func:`halfpeak.ops.triton.update.update_kernel`.
-
-    Attributes:
-        rule: the formula.
-        option: a variant of it.
-        other: a second variant of it.
-        master: bits of the weight's remainder, 0 where it has none.
-        moments: the storage format of each state tensor.
-        norm: what is taken of each parameter's gradient before the update: nothing, ``squares`` or ``largest``.
-        trust: whether an update is rescaled to the norm of the weight.
-    """
-
-    rule: str
-    option: bool | str
-    other: bool = False
-    master: int = 0
-    moments: tuple[str, str, str] = ("identity", "identity", "identity")
-    norm: str = ""
-    trust: bool = False
-
-
-class Rule(Protocol):
+@dataclass(frozen=True, slots=True)
+class Rule(ABC):
     """How an optimizer updates a weight.
 
     A rule is a frozen, hashable value: what changes the formula is a field of it, what changes only numbers comes in
@@ -56,6 +39,9 @@ class Rule(Protocol):
 
     Most rules go element by element and are called on any stretch of memory. A layer-wise one takes norms and is called on
     one whole parameter at a time.
+
+    Attributes:
+        step_scope: where the number of steps is kept: with each parameter as torch does, or with the group as apex does.
     """
 
     per_param_scalars: ClassVar[int] = 0
@@ -64,15 +50,12 @@ class Rule(Protocol):
     layerwise: ClassVar[bool] = False
     """Whether it needs all of a parameter at once."""
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of its state tensors, as torch's optimizer calls them. Those of one number per parameter come last."""
-        ...
+    step_scope: StepScope = field(default="parameter", kw_only=True)
 
     @property
-    def step_scope(self) -> StepScope:
-        """Where the number of steps is kept."""
-        return "parameter"
+    @abstractmethod
+    def state_names(self) -> tuple[str, ...]:
+        """Names of its state tensors, as torch's optimizer calls them. Those of one number per parameter come last."""
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
@@ -87,6 +70,7 @@ class Rule(Protocol):
         """What each state tensor starts with."""
         return (0.0,) * len(self.state_names)
 
+    @abstractmethod
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """The numbers of one step, from the hyper-parameters of a group.
 
@@ -94,13 +78,12 @@ class Rule(Protocol):
             group: its learning rate and whatever else the rule reads, each a number or a tensor of one element.
             step: the number of this step, from 1: a number, or a tensor where only the device knows it.
         """
-        ...
 
+    @abstractmethod
     def __call__(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """The new weight and the new state, in float32 or float64, of any shape. Nothing is written."""
-        ...
 
     def decode(self, weight: Tensor, state: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
         """The weight and the state as the rule computes with them, from what is stored."""

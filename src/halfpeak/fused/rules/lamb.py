@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from halfpeak.fused.backends.base import DeviceBackend, DeviceStep
-from halfpeak.fused.backends.kernels import clip_coef_without_eps
+from halfpeak.fused.backends.base import BackendStep
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.flat.layout import BufferSlice
-from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.rules.base import Rule
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class LAMBRule(Rule):
         average: ``beta3 = 1 - beta1``.
         correct: divide by ``1 - beta**t``.
         trusts: rescale. apex does so where there is weight decay, and with ``use_nvlamb`` everywhere.
-        per_group: one count of steps per group, as apex.
 
     Source: You et al., 2020; NVIDIA's NVLAMB.
 
@@ -59,15 +58,10 @@ class LAMBRule(Rule):
     average: bool = True
     correct: bool = True
     trusts: bool = True
-    per_group: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def step_scope(self) -> StepScope:
-        return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
@@ -172,21 +166,8 @@ class FusedLAMB(FusedOptimizer):
             trusts=self.use_nvlamb or group["weight_decay"] != 0,
         )
 
-    def _device_step(
+    def _backend_step(
         self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
-    ) -> DeviceStep:
+    ) -> BackendStep:
         max_norm = self.defaults["max_grad_norm"]
-        return super()._device_step(slices, inputs, found_inf)._replace(max_norm=max_norm or None)
-
-    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
-        max_norm, known = self.defaults["max_grad_norm"], self._measured
-        if max_norm:
-            slices = self._slices(inputs) if known is None or known[0] is not inputs.grads else known[1]
-            self._measured = (inputs.grads, slices)
-            backend = self._backend_for(slices) if slices else None
-            # A device backend clips within its step.
-            if backend is not None and not isinstance(backend, DeviceBackend):
-                norm = backend.measure(slices, inputs.grads, inputs.multiplier).sum_squares.sqrt()
-                clip = clip_coef_without_eps(norm, max_norm)
-                inputs = inputs._replace(multiplier=inputs.multiplier * clip)
-        super()._update(inputs, found_inf)
+        return super()._backend_step(slices, inputs, found_inf)._replace(max_norm=max_norm or None)

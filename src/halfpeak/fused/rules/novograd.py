@@ -10,7 +10,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
-from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.rules.base import Rule
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,6 @@ class NovoGradRule(Rule):
         correct: divide by ``1 - beta1**t`` and ``sqrt(1 - beta2**t)``.
         largest: the norm is the largest absolute value instead of the 2-norm.
         from_zero: blend the first norm with zero.
-        per_group: one count of steps per group, as apex.
 
     Source: Ginsburg et al., 2019.
 
@@ -57,15 +57,10 @@ class NovoGradRule(Rule):
     correct: bool = True
     largest: bool = False
     from_zero: bool = False
-    per_group: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def step_scope(self) -> StepScope:
-        return "group" if self.per_group else "parameter"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
-from halfpeak.fused.rules.base import KernelConfig, Rule, StepScope
+from halfpeak.fused.rules.base import Rule, StepScope
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,11 @@ class SGDRule(Rule):
     momentum: bool = False
     nesterov: bool = False
     late: bool = False
+    step_scope: StepScope = field(default="nowhere", kw_only=True)  # torch's SGD keeps none
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
-
-    @property
-    def step_scope(self) -> StepScope:
-        """torch's SGD keeps none."""
-        return "nowhere"
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         # In arithmetic, because the step may be known to the device alone.

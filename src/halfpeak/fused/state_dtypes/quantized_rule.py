@@ -11,8 +11,9 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.fused.rules.base import KernelConfig, Rule, StateTensor, StepScope
+from halfpeak.fused.rules.base import Rule, StateTensor
 from halfpeak.fused.state_dtypes.codecs import Bfloat16, Codec, Identity, Int8Block, Remainder, UInt8SqrtBlock
+from halfpeak.ops.triton import KernelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,6 @@ class QuantizedRule(Rule):
     @property
     def state_names(self) -> tuple[str, ...]:
         return tuple(part.name for part in self.storage)
-
-    @property
-    def step_scope(self) -> StepScope:
-        return self.rule.step_scope
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """The constants of the rule, then the number of the step."""
@@ -179,4 +176,4 @@ class StateFormat:
         if self == StateFormat():
             return rule
         codecs = tuple(_MOMENTS[self.moments][square] for square in squares)
-        return QuantizedRule(rule, codecs, self.remainder)
+        return QuantizedRule(rule, codecs, self.remainder, step_scope=rule.step_scope)

@@ -1,10 +1,32 @@
-"""Access to the Triton kernels without importing triton: whether it is installed, and the module of kernels."""
+"""Access to the Triton kernels without importing triton: whether it is installed, their module, and what is asked of them."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class KernelConfig(NamedTuple):
+    """Which formula a Triton kernel is compiled for; see :func:`halfpeak.ops.triton.update.update_kernel`.
+
+    Attributes:
+        rule: the formula.
+        option: a variant of it.
+        other: a second variant of it.
+        master: bits of the weight's remainder, 0 where it has none.
+        moments: the storage format of each state tensor.
+        norm: what is taken of each parameter's gradient before the update: nothing, ``squares`` or ``largest``.
+        trust: whether an update is rescaled to the norm of the weight.
+    """
+
+    rule: str
+    option: bool | str
+    other: bool | str = False
+    master: int = 0
+    moments: tuple[str, str, str] = ("identity", "identity", "identity")
+    norm: str = ""
+    trust: bool = False
 
 
 def is_installed() -> bool:

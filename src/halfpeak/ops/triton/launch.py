@@ -4,21 +4,18 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfpeak.core.schedule import ScaleConfig
+from halfpeak.ops.triton import KernelConfig
 from halfpeak.ops.triton import step_numbers as _numbers
 from halfpeak.ops.triton.control import control_kernel
-from halfpeak.ops.triton.layerwise import (
-    lamb_moments_kernel,
-    lamb_trust_kernel,
-    lamb_update_kernel,
-    norm_kernel,
-)
+from halfpeak.ops.triton.layerwise import lamb_trust_kernel, norm_kernel
 from halfpeak.ops.triton.measure import measure_kernel
 from halfpeak.ops.triton.update import update_kernel
 
@@ -61,6 +58,8 @@ class Chunks(NamedTuple):
         full: how many chunks their parameter fills; they come first.
         processors: of the device; 0 in the interpreter.
         is_aligned: whether every address is a multiple of 16 bytes.
+        weight: dtype of what the rule moves.
+        low: dtype of the model's weight, if it is another.
         grad: dtype of the gradients.
     """
 
@@ -72,26 +71,13 @@ class Chunks(NamedTuple):
     full: int
     processors: int
     is_aligned: bool
+    weight: torch.dtype
+    low: torch.dtype | None
     grad: torch.dtype
 
     def programs(self, per_processor: int = _READING) -> int:
         """How many programs share them: as many as the device holds at once; the same in every run there."""
         return min(len(self.chunks), self.processors * per_processor or 3)
-
-
-class Schedule(NamedTuple):
-    """Of the loss scale: configuration, state, and the steps so far; see :func:`halfpeak.core.schedule.advance`."""
-
-    growth: float
-    backoff: float
-    floor: float
-    ceiling: float
-    interval: int
-    hysteresis: int
-    recovery: tuple[float, int, int, int] | None
-    is_dynamic: bool
-    refills_clean: bool
-    state: tuple[Tensor, ...]
 
 
 def is_interpreted() -> bool:
@@ -145,30 +131,29 @@ def control(
     judges: bool = True,
     max_norm: float | None = None,
     own_max_norm: float | None = None,
-    schedule: Schedule | None = None,
-    count: int | None = None,
+    scale: ScaleConfig | None = None,
+    state: tuple[Tensor, ...] = (),
 ) -> None:
     """See :func:`~halfpeak.ops.triton.control.control_kernel`.
 
     Args:
         partials: what was measured; None where ``found_inf`` says all that is known.
         judges: whether what was measured may skip the step.
-        count: how many rows of numbers are worked out; None for all.
+        scale: how the loss scale moves; None where nothing is decided.
+        state: where it stands, and the steps so far: taken, skipped.
     """
     squares, flags = partials or (floats, ints)
     many = 0 if partials is None else len(squares)
-    known = schedule or Schedule(
-        1.0, 1.0, 1.0, 1.0, 1, 1, None, False, False, (floats, ints, ints, ints, ints, ints)
-    )
+    known = scale or ScaleConfig.static()
     control_kernel[(1,)](
         squares,
         flags,
         many,
         factor,
         found_inf,
-        *known.state,
+        *(state or (floats, ints, ints, ints, ints, ints)),
         rows,
-        len(rows) if count is None else count,
+        len(rows),
         hyper,
         numbers,
         floats,
@@ -185,9 +170,9 @@ def control(
         JUDGES=judges and partials is not None,
         CLIPS=max_norm is not None,
         CLIPS_AGAIN=own_max_norm is not None,
-        DECIDES=schedule is not None,
-        IS_DYNAMIC=known.is_dynamic,
-        REFILLS_CLEAN=known.refills_clean,
+        DECIDES=scale is not None,
+        IS_DYNAMIC=known.dynamic,
+        REFILLS_CLEAN=known.refill == "clean",
         RECOVERS=known.recovery is not None,
         RULE=rule,
         HYPER=HYPER,
@@ -196,44 +181,23 @@ def control(
     )
 
 
-class UpdateKey(NamedTuple):
-    """What an update is compiled for; see :func:`~halfpeak.ops.triton.update.update_kernel`.
-
-    Attributes:
-        weight: dtype of what the rule moves.
-        low: dtype of the model's weight, if it is another.
-        rule: the formula.
-        option: of it.
-        other: of it.
-        master: bits of remainders.
-        moments: the storage format of each state tensor.
-    """
-
-    weight: torch.dtype
-    low: torch.dtype | None
-    rule: str
-    option: Any
-    other: bool
-    master: int
-    moments: tuple[str, str, str]
-
-    def constants(self, chunks: Chunks) -> dict[str, Any]:
-        """What every pass over the weights is compiled for."""
-        return {
-            "DTYPE": _DTYPES[self.weight],
-            "OPTION": self.option,
-            "COLUMNS": COLUMNS,
-            "CHUNK": CHUNK,
-            # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
-            "ALIGN": 4 if chunks.is_aligned else 1,
-            **_OPTIONS,
-        }
-
-
 def update(
-    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, key: UpdateKey
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, config: KernelConfig
 ) -> None:
     """See :func:`~halfpeak.ops.triton.update.update_kernel`."""
+    _move(chunks, numbers, found_inf, rows, found_inf, counters=counters, config=config)
+
+
+def _move(
+    chunks: Chunks,
+    numbers: Tensor,
+    found_inf: Tensor,
+    rows: Tensor,
+    each: Tensor,
+    *,
+    counters: int,
+    config: KernelConfig,
+) -> None:
     update_kernel[(chunks.programs(_MOVING),)](
         chunks.members,
         chunks.grads,
@@ -244,15 +208,22 @@ def update(
         found_inf,
         rows,
         counters,
-        LOWER=None if key.low is None else _DTYPES[key.low],
+        each,
+        DTYPE=_DTYPES[chunks.weight],
+        LOWER=None if chunks.low is None else _DTYPES[chunks.low],
         GRAD=_DTYPES[chunks.grad],
-        RULE=key.rule,
-        OTHER=key.other,
-        MASTER=key.master,
-        A=key.moments[0],
-        B=key.moments[1],
-        C=key.moments[2],
-        **key.constants(chunks),
+        RULE=config.rule,
+        OPTION=config.option,
+        OTHER=config.other,
+        MASTER=config.master,
+        A=config.moments[0],
+        B=config.moments[1],
+        C=config.moments[2],
+        COLUMNS=COLUMNS,
+        CHUNK=CHUNK,
+        # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
+        ALIGN=4 if chunks.is_aligned else 1,
+        **_OPTIONS,
     )
 
 
@@ -275,22 +246,13 @@ def norm(
 
 
 def lamb_trust_update(
-    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, key: UpdateKey
+    chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, config: KernelConfig
 ) -> None:
-    """LAMB in three launches; see :mod:`halfpeak.ops.triton.layerwise`."""
-    lists, count = (chunks.chunks, chunks.full, len(chunks.chunks)), len(chunks.chunks)
+    """LAMB in three launches: its moments, the learning rate of each member by its norms, and the weights."""
+    count = len(chunks.chunks)
     sums = torch.empty((2, count), dtype=torch.float32, device=chunks.members.device)
     rates = torch.empty(chunks.first + chunks.many, dtype=torch.float32, device=chunks.members.device)
-    lamb_moments_kernel[(chunks.programs(_MOVING),)](
-        chunks.members,
-        chunks.grads,
-        *lists,
-        numbers,
-        found_inf,
-        sums,
-        GRAD=_DTYPES[chunks.grad],
-        **key.constants(chunks),
-    )
+    _move(chunks, numbers, found_inf, rows, sums, counters=0, config=config._replace(other="moments"))
     lamb_trust_kernel[(chunks.many,)](
         chunks.members,
         chunks.first,
@@ -302,14 +264,5 @@ def lamb_trust_update(
         BLOCK=_PARTS,
         **_OPTIONS,
     )
-    lamb_update_kernel[(chunks.programs(_MOVING),)](
-        chunks.members,
-        *lists,
-        numbers,
-        found_inf,
-        rates,
-        rows,
-        counters,
-        LOWER=None if key.low is None else _DTYPES[key.low],
-        **key.constants(chunks),
-    )
+    config = config._replace(other="weights")
+    _move(chunks, numbers, found_inf, rows, rates, counters=counters, config=config)

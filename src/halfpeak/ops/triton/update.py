@@ -27,61 +27,14 @@ from halfpeak.ops.triton.step_numbers import NUMBERS, SEED
 
 
 @triton.jit
-def place_of(members, chunks, chunk, numbers, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """The member of a chunk, its row, its row of numbers, and where its elements are."""
-    member = tl.load(chunks + 2 * chunk).to(tl.int64)
-    own = members + member * COLUMNS
-    number = numbers + tl.load(own + 1) * NUMBERS
-    return member, own, number, where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK)
-
-
-@triton.jit
-def count_step(rows, counters, skips):
-    """Count the step in each of ``counters`` counts, in one program."""
-    counters = tl.where(skips | (tl.program_id(0) != 0), 0, counters)
-    for row in range(counters):
-        step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
-        tl.store(step, tl.load(step) + 1.0)
-
-
-@triton.jit
-def lamb(
-    own,
-    number,
-    grad,
-    weight,
-    OPTION: tl.constexpr,
-    ALIGN: tl.constexpr,
-    where,
-    FULL: tl.constexpr,
-):
-    """The moments of LAMB after a step, and where they point."""
-    if not OPTION:
-        grad = grad + weight * tl.load(number + 8)
-    first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
-    second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
-    first = first * tl.load(number + 1) + grad * tl.load(number + 2)
-    second = second * tl.load(number + 3) + grad * grad * tl.load(number + 4)
-    return first, second, lamb_move(number, first, second, weight, OPTION)
-
-
-@triton.jit
-def lamb_move(number, first, second, weight, OPTION: tl.constexpr):
-    """Where the moments of LAMB point."""
-    denominator = tl.sqrt_rn(second) * tl.load(number + 6) + tl.load(number + 7)
-    move = tl.div_rn(first * tl.load(number + 5), denominator)
-    if OPTION:
-        move = move + weight * tl.load(number + 8)
-    return move
-
-
-@triton.jit
 def _move(
     members,
     grads,
     chunks,
     chunk,
+    count,
     numbers,
+    each,
     DTYPE: tl.constexpr,
     LOWER: tl.constexpr,
     GRAD: tl.constexpr,
@@ -98,7 +51,10 @@ def _move(
     FULL: tl.constexpr,
 ):
     """One chunk, in the arithmetic of the rules in :mod:`halfpeak.fused.rules`, operation by operation."""
-    member, own, number, where = place_of(members, chunks, chunk, numbers, COLUMNS, CHUNK)
+    member = tl.load(chunks + 2 * chunk).to(tl.int64)
+    own = members + member * COLUMNS
+    number = numbers + tl.load(own + 1) * NUMBERS
+    where = where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK)
     seed = tl.load(number + SEED).to(tl.int32)
     grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number)
     weight = load_weight(own, DTYPE, MASTER, ALIGN, where, FULL)
@@ -148,11 +104,31 @@ def _move(
         weight = weight - tl.load(number + 1) * move
         store_moment(own, FIRST, A, ALIGN, where, total, seed, FULL)
     elif RULE == "lamb":
-        # OPTION: decoupled. With trust it takes three kernels; see halfpeak.ops.triton.layerwise.
-        first, second, move = lamb(own, number, grad, weight, OPTION, ALIGN, where, FULL)
-        weight = weight - tl.load(number + 9) * move
-        store_moment(own, FIRST, "identity", ALIGN, where, first, seed, FULL)
-        store_moment(own, SECOND, "identity", ALIGN, where, second, seed, FULL)
+        # OPTION: decoupled. OTHER: with trust "moments", then "weights", with the learning rates of members in ``each``.
+        decay = tl.load(number + 8)
+        first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
+        second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
+        if OTHER != "weights":
+            if not OPTION:
+                grad = grad + weight * decay
+            first = first * tl.load(number + 1) + grad * tl.load(number + 2)
+            second = second * tl.load(number + 3) + grad * grad * tl.load(number + 4)
+            store_moment(own, FIRST, "identity", ALIGN, where, first, seed, FULL)
+            store_moment(own, SECOND, "identity", ALIGN, where, second, seed, FULL)
+        denominator = tl.sqrt_rn(second) * tl.load(number + 6) + tl.load(number + 7)
+        move = tl.div_rn(first * tl.load(number + 5), denominator)
+        if OPTION:
+            move = move + weight * decay
+        if OTHER == "moments":
+            _, at, left = where
+            # Beside the last element there may be 0 / 0.
+            move = tl.where(at < left, move, 0.0)
+            tl.store(each + chunk, tl.sum(weight * weight))
+            tl.store(each + count + chunk, tl.sum(move * move))
+        elif OTHER == "weights":
+            weight = weight - tl.load(each + member) * move
+        else:
+            weight = weight - tl.load(number + 9) * move
     else:
         # NovoGrad, whose norm is up to date. OPTION: inside.
         norm = tl.load(pointer(own, SECOND, tl.float32, 1))
@@ -167,14 +143,15 @@ def _move(
             move = tl.div_rn(move, divisor) + weight * decay
         weight = weight - tl.load(number + 9) * move
         store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
-    store_weight(own, DTYPE, MASTER, ALIGN, where, weight, seed, FULL)
-    if LOWER is not None:
-        store(own, LOW, LOWER, ALIGN, where, weight, FULL)
+    if OTHER != "moments":
+        store_weight(own, DTYPE, MASTER, ALIGN, where, weight, seed, FULL)
+        if LOWER is not None:
+            store(own, LOW, LOWER, ALIGN, where, weight, FULL)
 
 
 @triton.jit(
     do_not_specialize=["full", "count", "counters"],
-    do_not_specialize_on_alignment=["numbers", "found_inf", "rows", "chunks"],
+    do_not_specialize_on_alignment=["numbers", "found_inf", "rows", "chunks", "each"],
 )
 def update_kernel(
     members,
@@ -186,6 +163,7 @@ def update_kernel(
     found_inf,
     rows,
     counters,
+    each,
     DTYPE: tl.constexpr,
     LOWER: tl.constexpr,
     GRAD: tl.constexpr,
@@ -211,6 +189,8 @@ def update_kernel(
         numbers: what a gradient is multiplied by, the constants, the step.  # f32[rows, NUMBERS]
         found_inf: skip?                                                 # f32[]
         rows: with the addresses of the step counts; ``counters`` of them are counted here.  # i64[rows, 3]
+        each: with ``OTHER="moments"`` result: sums of the squares of weights, then of moves.  # f32[2, count]
+            With ``OTHER="weights"`` the learning rates.                 # f32[members]
         DTYPE, LOWER, GRAD: of weights, of the model's low weights if they are others, of gradients.
         RULE, OPTION, OTHER: the formula.
         MASTER, A, B, C: the forms of the weight and of its slots.
@@ -227,7 +207,9 @@ def update_kernel(
                 grads,
                 chunks,
                 chunk,
+                count,
                 numbers,
+                each,
                 DTYPE,
                 LOWER,
                 GRAD,
@@ -243,4 +225,7 @@ def update_kernel(
                 ALIGN,
                 rest == 0,
             )
-    count_step(rows, counters, skips)
+    counters = tl.where(skips | (program != 0), 0, counters)
+    for row in range(counters):
+        step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
+        tl.store(step, tl.load(step) + 1.0)
