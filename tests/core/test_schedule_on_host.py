@@ -1,4 +1,4 @@
-"""The loss-scale rule in plain numbers, which a state in host memory takes, against the rule over tensors."""
+"""The loss-scale rule for a state in host memory, which counts clean updates in plain numbers, against that for tensors."""
 
 from __future__ import annotations
 

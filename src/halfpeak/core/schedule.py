@@ -204,7 +204,9 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     """
     known = host_values(*state, found_inf)
     if known is not None:
-        return _advance_on_host(config, *known)
+        scale, clean, grace, stuck, found = known
+        if not (found or (config.dynamic and clean + 1 >= config.interval)):
+            return _counted(config, scale, clean + 1, grace, stuck)
     overflow = found_inf != 0
     clean = torch.where(overflow, 0, state.clean + 1)
     if not config.dynamic:
@@ -248,35 +250,14 @@ def _recovering(
     return ScaleState(*(torch.where(is_loss, old, new) for old, new in zip(stays, changed, strict=True)))
 
 
-def _advance_on_host(
-    config: ScaleConfig, scale: float, clean: int, grace: int, stuck: int, overflow: float
-) -> ScaleState:
-    """:func:`advance` in plain numbers, for a state in host memory: thirty tiny operations are a step's largest cost."""
-    recovers = config.recovers and config.dynamic
-    # Worked out where it may be needed alone: most steps are clean.
-    recovery = config.recovery if overflow or clean + 1 >= config.interval else None
-    if recovery is not None and overflow == NONFINITE_LOSS:
-        stuck += 1
-    elif overflow:
-        failed = recovery is not None and clean >= recovery.after_growth
-        clean, grace = 0, grace - 1 if config.dynamic else grace
-        lowered = max(single(scale * single(config.backoff)), single(config.floor))
-        falls = config.dynamic and grace <= 0
-        stuck = stuck + 1 if not config.dynamic or (falls and lowered >= scale) else stuck
-        scale = lowered if falls else scale
-        if recovery is not None and scale < recovery.below:
-            clean = recovery.after_failure if failed else recovery.after_overflow
-    else:
-        clean += 1
-        grows = config.dynamic and clean >= config.interval
-        if config.dynamic and (grows or config.refill == "clean"):
-            grace = config.hysteresis
-        if grows:
-            raised = single(scale * single(config.growth))
-            scale, clean = min(raised, single(config.ceiling)) if math.isfinite(raised) else scale, 0
-            if recovery is not None and scale < recovery.below:
-                clean = recovery.after_growth
-        stuck = max(stuck - (clean % 2 == 0), 0) if recovers else 0
+def _counted(config: ScaleConfig, scale: float, clean: int, grace: int, stuck: int) -> ScaleState:
+    """What :func:`advance` makes of a clean update that moves no scale, as nearly all are, for a state in host memory.
+
+    Thirty tiny operations would be a step's largest cost.
+    """
+    if config.dynamic and config.refill == "clean":
+        grace = config.hysteresis
+    stuck = max(stuck - (clean % 2 == 0), 0) if config.recovers and config.dynamic else 0
     return ScaleState(
         torch.scalar_tensor(scale, dtype=torch.float32, device="cpu"),
         *(torch.scalar_tensor(count, dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
