@@ -96,9 +96,15 @@ FOREIGN: dict[str, tuple[Any, str, dict[str, Any]]] = {
             "optimizer_states": [sgd(W), sgd(W)],
             "lr_schedulers": [],
             "MixedPrecision": grad_scaler(scale=4.0),
+            "callbacks": {"EMA": {"net.w": W}},
+            "hyper_parameters": {"class_weights": W},
         },
         "lightning",
-        {"epoch": 2, "iteration": 9},
+        {
+            "epoch": 2,
+            "iteration": 9,
+            "rest": {"callbacks": "a dict of 1", "hyper_parameters": "a dict of 1"},
+        },
     ),
     "Lightning 1 with apex": (
         {"pytorch-lightning_version": "1.5.0", "state_dict": {"w": W}, "amp_scaling_state": APEX, "epoch": 1},
@@ -155,6 +161,11 @@ FOREIGN: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {"level": "O1, as the file says", "wants": ["argparse.Namespace"]},
     ),
     "plain torch": ({"state_dict": {"w": W}, "optimizer": sgd(W), "epoch": 7}, "recipe", {"epoch": 7}),
+    "generators and averages": (
+        {"model": {"w": W}, "rng_state": {"cpu": torch.get_rng_state()}, "model_ema": {"w": W}},
+        "recipe",
+        {"rest": {"rng_state": "a dict of 1", "model_ema": "a dict of 1"}},
+    ),
     "weights": ({"w": W, "b": torch.ones(3)}, "weights", {}),
     "an optimizer": (sgd(W), "optimizer", {}),
     "a scaler": (grad_scaler(), "scaler", {}),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.checkpoint import trailer
-from halfpeak.checkpoint.safe_unpickle import SafeUnpickler
+from halfpeak.checkpoint.safe_unpickle import SafeUnpickler, is_plain_symbol
 from halfpeak.core.errors import CheckpointError
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
@@ -25,7 +25,7 @@ MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
 
 MAX_HEADER: Final = 100_000_000
 
-ZIP_ERRORS: Final = (
+_ZIP_ERRORS: Final = (
     zipfile.BadZipFile,
     zlib.error,
     NotImplementedError,  # a compression or version that zipfile cannot read
@@ -54,7 +54,7 @@ _SAFETENSORS: Final = {
 
 
 class Content(NamedTuple):
-    """What a pickle holds, and the classes and functions that it names."""
+    """What a pickle holds, and the classes and functions that it names beyond those of plain data."""
 
     tree: Any
     symbols: tuple[str, ...]
@@ -80,6 +80,19 @@ def read_zip(file: BinaryIO) -> Content:
         )
 
 
+def verified_names(file: BinaryIO) -> list[str]:
+    """The names of the records of an archive, once every checksum in it is verified.
+
+    Raises:
+        CheckpointError: one is wrong, or the archive is broken.
+    """
+    with _opened(file) as archive:
+        broken = archive.testzip()
+        if broken is not None:
+            raise CheckpointError(f"the zip checksum of its record {broken!r:.200} is wrong")
+        return archive.namelist()
+
+
 @contextmanager
 def _opened(file: BinaryIO) -> Generator[zipfile.ZipFile]:
     """An archive; what zipfile raises for a broken one becomes a CheckpointError."""
@@ -88,7 +101,7 @@ def _opened(file: BinaryIO) -> Generator[zipfile.ZipFile]:
             yield archive
     except CheckpointError:
         raise
-    except ZIP_ERRORS as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(f"the archive is broken: {error}") from None
 
 
@@ -196,7 +209,7 @@ def _scan_legacy(file: BinaryIO) -> tuple[int, list[str], dict[str, int]]:
 def _read(file: BinaryIO, size: int, read_storage: Callable[[str], bytearray]) -> Content:
     reader = SafeUnpickler(file, size, read_storage)
     tree = reader.read_value()
-    return Content(tree, tuple(reader.symbols))
+    return Content(tree, tuple(name for name in reader.symbols if not is_plain_symbol(name)))
 
 
 def _left(file: BinaryIO) -> int:

@@ -43,10 +43,10 @@ class FoundScaler:
 
 @dataclass(kw_only=True)
 class Contents:
-    """The one value between reading and writing: every reader of a format gives it, and every writer takes it.
+    """The one value between reading and writing: what was read of any format, and what every writer takes.
 
-    Reading copies nothing. ``convert`` makes a second one, with the masters put in place of the weights, the scalers
-    as halfpeak's and no more than the target has a place for.
+    Reading copies nothing. In between, ``convert`` puts the masters in the place of the weights, makes the scalers
+    halfpeak's and leaves no more than the target has a place for.
 
     Attributes:
         form: the name of the format that was read (see :mod:`halfpeak.checkpoint.formats`).
@@ -61,7 +61,7 @@ class Contents:
         engine_counters: the steps that an engine counted.
         buffers: batch-norm statistics of an engine.
         rest: everything else by its key; converting has to find a place for it or drop it.
-        rule: growth and interval of the loss scale, for the writers; the readers leave it in ``scalers``.
+        rule: growth and interval of the loss scale, for the writers; as read it is in ``scalers``.
     """
 
     form: str = "unknown"
@@ -128,6 +128,24 @@ class Contents:
         known = {key: value for key, value in known.items() if value is not None}
         return {HALFPEAK_KEY: known} if known else {}
 
+    def add(self, where: str, value: object) -> None:
+        """Add an entry as what its content shows it to be. Averages, generators and hooks stay in the rest."""
+        is_known = (
+            self._add_counter(where.removeprefix("meta."), value)
+            or self.add_engine(value)
+            or (
+                _ASIDE.search(where) is None
+                and (
+                    self._add_models(where, value)
+                    or self._add_optimizers(where, value)
+                    or self.add_scaler(where, value)
+                    or self._add_masters(where, value)
+                )
+            )
+        )
+        if not is_known:
+            self.rest[where] = value
+
     def add_model(self, where: str, value: object) -> bool:
         """Add weights; False, and nothing added, if this is something else. So do the methods below."""
         if not is_weights(value):
@@ -135,11 +153,11 @@ class Contents:
         self.models[where] = value  # type: ignore[assignment]
         return True
 
-    def add_models(self, where: str, value: object) -> bool:
+    def _add_models(self, where: str, value: object) -> bool:
         """Add weights, or several in a list or dict of nothing else."""
         return _add_each(self.add_model, is_weights, where, value)
 
-    def add_optimizers(self, where: str, value: object) -> bool:
+    def _add_optimizers(self, where: str, value: object) -> bool:
         """Add an optimizer, or several in a list or dict of nothing else."""
         return _add_each(
             self.add_optimizer, lambda one: is_optimizer(one) or _is_fp16_optimizer(one), where, value
@@ -180,7 +198,7 @@ class Contents:
         self.scalers.append(FoundScaler(where, kind, value))  # type: ignore[arg-type]
         return True
 
-    def add_masters(self, where: str, value: object) -> bool:
+    def _add_masters(self, where: str, value: object) -> bool:
         """Add float32 values that somebody saved beside low weights."""
         flat = _flat(value)
         if (
@@ -192,7 +210,7 @@ class Contents:
         self.masters[where] = flat
         return True
 
-    def add_counter(self, key: str, value: object) -> bool:
+    def _add_counter(self, key: str, value: object) -> bool:
         """Add a count of epochs or iterations."""
         if key not in EPOCHS | ITERATIONS or isinstance(value, bool) or not isinstance(value, int):
             return False
@@ -215,6 +233,7 @@ class Contents:
         self._add_level_and_counters(value)
         self._add_window(value["window"])
         self.buffers = value["buffers"] if isinstance(value["buffers"], list) else []
+        self.form = "engine"
         return True
 
     def add_halfpeak_entry(self, value: object) -> None:
@@ -236,7 +255,7 @@ class Contents:
 
     def _add_fp16_optimizer(self, where: str, value: Mapping[str, Any]) -> bool:
         self.add_optimizer(f"{where}.optimizer_state_dict", value["optimizer_state_dict"])
-        self.add_masters(f"{where}.fp32_from_fp16", value["fp32_from_fp16"])
+        self._add_masters(f"{where}.fp32_from_fp16", value["fp32_from_fp16"])
         if not self.add_scaler(f"{where}.loss_scaler", value.get("loss_scaler")):
             self.rest[f"{where}.loss_scaler"] = value.get("loss_scaler")
         self.form = "fp16_optimizer"
@@ -250,20 +269,17 @@ class Contents:
             self.window = window  # type: ignore[assignment]
 
 
-def each(value: object, where: str) -> Iterator[tuple[str, Any]]:
-    """One thing, several in a list, or several by name; each with where it lies."""
-    if isinstance(value, list):
-        yield from ((f"{where}[{i}]", one) for i, one in enumerate(value))
-    elif isinstance(value, Mapping) and value and all(isinstance(one, Mapping) for one in value.values()):
-        yield from ((f"{where}.{key}", one) for key, one in value.items())
-    else:
-        yield where, value
-
-
 def _add_each(
     add: Callable[[str, object], bool], is_one: Callable[[object], bool], where: str, value: object
 ) -> bool:
-    several = [(where, value)] if is_one(value) else list(each(value, where))
+    """Add one thing, several in a list, or several by name; nothing where one of these is something else."""
+    if is_one(value):
+        return add(where, value)
+    if isinstance(value, list):
+        several = [(f"{where}[{i}]", one) for i, one in enumerate(value)]
+    else:
+        items = value.items() if isinstance(value, Mapping) else ()
+        several = [(f"{where}.{key}", one) for key, one in items]
     # All or nothing: what is added must not stay in the rest too.
     return bool(several) and all(is_one(one) for _, one in several) and all(add(*one) for one in several)
 
@@ -394,6 +410,12 @@ MASTERS: Final = frozenset({"fp32_from_fp16", "master params", "master_params", 
 ENGINE: Final = frozenset(
     {"version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window"}
 )
+
+_ASIDE: Final = re.compile(
+    r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema",
+    re.IGNORECASE,
+)
+"""Entries whose tensors are not the model's."""
 
 _LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "apex_opt_level", "amp_level", "level")
 _LEVEL: Final = re.compile(r"O[0-5]")

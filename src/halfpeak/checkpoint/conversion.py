@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from torch import Tensor
 
 from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, numbered, summary, walk
 from halfpeak.checkpoint.file import StrPath
@@ -20,7 +18,7 @@ from halfpeak.checkpoint.plain import MAX_DEPTH, plain
 from halfpeak.checkpoint.safe_unpickle import Record
 from halfpeak.checkpoint.scaler_states import read_config
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, ScalerState, require_scale
+from halfpeak.core.schedule import ScalerState, require_scale
 from halfpeak.core.short_repr import short_repr
 
 ALL: Final = "all"
@@ -85,18 +83,22 @@ def convert(
         raise ConfigError(f"form={form!r} must be one of {', '.join(TARGETS)}")
     if isinstance(drop, str):
         raise ConfigError(f"drop={short_repr(drop)} must be a list of names; write drop=[{short_repr(drop)}]")
-    target, losses, place = TARGETS[form], Losses(frozenset(drop)), _check_output(output)
+    drop, target, place = frozenset(drop), TARGETS[form], _check_output(output)
     opened = open_any(path)
-    if opened.unread or opened.damaged:
+    if opened.unread:
         raise CheckpointError(f"{opened.path} ({opened.container}) cannot be converted: {opened.unread}")
-    contents = read_contents(opened.tree, is_folder=opened.is_folder)
-    made = prepare(contents, target, losses, scale, level)
-    losses.raise_unless_allowed(form)
-    files = _as_plain(target.write(made), opened)
-    target.store(place, files)
-    return Conversion(
-        contents.form, form, place, _describe(made, target), losses.dropped, tuple(losses.notes)
-    )
+    contents = read_contents(opened.tree)
+    lost = _drop_parts(contents, drop)
+    if not (contents.models or contents.optimizers or contents.scalers):
+        raise StateError(
+            f"the file ({FORMS[contents.form]}) holds nothing that could be converted{_deeper(contents)}"
+        )
+    notes = _merge_masters(contents)
+    contents.level = contents.level or level
+    lost |= _fit(contents, target, scale)
+    _check_losses(lost, drop, form)
+    target.store(place, _as_plain(target.write(contents), opened))
+    return Conversion(contents.form, form, place, _describe(contents, target), lost, tuple(notes))
 
 
 def _check_output(output: StrPath) -> Path:
@@ -123,105 +125,35 @@ def _as_plain(files: dict[str, Any], opened: Opened) -> dict[str, Any]:
         ) from None
 
 
-def _describe(made: Contents, target: Target) -> tuple[str, ...]:
-    tensors = sum(isinstance(value, Tensor) for model in made.models.values() for value in model.values())
-    counted = [(tensors, "tensor", " of weights")]
+def _describe(contents: Contents, target: Target) -> tuple[str, ...]:
+    counted = [(len(contents.weights), "tensor", " of weights")]
     if not target.weights_only:
-        counted += [(len(made.optimizers), "optimizer", ""), (len(made.scalers), "loss scale", "")]
+        counted += [(len(contents.optimizers), "optimizer", ""), (len(contents.scalers), "loss scale", "")]
     return tuple(f"{count} {what}{'s' * (count != 1)}{of}" for count, what, of in counted if count)
 
 
-@dataclass
-class Losses:
-    """What a conversion leaves out.
-
-    Attributes:
-        dropped: what was asked to be left out, or may be.
-        refused: what has no place, and may not.
-        notes: what else is worth knowing.
-    """
-
-    drop: frozenset[str]
-    dropped: dict[str, str] = field(default_factory=dict[str, str])
-    refused: dict[str, str] = field(default_factory=dict[str, str])
-    notes: list[str] = field(default_factory=list[str])
-
-    def lose(self, name: str, what: str) -> None:
-        """Something has no place."""
-        allowed = ALL in self.drop or name in self.drop
-        (self.dropped if allowed else self.refused)[name] = what
-
-    def raise_unless_allowed(self, form: str) -> None:
-        """Refuse what was not allowed.
-
-        Raises:
-            ConfigError: ``drop`` names what is not there.
-            StateError: something would be lost unasked.
-        """
-        unknown = sorted(self.drop - {ALL} - self.dropped.keys())
-        if unknown:
-            names = ", ".join(map(repr, self.refused)) or "nothing"
-            raise ConfigError(f"drop names {unknown}, which is not lost; what would be is {names}")
-        if self.refused:
-            listed = "; ".join(f"{name!r} ({what})" for name, what in self.refused.items())
-            raise StateError(
-                f"the form {form!r} has no place for {listed}. To go without, write --drop {','.join(self.refused)} "
-                f"(drop={list(self.refused)}), or --drop all"
-            )
-
-
-def prepare(
-    contents: Contents, target: Target, losses: Losses, scale: float | None, level: str | None
-) -> Contents:
-    """The contents that the target is to hold.
+def _check_losses(lost: Mapping[str, str], drop: frozenset[str], form: str) -> None:
+    """Refuse what would be lost unasked; nobody asks for the version of a writer.
 
     Raises:
-        StateError: masters do not fit the weights, or a loss scale is none.
-        ConfigError: ``scale`` for a file that has one.
+        ConfigError: ``drop`` names what is not there.
+        StateError: ``drop`` does not name what has no place.
     """
-    _drop_parts(contents, losses)
-    if not (contents.models or contents.optimizers or contents.scalers):
+    refused = {
+        name: what
+        for name, what in lost.items()
+        if not (drop & {ALL, name} or name == "meta.time" or name.endswith("_version"))
+    }
+    unknown = sorted(drop - {ALL} - lost.keys())
+    if unknown:
+        names = ", ".join(map(repr, refused)) or "nothing"
+        raise ConfigError(f"drop names {unknown}, which is not lost; what would be is {names}")
+    if refused:
+        listed = "; ".join(f"{name!r} ({what})" for name, what in refused.items())
         raise StateError(
-            f"the file ({FORMS[contents.form]}) holds nothing that could be converted{_deeper(contents)}"
+            f"the form {form!r} has no place for {listed}. To go without, write --drop {','.join(refused)} "
+            f"(drop={list(refused)}), or --drop all"
         )
-    models = _fit(_merge_masters(contents, losses), target.models, losses, "weights")
-    if not models and target.models is not None:
-        raise StateError("the file holds no weights, and this form cannot do without")
-    made = Contents(
-        form=contents.form,
-        models=models,
-        level=contents.level or level,
-        counters=contents.counters,
-        engine_counters=contents.engine_counters,
-        window=contents.window,
-        buffers=contents.buffers,
-        rule=_read_rule(contents),
-    )
-    if not target.weights_only:
-        optimizers = _fit(contents.optimizers, target.optimizers, losses, "optimizer state")
-        made.optimizers = (
-            optimizers if target.by_name else {where: numbered(state) for where, state in optimizers.items()}
-        )
-        made.scalers = [
-            FoundScaler(where, "halfpeak", state)
-            for where, state in _scalers(contents, target, losses, scale).items()
-        ]
-        if target.needs_scale and not made.scalers:
-            raise StateError(
-                "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
-            )
-        made.rest = _rest(contents, target, losses)
-        _note_losses(contents, made.rule, target, losses)
-    return made
-
-
-def _read_rule(contents: Contents) -> ScaleConfig:
-    """What the file says of growth and interval."""
-    rule = ScaleConfig()
-    for scaler in contents.scalers:
-        if scaler.kind in ("grad_scaler", "mmcv"):
-            rule = read_config(scaler.state, rule)
-    return rule
 
 
 def _deeper(contents: Contents) -> str:
@@ -232,8 +164,8 @@ def _deeper(contents: Contents) -> str:
     return f"; if {' or '.join(names)} is the checkpoint, save it as a file of its own" if names else ""
 
 
-def _drop_parts(contents: Contents, losses: Losses) -> None:
-    """Leave out what was asked to be left out, wherever it could have gone."""
+def _drop_parts(contents: Contents, drop: frozenset[str]) -> dict[str, str]:
+    """Leave out what was asked to be left out, wherever it could have gone, and say what it was."""
     tables: tuple[dict[str, Any], ...] = (
         contents.models,
         contents.optimizers,
@@ -241,34 +173,79 @@ def _drop_parts(contents: Contents, losses: Losses) -> None:
         contents.rest,
         contents.counters,
     )
-    for table in tables:
-        for name in losses.drop & table.keys():
-            losses.dropped[name] = summary(table.pop(name))
-    for scaler in [one for one in contents.scalers if one.where in losses.drop]:
-        contents.scalers.remove(scaler)
-        losses.dropped[scaler.where] = "a loss scale"
+    lost = {name: summary(table.pop(name)) for table in tables for name in drop & table.keys()}
+    lost |= {scaler.where: "a loss scale" for scaler in contents.scalers if scaler.where in drop}
+    contents.scalers = [scaler for scaler in contents.scalers if scaler.where not in drop]
+    return lost
 
 
-def _merge_masters(contents: Contents, losses: Losses) -> dict[str, Mapping[str, Any]]:
-    """The models, with the values of their masters."""
-    models = dict(contents.models)
+def _merge_masters(contents: Contents) -> list[str]:
+    """Put the masters in the place of their weights, and say how many.
+
+    Raises:
+        StateError: they do not fit the weights.
+    """
     if not contents.masters:
-        return models
-    if len(models) != 1:
+        return []
+    if len(contents.models) != 1:
         raise StateError(
-            f"the file holds masters and {len(models)} models, and whose they are cannot be told; drop all models but one"
+            f"the file holds masters and {len(contents.models)} models, and whose they are cannot be told; drop all models but "
+            "one"
         )
-    ((where, weights),) = models.items()
+    ((where, weights),) = contents.models.items()
+    notes: list[str] = []
     for at, masters in contents.masters.items():
         found = match_params(weights, masters)
         weights = {name: found.get(name, value) for name, value in weights.items()}
-        losses.notes.append(f"{len(found)} weights have the float32 values of {at}")
-    return {where: weights}
+        notes.append(f"{len(found)} weights have the float32 values of {at}")
+    contents.models[where] = weights
+    return notes
 
 
-def _scalers(
-    contents: Contents, target: Target, losses: Losses, scale: float | None
-) -> dict[str, ScalerState]:
+def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, str]:
+    """Leave in the contents what the target has a place for, as the target has it, and say what that leaves out.
+
+    Raises:
+        StateError: the target cannot do without something, or a loss scale is none.
+        ConfigError: ``scale`` for a file that has one.
+    """
+    lost = _take_from(contents.models, target.models, "weights")
+    if not contents.models and target.models is not None:
+        raise StateError("the file holds no weights, and this form cannot do without")
+    if target.weights_only:
+        return lost
+    lost |= _take_from(contents.optimizers, target.optimizers, "optimizer state")
+    if not target.by_name:
+        contents.optimizers = {where: numbered(state) for where, state in contents.optimizers.items()}
+    for scaler in contents.scalers:
+        contents.rule = read_config(scaler.state, contents.rule)
+    scalers = _scalers(contents, scale)
+    lost |= _take_from(scalers, target.scalers, "a loss scale")
+    contents.scalers = [FoundScaler(where, "halfpeak", state) for where, state in scalers.items()]
+    if target.needs_scale and not scalers:
+        raise StateError(
+            "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
+        )
+    lost |= _fit_rest(contents, target)
+    rule = contents.rule
+    if not target.keeps_rule and (rule.growth, rule.backoff, rule.interval) != (2.0, 0.5, 2000):
+        lost["rule"] = f"growth {rule.growth:g}, backoff {rule.backoff:g}, interval {rule.interval}"
+    if not target.keeps_counters:
+        lost |= {name: f"the counter {value}" for name, value in contents.counters.items() if value}
+    if contents.window is not None and not target.keeps_window:
+        lost["window"] = "gradients of an open accumulation window"
+    return lost
+
+
+def _take_from(things: dict[str, Any], most: int | None, what: str) -> dict[str, str]:
+    """Leave the first of them, as many as there is room for."""
+    extra = [] if most is None else list(things)[most:]
+    for name in extra:
+        del things[name]
+    return dict.fromkeys(extra, what)
+
+
+def _scalers(contents: Contents, scale: float | None) -> dict[str, ScalerState]:
     found = {where: state for scaler in contents.scalers for where, state in scaler.states().items()}
     if scale is not None and found:
         raise ConfigError(
@@ -276,36 +253,28 @@ def _scalers(
         )
     if scale is not None:
         found["scale"] = ScalerState(scale=require_scale("scale", scale), clean=0, grace=1, stuck=0)
-    return _fit(found, target.scalers, losses, "a loss scale")
+    return found
 
 
-def _fit(things: Mapping[str, Any], most: int | None, losses: Losses, what: str) -> dict[str, Any]:
-    """The first of them, as many as there is room for."""
-    names = list(things)
-    room = len(names) if most is None else most
-    for name in names[room:]:
-        losses.lose(name, what)
-    return {name: things[name] for name in names[:room]}
-
-
-def _rest(contents: Contents, target: Target, losses: Losses) -> dict[str, Any]:
-    """Entries that have a place in the target, as far as they are plain data."""
+def _fit_rest(contents: Contents, target: Target) -> dict[str, str]:
+    """Leave the entries that have a place in the target, as far as they are plain data."""
     kept: dict[str, Any] = {}
+    lost: dict[str, str] = {}
+    in_family = target.family is not None and contents.form in target.family
+    of_a_script = target.family is None and contents.form in {*SCRIPTS, "engine"}
     for name, value in contents.rest.items():
-        own_key = "." not in name and contents.form in {*SCRIPTS, "engine"}
-        has_place = own_key if target.family is None else contents.form in target.family
         if is_empty(value):
             continue
-        if not has_place:
-            of_the_writer = name == "meta.time" or name.endswith("_version")
-            (losses.dropped.__setitem__ if of_the_writer else losses.lose)(name, summary(value))
+        if not (in_family or (of_a_script and "." not in name)):
+            lost[name] = summary(value)
             continue
         try:
             kept[name] = plain(_as_dicts(value, {}), name)
         except CheckpointError as error:
             found = ", ".join(sorted({one.name for one in walk(value) if isinstance(one, Record)}))
-            losses.lose(name, f"holds {found}" if found else str(error).partition(";")[0])
-    return kept
+            lost[name] = f"holds {found}" if found else str(error).partition(";")[0]
+    contents.rest = kept
+    return lost
 
 
 def _as_dicts(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
@@ -319,14 +288,3 @@ def _as_dicts(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
     else:
         seen[id(value)] = {key: _as_dicts(one, seen, depth + 1) for key, one in value.items()}
     return seen[id(value)]
-
-
-def _note_losses(contents: Contents, rule: ScaleConfig, target: Target, losses: Losses) -> None:
-    if not target.keeps_rule and (rule.growth, rule.backoff, rule.interval) != (2.0, 0.5, 2000):
-        losses.lose("rule", f"growth {rule.growth:g}, backoff {rule.backoff:g}, interval {rule.interval}")
-    if not target.keeps_counters:
-        for name, value in contents.counters.items():
-            if value:
-                losses.lose(name, f"the counter {value}")
-    if contents.window is not None and not target.keeps_window:
-        losses.lose("window", "gradients of an open accumulation window")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from halfpeak.checkpoint import archives, trailer
+from halfpeak.checkpoint.canonical import has_names, is_optimizer
 from halfpeak.checkpoint.plain import MAX_DEPTH
-from halfpeak.checkpoint.safe_unpickle import DTYPES, Record, SafeUnpickler, Symbol
+from halfpeak.checkpoint.safe_unpickle import DTYPES, Record, SafeUnpickler, Symbol, is_plain_symbol
 from halfpeak.core.errors import CheckpointError
 
 METADATA: Final = ".metadata"
@@ -34,7 +35,7 @@ def read_dcp(folder: Path) -> archives.Content:
     with trailer.open_regular(folder / METADATA) as file:
         reader = SafeUnpickler(file, os.fstat(file.fileno()).st_size)
         known = _fields(reader.read_value(), "Metadata")
-    symbols = dict.fromkeys(name for name in reader.symbols if name not in _OWN)
+    symbols = dict.fromkeys(name for name in reader.symbols if not (is_plain_symbol(name) or name in _OWN))
     entries, places, paths = (
         known.get(key) for key in ("state_dict_metadata", "storage_data", "planner_data")
     )
@@ -45,7 +46,7 @@ def read_dcp(folder: Path) -> archives.Content:
     for index, place in places.items():
         at = _fields(index, "MetadataIndex")
         content = archives.read_zip(io.BytesIO(_slice(folder, _fields(place, "_StorageInfo"), left)))
-        symbols.update(dict.fromkeys(name for name in content.symbols if name not in _OWN))
+        symbols.update(dict.fromkeys(content.symbols))
         parts.setdefault(_text(at.get("fqn")), []).append((at.get("offset"), content.tree))
     paths = paths if type(paths) is dict else {}
     tree = _Branch()
@@ -176,14 +177,9 @@ def _built(branch: Any) -> Any:
     for marker, names in _NUMBERED.items():
         for name in names if marker in built else ():
             rows = built.setdefault(name, {})
-            if type(rows) is dict and not (marker == "param_groups" and _has_names(built[marker])):
+            if type(rows) is dict and not (is_optimizer(built) and has_names(built)):
                 built[name] = {int(key) if key.isdecimal() else key: row for key, row in rows.items()}
     return built
-
-
-def _has_names(groups: Any) -> bool:
-    params = [group.get("params") for group in groups if type(group) is dict] if type(groups) is list else []
-    return any(type(one) is list and any(type(name) is str for name in one) for one in params)
 
 
 _NUMBERED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -209,12 +205,9 @@ _OWN: Final = frozenset(
             )
         ),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "torch.Size",
         "pathlib.PosixPath",
         "pathlib._local.PosixPath",
         "pathlib.WindowsPath",
-        *DTYPES,
     }
 )
 """What DCP itself names."""

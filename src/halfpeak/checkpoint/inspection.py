@@ -129,7 +129,7 @@ def inspect(path: StrPath) -> Report:
     ('grad_scaler', 2, 8.0, 'digest right')
     """
     opened = open_any(path)
-    contents = Contents() if _is_unread(opened) else read_contents(opened.tree, is_folder=opened.is_folder)
+    contents = Contents() if opened.tree is None else read_contents(opened.tree)
     made_by = (
         f"{FORMS[contents.form]}, version {contents.version}" if contents.version else FORMS[contents.form]
     )
@@ -152,10 +152,6 @@ def inspect(path: StrPath) -> Report:
         findings=[*([opened.unread] if opened.unread else []), *opened.notes, *lint(contents, opened.path)],
         advice=_advice(opened, contents),
     )
-
-
-def _is_unread(opened: Opened) -> bool:
-    return bool(opened.unread) and not opened.is_folder
 
 
 def _level(contents: Contents) -> str:

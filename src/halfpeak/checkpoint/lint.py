@@ -15,6 +15,7 @@ from halfpeak.checkpoint.canonical import Contents, has_values, read_steps, shap
 from halfpeak.checkpoint.match_params import LOW, match_params
 from halfpeak.core.errors import StateError
 from halfpeak.core.levels import LEVELS
+from halfpeak.core.optimizer_state import PER_ELEMENT
 
 _ENOUGH: Final = 64
 """Elements from which on it is no accident that all are float16 numbers."""
@@ -166,7 +167,7 @@ def _odd_entries(where: str, entries: Mapping[Any, Any], shapes: set[tuple[int, 
         for name, value in entry.items()
         if isinstance(value, Tensor) and value.dim() > 0
     ]
-    unfit = sum(name in _PER_ELEMENT and shape_of(value) not in shapes for name, value in tensors)
+    unfit = sum(name in PER_ELEMENT and shape_of(value) not in shapes for name, value in tensors)
     if unfit and shapes:
         yield f"{unfit} tensors of the optimizer state in {where} have the shape of no weight"
     if any(value.dtype == torch.float16 for _, value in tensors):
@@ -215,8 +216,3 @@ def _is_finite(tensor: Tensor) -> bool:
     elements = _elements(tensor)
     # torch.isfinite knows no dtype of less than two bytes.
     return bool(torch.isfinite(elements.float() if elements.element_size() < 2 else elements).all())
-
-
-_PER_ELEMENT: Final = frozenset(
-    {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg", "exp_inf"}
-)

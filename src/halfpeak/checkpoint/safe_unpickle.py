@@ -449,11 +449,10 @@ _MEANINGS: Final[dict[str, Callable[..., Any]]] = {
 PLAIN_SYMBOLS: Final = frozenset(
     {
         *_MEANINGS,
+        *DTYPES,
         "torch.Tensor",
         "torch.nn.parameter.Parameter",
-        "torch.float16",
-        "torch.bfloat16",
-        "torch.float32",
+        "torch.serialization._get_layout",
         "numpy.dtype",
     }
 )

@@ -1,31 +1,34 @@
 """The formats of checkpoints, as one table: who wrote a file, where its parts are, and how one is written.
 
-A new format is a file with ``read``, ``write`` and a :class:`~halfpeak.checkpoint.formats.format.Format`, and a row here;
-``lightning.py`` is a plain example. The value in between is :class:`~halfpeak.checkpoint.canonical.Contents`.
-What only halfpeak knows is kept if ``write`` adds ``contents.halfpeak_entry`` and ``read`` gives it to ``add_halfpeak_entry``.
+What an entry is shows in its content, so all formats have one reader. A new one is a file with ``is_form``, ``write`` and
+a :class:`~halfpeak.checkpoint.formats.format.Format`, and a row here; ``lightning.py`` is a plain example. The value in
+between is :class:`~halfpeak.checkpoint.canonical.Contents`. What only halfpeak knows is kept if ``write`` adds
+``contents.halfpeak_entry``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from halfpeak.checkpoint.canonical import Contents, find_level
-from halfpeak.checkpoint.formats import accelerate, engine, lightning, openmmlab, plain, script, train
+from halfpeak.checkpoint.canonical import ENGINE, HALFPEAK_KEY, Contents, find_level, scaler_kind
+from halfpeak.checkpoint.formats import accelerate, engine, lightning, openmmlab, plain, script
 from halfpeak.checkpoint.formats.format import SCRIPTS, Files, Format, Target
+from halfpeak.checkpoint.open import Folder
 
 __all__ = ["FORMATS", "FORMS", "SCRIPTS", "TARGETS", "Files", "Format", "Target", "read_contents"]
 
 FORMATS: Final[tuple[Format, ...]] = (
     engine.FORMAT,
-    engine.FOR_DCP,
-    train.FORMAT,
+    engine.DCP,
+    engine.TRAIN,
     lightning.FORMAT,
     openmmlab.RUNNER,
-    openmmlab.MMCV,
-    openmmlab.MMENGINE,
     openmmlab.MMENGINE_APEX,
+    openmmlab.MMENGINE,
+    openmmlab.MMCV,
     accelerate.FORMAT,
     plain.WEIGHTS,
     plain.OPTIMIZER,
@@ -35,7 +38,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     script.FP16_OPTIMIZER,
     script.RECIPE,
 )
-"""Every format, in the order in which the readers are asked: the most particular first."""
+"""Every format, in the order in which they are asked: the most particular first."""
 
 FORMS: Final[Mapping[str, str]] = MappingProxyType(
     {**{one.name: one.brief for one in FORMATS}, "unknown": "no form that halfpeak knows"}
@@ -48,14 +51,46 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
 """What ``convert`` can write, by name."""
 
 
-def read_contents(tree: Any, *, is_folder: bool = False) -> Contents:
-    """What is in a checkpoint, by the first reader that knows it; ``tree`` is not changed."""
-    if is_folder:
-        contents = accelerate.read_folder(tree)
-    else:
-        readers = dict.fromkeys(one.read for one in FORMATS if one.read is not None)
-        found = (read(tree) for read in readers)
-        contents = next((one for one in found if one is not None), Contents())
+_VERSIONS: Final = ("pytorch-lightning_version", "mmengine_version", "mmcv_version")
+_COMMIT: Final = re.compile(r"\+?[0-9a-f]{40}$")
+_WHOLE: Final = "(the file)"
+
+
+def read_contents(tree: Any) -> Contents:
+    """What is in a checkpoint, and which format it has; ``tree`` is not changed."""
+    contents = accelerate.read(tree) if isinstance(tree, Folder) else _read(tree)
     if contents.level is None:
         contents.level = find_level(tree)
     return contents
+
+
+def _read(tree: Any) -> Contents:
+    """The contents of a file: one thing that was saved by itself, or entries."""
+    contents = Contents()
+    if not isinstance(tree, Mapping):
+        contents.rest[_WHOLE] = tree
+    elif contents.add_model(_WHOLE, tree):
+        contents.form = "weights"
+    elif contents.add_scaler(_WHOLE, tree):
+        contents.form = "scaler"
+    elif contents.add_optimizer(_WHOLE, tree):
+        contents.form = contents.form if contents.form == "fp16_optimizer" else "optimizer"
+    elif len(tree) != len(ENGINE) or not contents.add_engine(tree):
+        _read_entries(contents, tree)
+    return contents
+
+
+def _read_entries(contents: Contents, tree: Mapping[Any, Any]) -> None:
+    meta = tree["meta"] if openmmlab.is_run(tree, contents) else {}
+    for key, value in tree.items():
+        if key not in _VERSIONS and not (meta and key == "meta"):
+            contents.add(str(key), value)
+    for key, value in meta.items():
+        inside = value.get("loss_scaler") if key == "fp16" and isinstance(value, Mapping) else None
+        contents.add(f"meta.{key}", value if scaler_kind(inside) is None else inside)
+    told = {**tree, **meta}
+    version = next((told[key] for key in _VERSIONS if isinstance(told.get(key), str)), "")
+    contents.version = _COMMIT.sub("", version)
+    forms = (one.name for one in FORMATS if one.is_form is not None and one.is_form(tree, contents))
+    contents.form = next(forms, contents.form)
+    contents.add_halfpeak_entry(contents.rest.pop(HALFPEAK_KEY, None))

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from halfpeak.checkpoint.canonical import Contents
 from halfpeak.checkpoint.file import save
-from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.formats.format import Files, Format, Target, grad_scaler_entry
+from halfpeak.checkpoint.open import Folder
 from halfpeak.checkpoint.temporary import temporary_folder
 
 _MODEL: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)")
@@ -16,8 +17,8 @@ _SHARD: Final = re.compile(r"((pytorch_)?model)-\d+-of-\d+\.(bin|safetensors)")
 _OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 
 
-def read_folder(files: dict[str, Any] | None) -> Contents:
-    """The contents of a folder, by file name. One with nothing but weights is of the form ``weights``."""
+def read(files: Folder) -> Contents:
+    """The contents of a folder. One with nothing but weights is of the form ``weights``."""
     contents = Contents()
 
     def add(name: str, value: Any) -> bool:
@@ -30,7 +31,7 @@ def read_folder(files: dict[str, Any] | None) -> Contents:
             or (name == "scaler.pt" and contents.add_scaler(name, value))
         )
 
-    add_entries(contents, (files or {}).items(), add)
+    contents.rest = {name: value for name, value in files.items() if not add(name, value)}
     random = any(name.startswith(("random_states", "rng_state")) for name in contents.rest)
     if contents.optimizers or contents.scalers or random:
         contents.form = "accelerate"
@@ -62,8 +63,7 @@ def store(place: Path, files: Files) -> None:
 FORMAT = Format(
     "accelerate",
     "a folder of accelerate's save_state, or a checkpoint folder of transformers",
-    None,
-    Target(
+    target=Target(
         "a folder for accelerate's load_state",
         write,
         models=None,

@@ -1,4 +1,4 @@
-"""The state of a halfpeak engine, alone in a file or a DCP folder. In a script's dict it is read by :mod:`.script`."""
+"""The state of a halfpeak engine: in a file, in a DCP folder, or in the ``checkpoint.pt`` of halfpeak train."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import ENGINE, Contents, has_names, read_steps
+from halfpeak.checkpoint.canonical import Contents, has_names, read_steps
 from halfpeak.checkpoint.dcp import write_dcp
 from halfpeak.checkpoint.formats.format import Files, Format, Target
 from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import renamed
-
-
-def read(tree: Any) -> Contents | None:
-    """The contents of ``engine.state_dict()``."""
-    if not isinstance(tree, Mapping) or set(tree.keys()) != set(ENGINE):
-        return None
-    contents = Contents(form="engine")
-    contents.add_engine(tree)
-    return contents
 
 
 def write(contents: Contents) -> Files:
@@ -127,16 +118,22 @@ _TARGET = Target(
     keeps_window=True,
     by_name=True,
 )
-FORMAT = Format("engine", "the state of a halfpeak engine", read, _TARGET)
+FORMAT = Format("engine", "the state of a halfpeak engine", target=_TARGET)
 
-FOR_DCP = Format(
+DCP = Format(
     "dcp",
     "a folder of torch.distributed.checkpoint",
-    read,  # what is in it is of a form of its own
-    _TARGET._replace(
+    target=_TARGET._replace(
         brief="a folder from which torch.distributed.checkpoint loads {'engine': engine}",
         write=write_for_dcp,
         keeps_window=False,
         store=store_for_dcp,
     ),
 )
+
+
+def _is_train(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return tree.get("format") == "halfpeak.train" or {"plan", "driver", "fingerprint"} <= set(tree)
+
+
+TRAIN = Format("train", "a run of halfpeak train", _is_train)

@@ -1,8 +1,8 @@
-"""What the table of formats has a row of: a name, who reads and writes it, and what a writer has a place for."""
+"""What the table of formats has a row of: a name, how it is told and written, and what a writer has a place for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -57,24 +57,14 @@ class Format(NamedTuple):
 
     Attributes:
         brief: what it is.
-        read: gives the contents of a file, or None if it is not of this family. Formats that differ in little have one
-            reader, which says in ``Contents.form`` which of them it found; what is always a folder has none.
+        is_form: whether a dict with these contents is of this form; None where reading tells it.
         target: how it is written, if it can be.
     """
 
     name: str
     brief: str
-    read: Callable[[Any], Contents | None] | None
+    is_form: Callable[[Mapping[Any, Any], Contents], bool] | None = None
     target: Target | None = None
-
-
-def add_entries(
-    contents: Contents, entries: Iterable[tuple[Any, Any]], add: Callable[[str, Any], bool]
-) -> None:
-    """Give each entry to ``add``, and what it refuses to the rest."""
-    for key, value in entries:
-        if not add(str(key), value):
-            contents.rest[str(key)] = value
 
 
 def grad_scaler_entry(key: str, contents: Contents) -> dict[str, Any]:

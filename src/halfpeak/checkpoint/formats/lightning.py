@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfpeak.checkpoint.canonical import HALFPEAK_KEY, Contents
-from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.formats.format import Files, Format, Target, grad_scaler_entry
 
 
-def read(tree: Any) -> Contents | None:
-    """The contents of a run of Lightning."""
-    if not isinstance(tree, Mapping) or not any(
-        str(key).startswith("pytorch-lightning_version") for key in tree
-    ):
-        return None
-    contents = Contents(form="lightning", version=str(tree.get("pytorch-lightning_version", "")))
-
-    def add(key: str, value: Any) -> bool:
-        return (
-            key in ("pytorch-lightning_version", HALFPEAK_KEY)
-            or contents.add_counter(key, value)
-            or (key == "state_dict" and contents.add_model(key, value))
-            or (key == "optimizer_states" and contents.add_optimizers(key, value))
-            or contents.add_scaler(key, value)
-        )
-
-    add_entries(contents, tree.items(), add)
-    contents.add_halfpeak_entry(tree.get(HALFPEAK_KEY))
-    return contents
+def is_form(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    """Whether this is a run of Lightning."""
+    return any(str(key).startswith("pytorch-lightning_version") for key in tree)
 
 
 def write(contents: Contents) -> Files:
@@ -51,7 +34,7 @@ def write(contents: Contents) -> Files:
 FORMAT = Format(
     "lightning",
     "a run of Lightning",
-    read,
+    is_form,
     Target(
         "a checkpoint of Lightning 2 with precision 16-mixed", write, optimizers=None, family=("lightning",)
     ),

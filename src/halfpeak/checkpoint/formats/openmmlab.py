@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
-from halfpeak.checkpoint.canonical import HALFPEAK_KEY, Contents
-from halfpeak.checkpoint.formats.format import Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.formats.format import Files, Format, Target, grad_scaler_entry
 from halfpeak.checkpoint.scaler_states import to_mmengine
 
-_COMMIT: Final = re.compile(r"\+?[0-9a-f]{40}$")
+
+def is_run(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    """Whether this is a run of mmcv, halfpeak.runner or mmengine."""
+    return isinstance(tree.get("meta"), Mapping) and "state_dict" in tree
 
 
-def read(tree: Any) -> Contents | None:
-    """The contents of a run of mmcv, halfpeak.runner or mmengine."""
-    meta = tree.get("meta") if isinstance(tree, Mapping) else None
-    if not isinstance(meta, Mapping) or "state_dict" not in tree:
-        return None
-    version = str(meta.get("mmengine_version") or meta.get("mmcv_version") or "")
-    contents = Contents(version=_COMMIT.sub("", version))
-
-    def add(key: str, value: Any) -> bool:
-        return (
-            key in ("meta", HALFPEAK_KEY)
-            or (key == "state_dict" and contents.add_model(key, value))
-            or (key == "optimizer" and contents.add_optimizers(key, value))
-            or contents.add_scaler(key, value)  # detection scripts kept apex's beside it
-        )
-
-    def add_of_meta(key: str, value: Any) -> bool:
-        scaler = value.get("loss_scaler") if key == "meta.fp16" and isinstance(value, Mapping) else None
-        return contents.add_scaler(key, scaler) or contents.add_counter(key.removeprefix("meta."), value)
-
-    add_entries(contents, tree.items(), add)
-    add_entries(contents, ((f"meta.{key}", value) for key, value in meta.items()), add_of_meta)
-    contents.add_halfpeak_entry(tree.get(HALFPEAK_KEY))
-    contents.form = _form(contents, tree, meta)
-    return contents
+def _is_runner(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return is_run(tree, contents) and {"loop", "hooks", "random"} <= set(tree)
 
 
-def _form(contents: Contents, tree: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    places = [scaler.where for scaler in contents.scalers]
-    if {"loop", "hooks", "random"} <= set(tree):
-        return "runner"
-    if any(where.endswith("apex_amp") for where in places):
-        return "mmengine_apex"
-    if "message_hub" in tree or "mmengine_version" in meta or any("loss_scaler" in one for one in places):
-        return "mmengine"
-    return "mmcv"
+def _is_mmengine_apex(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return is_run(tree, contents) and any(scaler.where.endswith("apex_amp") for scaler in contents.scalers)
+
+
+def _is_mmengine(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return is_run(tree, contents) and (
+        "message_hub" in tree
+        or "mmengine_version" in tree["meta"]
+        or any("loss_scaler" in scaler.where for scaler in contents.scalers)
+    )
 
 
 def write_mmcv(contents: Contents) -> Files:
@@ -57,19 +38,10 @@ def write_mmcv(contents: Contents) -> Files:
     return _write(contents, {"fp16": entry} if entry else {}, {})
 
 
-def write_mmengine(contents: Contents) -> Files:
-    """A checkpoint for mmengine's Runner with AmpOptimWrapper."""
+def write_mmengine(contents: Contents, *, apex: bool = False) -> Files:
+    """A checkpoint for mmengine's Runner with AmpOptimWrapper, or with ``apex`` for ApexOptimWrapper."""
     states = contents.scaler_states
-    return _with_hub(contents, to_mmengine(states, contents.rule) if states else {})
-
-
-def write_mmengine_apex(contents: Contents) -> Files:
-    """A checkpoint for mmengine's Runner with ApexOptimWrapper."""
-    states = contents.scaler_states
-    return _with_hub(contents, to_mmengine(states, apex=True) if states else {})
-
-
-def _with_hub(contents: Contents, entry: dict[str, Any]) -> Files:
+    entry = to_mmengine(states, contents.rule, apex=apex) if states else {}
     hub = {"message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}}}
     return {**hub, **_write(contents, {}, {**_inside(contents.rest, "optimizer"), **entry})}
 
@@ -98,26 +70,26 @@ def _inside(rest: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 _MMENGINE: Final = ("mmengine", "mmengine_apex")
 
-RUNNER = Format("runner", "a run of halfpeak.runner", read)
+RUNNER = Format("runner", "a run of halfpeak.runner", _is_runner)
 MMCV = Format(
     "mmcv",
     "a run of mmcv 1.x",
-    read,
+    is_run,
     Target("a checkpoint of mmcv 1.x and of halfpeak.runner", write_mmcv, family=("mmcv", "runner")),
 )
 MMENGINE = Format(
     "mmengine",
     "a run of mmengine",
-    read,
+    _is_mmengine,
     Target("a checkpoint of mmengine's Runner with AmpOptimWrapper", write_mmengine, family=_MMENGINE),
 )
 MMENGINE_APEX = Format(
     "mmengine_apex",
     "a run of mmengine with ApexOptimWrapper",
-    read,
+    _is_mmengine_apex,
     Target(
-        "the same with ApexOptimWrapper",
-        write_mmengine_apex,
+        "a checkpoint of mmengine's Runner with ApexOptimWrapper",
+        partial(write_mmengine, apex=True),
         scalers=None,
         family=_MMENGINE,
         keeps_rule=False,

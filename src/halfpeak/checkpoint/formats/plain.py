@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import Contents, is_weights, scaler_kind
+from halfpeak.checkpoint.canonical import Contents
 from halfpeak.checkpoint.formats.format import Files, Format, Target
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
-
-_WHERE = "(the file)"
-
-
-def read(tree: Any) -> Contents | None:
-    """The contents of a file that is one state dict."""
-    contents = Contents()
-    if not isinstance(tree, Mapping):
-        contents.rest[_WHERE] = tree
-    elif is_weights(tree):
-        contents.form, contents.models[_WHERE] = "weights", tree
-    elif scaler_kind(tree) is not None:
-        contents.form = "scaler"
-        contents.add_scaler(_WHERE, tree)
-    elif contents.add_optimizer(_WHERE, tree):
-        contents.form = contents.form if contents.form == "fp16_optimizer" else "optimizer"
-    else:
-        return None
-    return contents
 
 
 def write(contents: Contents) -> Files:
@@ -50,8 +29,7 @@ def write(contents: Contents) -> Files:
 WEIGHTS = Format(
     "weights",
     "weights alone",
-    read,
-    Target("the weights alone, in float32, for model.load_state_dict", write, weights_only=True),
+    target=Target("the weights alone, in float32, for model.load_state_dict", write, weights_only=True),
 )
-OPTIMIZER = Format("optimizer", "the state of an optimizer alone", read)
-SCALER = Format("scaler", "the state of a loss scaler alone", read)
+OPTIMIZER = Format("optimizer", "the state of an optimizer alone")
+SCALER = Format("scaler", "the state of a loss scaler alone")

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from halfpeak.checkpoint.canonical import HALFPEAK_KEY, Contents, scaler_kind
-from halfpeak.checkpoint.formats.format import SCRIPTS, Files, Format, Target, add_entries, grad_scaler_entry
+from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.formats.format import SCRIPTS, Files, Format, Target, grad_scaler_entry
 from halfpeak.checkpoint.scaler_states import to_apex
 
-_EMA: Final = re.compile(r"(^|[_.])(ema|teacher|averaged?)([_.]|$)|ema$|^ema", re.IGNORECASE)
+
+def is_script(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    """Whether this is a dict with something of a run in it, and of no other form."""
+    return contents.form == "unknown" and bool(contents.models or contents.optimizers)
 
 
-def read(tree: Any) -> Contents | None:
-    """The contents of a dict: what each entry is shows in its content. Averaged weights stay in the rest."""
-    if not isinstance(tree, Mapping):
-        return None
-    contents = Contents()
+def _is_apex(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return is_script(tree, contents) and any(scaler.kind == "apex" for scaler in contents.scalers)
 
-    def add(key: str, value: Any) -> bool:
-        if key == HALFPEAK_KEY or contents.add_counter(key, value):
-            return True
-        if contents.add_engine(value):
-            contents.form = "engine"
-            return True
-        return _EMA.search(key) is None and (
-            contents.add_models(key, value)
-            or contents.add_optimizers(key, value)
-            or contents.add_scaler(key, value)
-            or contents.add_masters(key, value)
-        )
 
-    add_entries(contents, tree.items(), add)
-    contents.add_halfpeak_entry(tree.get(HALFPEAK_KEY))
-    if contents.form == "unknown" and (contents.models or contents.optimizers):
-        kinds = {scaler_kind(value) for value in tree.values()}
-        known = next((kind for kind in ("apex", "grad_scaler") if kind in kinds), None)
-        contents.form = known or ("grad_scaler" if contents.scalers else "recipe")
-    return contents
+def _is_grad_scaler(tree: Mapping[Any, Any], contents: Contents) -> bool:
+    return is_script(tree, contents) and bool(contents.scalers)
 
 
 def write_apex(contents: Contents) -> Files:
@@ -69,7 +51,7 @@ def _under_keys(things: Mapping[str, Any], key: str, *, keep: bool) -> dict[str,
 APEX = Format(
     "apex",
     "a script's dict with amp.state_dict(), of apex.amp or halfpeak.amp",
-    read,
+    _is_apex,
     Target(
         "model, optimizer and amp, for apex.amp and halfpeak.amp",
         write_apex,
@@ -84,7 +66,7 @@ APEX = Format(
 GRAD_SCALER = Format(
     "grad_scaler",
     "a script's dict with the state of a GradScaler",
-    read,
+    _is_grad_scaler,
     Target(
         "model, optimizer and scaler, for torch.amp",
         write_grad_scaler,
@@ -94,5 +76,5 @@ GRAD_SCALER = Format(
         needs_scale=True,
     ),
 )
-FP16_OPTIMIZER = Format("fp16_optimizer", "a script's dict with the state of an FP16_Optimizer", read)
-RECIPE = Format("recipe", "a script's dict without a loss scaler", read)
+FP16_OPTIMIZER = Format("fp16_optimizer", "a script's dict with the state of an FP16_Optimizer")
+RECIPE = Format("recipe", "a script's dict without a loss scaler", is_script)
