@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -373,6 +374,39 @@ def test_freezing_through_either_side_freezes_both(
     assert not any(map(torch.equal, weights(engine), before))
 
 
+@pytest.mark.parametrize("level", ["O0", *MASTERED])
+@pytest.mark.parametrize("freeze", [set_trainable, set_trainable_in_groups])
+@pytest.mark.parametrize("moment", ["before forward", "before backward"])
+@pytest.mark.parametrize("calls", ["model", "its parts"])
+def test_a_layer_frozen_before_either_pass_gets_no_gradient_from_it(
+    level: str, freeze: Callable[..., None], moment: str, calls: str
+) -> None:
+    """As one loss of a GAN freezes the other network, where both are parts of one module."""
+
+    def run(freeze: Callable[..., None], moment: str, calls: str) -> list[Tensor]:
+        model = net()
+        optimizer = momentum([{"params": list(layer.parameters())} for layer in (model[0], model[2])])
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=SCALE)
+        for seed, layer in enumerate((None, 0, 0, 2, None)):
+
+            def toggle(now: str, wanted: bool, layer: int | None = layer) -> None:
+                if layer is not None and now == moment:
+                    freeze(engine, wanted, layer)
+
+            toggle("before forward", False)
+            with engine.forward():
+                inputs = batch(seed).to(model[0].weight.dtype)
+                output = model(inputs) if calls == "model" else model[2](model[1](model[0](inputs)))
+                loss = output.float().square().mean()
+            toggle("before backward", False)
+            engine.backward(loss)
+            engine.step()
+            toggle(moment, True)
+        return weights(engine)
+
+    assert same(run(freeze, moment, calls), run(set_trainable, "before forward", "model"))
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("parts", ["engine", "model first", "optimizer first"])
@@ -656,3 +690,24 @@ def test_an_optimizer_that_was_not_prepared_steps_in_a_backward_pass_that_is_not
         return weights(engine)
 
     assert same(run(hooked=True), run(hooked=False))
+
+
+@pytest.mark.parametrize("optimizer", [adam, FusedAdamW])
+def test_an_evaluation_in_another_thread_does_not_write_the_weights_of_a_pass_here(optimizer: Any) -> None:
+    ends = []
+    for evaluates in (False, True):
+        engine = build("O2", optimizer)
+        train(engine)
+        with engine.forward():
+            loss = engine.model(batch(1)).float().square().mean()
+        with torch.no_grad():
+            # In another thread, a step that is running looks like this.
+            engine.main_params()[0].mul_(1.5)
+        if evaluates:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(torch.no_grad()(engine.model), batch(2)).result()
+        engine.backward(loss)
+        engine.step()
+        train(engine, seed=3)
+        ends.append(weights(engine))
+    assert same(*ends)

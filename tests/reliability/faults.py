@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,11 +79,14 @@ class _Tracer:
 
     def run(self, action: Callable[[], object]) -> None:
         before = sys.gettrace()
+        # What dies in a collection runs lines of its own, and when one begins depends on what was tried before.
+        gc.disable()
         sys.settrace(self._on_call)
         try:
             action()
         finally:
             sys.settrace(before)
+            gc.enable()
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(ROOT):

@@ -168,16 +168,18 @@ def is_called_by_params() -> bool:
     A step that it takes is no step of a training: zero gradients, a rate of zero, only to make moments. A refusal there
     would leave the rate at zero.
     """
-    frame = inspect.currentframe() if _BY_PARAMS in sys.modules else None
-    for _ in range(_NEARBY if frame is not None else 0):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") == _BY_PARAMS:
-            return True
-    return False
+    if _BY_PARAMS not in sys.modules:
+        return False
+    try:
+        # No variable holds a frame: an exception from here would keep it, and with it all that the callers hold.
+        return any(sys._getframe(depth).f_globals.get("__name__") == _BY_PARAMS for depth in range(_NEARBY))
+    except ValueError:
+        # There are fewer callers.
+        return False
 
 
 _BY_PARAMS: Final = "torch.distributed.checkpoint.state_dict"
-_NEARBY: Final = 9
+_NEARBY: Final = 11
 
 
 def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -82,7 +83,14 @@ class EngineContext:
         ]
 
     def catch_up(self) -> None:
-        """Before a forward pass: finish an interrupted step if it has changed anything, and follow writes to masters."""
+        """Before a forward pass: finish an interrupted step if it has changed anything, and follow writes to masters.
+
+        An evaluation in another thread than the one that trains computes with the weights as they are: publishing masters
+        there would write weights between a forward pass here and its backward pass.
+        """
+        here = threading.get_ident()
+        if not torch.is_grad_enabled() and all(one.thread != here for one in self.prepared):
+            return
         for one in self.prepared:
             one.finish_if_mutated()
         if not any(one.running is not None for one in self.prepared):

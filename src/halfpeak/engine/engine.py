@@ -160,7 +160,8 @@ class Engine:
         with ExitStack() as stack:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():
-                self.context.stats.begin_forward()
+                # Parts of the model may be called without the model, whose hook does the same.
+                self.context.catch_up()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
             synchronised = counts and (
                 wrapped is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -177,7 +176,7 @@ class PreparedOptimizer:
         self._callbacks.recover([self])
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """A loss scaled by ``scaler``, for another optimizer, has left gradients in this one's parameters."""
+        """See :class:`StepCallbacks`."""
         self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
 
     def pairs_for_backward(self) -> ParamPairs:
@@ -207,7 +206,7 @@ class PreparedOptimizer:
         window = self.window
         if isinstance(window, Unscaled):
             # Their gradients may be not finite: no backward pass of the engine has looked at them.
-            self.window = replace(window, pairs=table.pairs_of(window.pairs))
+            self.window = window._replace(pairs=table.pairs_of(window.pairs))
             self.check_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
             self.check_unseen_grads()
@@ -299,33 +298,35 @@ class PreparedOptimizer:
         """The gradients of the window have been read by the step: whether one is not finite.  # f32[]"""
         if isinstance(self.window, Pending):
             self.window.pass_found_inf.copy_(found_inf)
-        self.window = replace(self.window, found_inf=torch.maximum(self.window.found_inf, found_inf))
+        self.window = self.window._replace(found_inf=torch.maximum(self.window.found_inf, found_inf))
 
     def note_loss(self, nonfinite: Tensor) -> None:
         """The loss of a backward pass of the window was itself not finite, unless this is 0.  # f32[]"""
         before = self.window.found_inf
         found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))
-        self.window = replace(self.window, found_inf=found_inf)
+        self.window = self.window._replace(found_inf=found_inf)
 
-    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> None:
-        """Look at unscaled gradients of ``pairs`` that no backward pass of the engine has left, before a step reads them.
+    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
+        """The gradients of ``pairs`` that a step would read, after a look at those that no backward pass of the engine left.
 
         ``loss.backward()``, a pipeline's schedule, or whoever wrote to gradients has put them there.
         """
         self.unscale_pending()
         window, pairs = self.window, self.pairs() if pairs is None else pairs
+        by_param = gradients_of(pairs.main_params)
+        grads = [grad for grad in by_param if grad is not None]
         if isinstance(window, Empty):
-            window, grads = self._empty, pairs.main_grads()
+            window, unseen = self._empty, grads
         elif isinstance(window, Unscaled):
-            unseen = window.snapshot.changed_or_new(pairs.main_params)
-            grads = [holder.grad for holder in unseen if holder.grad is not None]
+            unseen = window.snapshot.changed_or_new(pairs.main_params, by_param)
         else:
-            return
-        if grads:
+            return grads
+        if unseen:
             found_inf = window.found_inf.clone()
-            foreach.check_(grads, found_inf)
-            window = replace(window, found_inf=found_inf)
+            foreach.check_(unseen, found_inf)
+            window = window._replace(found_inf=found_inf)
         self.window = window
+        return grads
 
     def close_window(self, call: StepCall) -> None:
         """The step has come to its end: begin a new window.
@@ -337,7 +338,7 @@ class PreparedOptimizer:
             is_cleared = call.fused.clear(keep=call.keep_grads)
             self.cancel_fused_inputs()
             # What has ended holds no optimizer, which would hold this object through its hooks.
-            call = replace(call, fused=None, is_cleared=is_cleared)
+            call = call._replace(fused=None, is_cleared=is_cleared)
         self.ended = call
         if not call.by_engine:
             self.drop_master_grads()
@@ -396,8 +397,7 @@ class PreparedOptimizer:
     def end_running(self) -> None:
         """No step is running any more."""
         if self.running is not None:
-            optimizer = self._optimizer()
-            if optimizer is not None:
+            if (optimizer := self._optimizer()) is not None:
                 take_back_found_inf(optimizer)
             self.running = None
 
@@ -420,11 +420,11 @@ class PreparedOptimizer:
         closure, rebuild = take_closure(args, kwargs)
         # Set before the decision: if that raises, recover() finds a running step and discards what was decided.
         call = self.running or StepCall(None)
-        self.running = call = replace(call, progress=None) if call.progress is not None else call
+        self.running = call = call._replace(progress=None) if call.progress is not None else call
         found_inf = call.found_inf
         if found_inf is None:
             found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
-            self.running = call = replace(call, found_inf=found_inf)
+            self.running = call = call._replace(found_inf=found_inf)
         reads_elsewhere = call.fused is not None
         if closure is not None:
             # Without one, begin_step has done so: weights that were clamped or loaded are what is stepped.
@@ -441,7 +441,7 @@ class PreparedOptimizer:
                 parameter.grad = None
         changing = [] if reads_elsewhere else self.pairs().with_gradient()
         progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
-        self.running = replace(call, progress=progress)
+        self.running = call._replace(progress=progress)
         if found_inf is not True:
             self.masters.mark_stepped(indices)
         return None
@@ -467,7 +467,7 @@ class PreparedOptimizer:
             return
         found_inf = torch.zeros_like(window.found_inf)
         foreach.check_(grads, found_inf)
-        self.window = replace(window, found_inf=found_inf, is_edited=True)
+        self.window = window._replace(found_inf=found_inf, is_edited=True)
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,7 +174,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
     for prepared in context.prepared:
         window = prepared.window
         if isinstance(window, Unscaled):
-            prepared.window = replace(window, is_edited=bool(window.found_inf) != found)
+            prepared.window = window._replace(is_edited=bool(window.found_inf) != found)
 
 
 def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:

@@ -301,13 +301,11 @@ class TrainStep:
         """  # f32[1 + losses], f32[] or None
         has_gradients, nonfinite = True, None
         if fused is None:
-            for one in prepared:
-                one.check_unseen_grads()
+            grads = _each_once([one.check_unseen_grads() for one in prepared])
             found_infs = self.unscaled_found_infs(prepared)
             if self._config.policy.compute not in (None, torch.float32):
                 for one in prepared:
                     refuse_only_unseen_backward(one.window, one.pairs())
-            grads = _main_grads(prepared)
             has_gradients = not self.reducer.is_local or bool(grads)
             if is_known_to_skip(found_infs[0]):
                 nonfinite = self._collapse.nonfinite_grads(prepared)
@@ -569,11 +567,11 @@ class TrainStep:
         return self._scalers[0].state.scale
 
 
-def _main_grads(prepared: Sequence[PreparedOptimizer]) -> list[Tensor]:
-    """What the optimizers will read, each once: a parameter of two optimizers would count twice in the norm."""
-    if len(prepared) == 1:
-        return prepared[0].main_grads()
-    return list({id(grad): grad for one in prepared for grad in one.main_grads()}.values())
+def _each_once(lists: Sequence[list[Tensor]]) -> list[Tensor]:
+    """The gradients of all optimizers: that of a parameter of two optimizers would count twice in the norm."""
+    return (
+        lists[0] if len(lists) == 1 else list({id(grad): grad for grads in lists for grad in grads}.values())
+    )
 
 
 def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,8 +63,7 @@ def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
 _VERSION: Final = attrgetter("_version")
 
 
-@dataclass(frozen=True, slots=True)
-class StepCall:
+class StepCall(NamedTuple):
     """A call of ``optimizer.step()`` that has begun.
 
     Attributes:

@@ -231,7 +231,7 @@ class Masters:
 
         Args:
             indices: of these masters; None for all.
-            moved: False where neither side has been given other memory since it was last published, which saves a look.
+            moved: False where masters have not been given other memory since they were last published, which saves a look.
         """
         indices = list(range(len(self._low))) if indices is None else indices
         self._publish(indices, moved=moved)
@@ -239,7 +239,7 @@ class Masters:
 
     def record_published(self, indices: Sequence[int], *, moved: bool = True) -> None:
         """:meth:`publish`, where an optimizer has written its low parameters itself."""
-        self._record(indices, moved=moved)
+        self._record(indices, low_moved=moved, high_moved=moved)
         self._sample(indices)
 
     def _sample(self, indices: Sequence[int]) -> None:
@@ -283,12 +283,12 @@ class Masters:
             low, high = [low[i] for i in indices], [high[i] for i in indices]
         with torch.no_grad():
             foreach.copy_cast_(low, high)
-        self._record(indices, moved=moved)
+        self._record(indices, low_moved=False, high_moved=moved)
 
-    def _record(self, indices: Sequence[int], *, moved: bool) -> None:
+    def _record(self, indices: Sequence[int], *, low_moved: bool, high_moved: bool) -> None:
         if len(indices) == len(self._low):
-            self._versions.record(self._low, moved=moved)
-            self._high_versions.record(self._high, moved=moved)
+            self._versions.record(self._low, moved=low_moved)
+            self._high_versions.record(self._high, moved=high_moved)
             for sample in self._samples.values():
                 sample.record()
         else:

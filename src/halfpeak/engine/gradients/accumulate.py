@@ -61,7 +61,7 @@ class GradAccumulator:
         has_masters = models is not mains
         if are_dense(fresh):
             if are_none(earlier):
-                self._unscale(mains, fresh, has_masters=has_masters)
+                self._unscale(mains, fresh, has_masters=has_masters, dense=True)
                 return
             if are_dense(earlier):
                 set_grads(mains, earlier)
@@ -79,15 +79,18 @@ class GradAccumulator:
             else:
                 main.grad = _summable(total, grad)
                 more.append((main.grad, grad))
-        self._unscale([main for main, _ in first], [grad for _, grad in first], has_masters=has_masters)
+        grads = [grad for _, grad in first]
+        self._unscale([main for main, _ in first], grads, has_masters=has_masters, dense=are_dense(grads))
         totals, grads = [total for total, _ in more], [grad for _, grad in more]
         self.kernels.accumulate_(totals, grads, self.inv_scale, self.found_inf)
 
-    def _unscale(self, mains: Sequence[Tensor], grads: Sequence[Tensor], *, has_masters: bool) -> None:
+    def _unscale(
+        self, mains: Sequence[Tensor], grads: Sequence[Tensor], *, has_masters: bool, dense: bool
+    ) -> None:
         """Gradients that nothing is added to: unscaled where they lie, or into a tensor like the master."""
         if not has_masters:
             foreach.unscale_(grads, self.inv_scale, self.found_inf)
-        elif self.buffers is not None and are_dense(grads) and set(map(type, mains)) == {Tensor}:
+        elif self.buffers is not None and dense and set(map(type, mains)) == {Tensor}:
             unscaled = self.buffers.take(mains)
             self.kernels.unscale_into(unscaled, grads, self.inv_scale, self.found_inf)
             set_grads(mains, unscaled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -114,7 +113,7 @@ def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Ten
         return None
     if changed:
         torch._foreach_zero_([grad for grad in grads if grad is not None])
-    return replace(window, sentinel=None), grads
+    return window._replace(sentinel=None), grads
 
 
 def pending_grads(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any, Final
@@ -46,7 +45,7 @@ class OtherGrads:
     @untraced
     def stash(self, own: Iterable[Tensor]) -> None:
         """Before the backward pass: set aside what is there, but for the parameters that the pass is for."""
-        seen = set(map(id, own))
+        seen = set(map(id, own)) if self._prepared else set[int]()
         for one in self._prepared:
             parameters = one.table().model_params
             keys = list(map(id, parameters))
@@ -138,7 +137,7 @@ def _add(
         unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
         set_grads(parameters, held)
         worst = torch.maximum(window.found_inf, found_inf)
-        one.set_window(rearmed(replace(window, found_inf=worst, stashed={**window.stashed, **unscaled})))
+        one.set_window(rearmed(window._replace(found_inf=worst, stashed={**window.stashed, **unscaled})))
     else:
         accumulator.accumulate(
             own, {id(p): grad for p, grad in zip(parameters, held, strict=True) if grad is not None}

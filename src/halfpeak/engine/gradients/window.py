@@ -15,7 +15,6 @@ A value is never edited. What is not in the table raises :class:`~halfpeak.Order
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
 from types import MappingProxyType
@@ -82,14 +81,12 @@ class GradSnapshot:
             if (grad is not None and grad._version != version) or not _is_same(holder.grad, grad)
         ]
 
-    def changed_or_new(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """:meth:`changed`, and those of ``tensors`` that have a gradient and had none then."""
-        grads = gradients_of(tensors)
+    def changed_or_new(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Which of ``grads``, those of ``tensors``, are not as in the snapshot, or were not in it."""
         if self.holds([grad for grad in grads if grad is not None]):
             return []
-        known = set(map(id, self.holders))
-        new = (t for t, grad in zip(tensors, grads, strict=True) if grad is not None and id(t) not in known)
-        return [*self.changed(), *new]
+        known = set(map(id, self.holders)).difference(map(id, self.changed()))
+        return [g for t, g in zip(tensors, grads, strict=True) if g is not None and id(t) not in known]
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
@@ -130,8 +127,7 @@ class Sentinel(NamedTuple):
         self.holder.grad = None
 
 
-@dataclass(frozen=True, slots=True)
-class Empty:
+class Empty(NamedTuple):
     """No gradients.
 
     Attributes:
@@ -143,8 +139,7 @@ class Empty:
     pairs: None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unscaled:
+class Unscaled(NamedTuple):
     """Unscaled gradients lie where the optimizer reads them.
 
     Attributes:
@@ -162,8 +157,7 @@ class Unscaled:
     is_edited: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(NamedTuple):
     """Gradients lie scaled where autograd left them, and the next backward pass of the window adds to them.
 
     This is the window after ``delay_unscale=True``, under ``no_sync``, and between the passes of one over float32 weights.
@@ -199,8 +193,7 @@ class Scaled:
         return {key: total for key, total in self.sums.items() if key not in edited}
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """The scaled gradients of the window's only backward pass, left for the step of a fused optimizer to read.
 
     Attributes:
@@ -293,7 +286,7 @@ def rearmed(window: Scaled) -> Scaled:
     snapshot = GradSnapshot([*window.pairs.with_gradient(), *low])
     free = [master for master in window.pairs.masters if master.grad is None]
     sentinel = Sentinel.place(min(free, key=Tensor.numel), 0.0) if free else None
-    return replace(window, snapshot=snapshot, sentinel=sentinel)
+    return window._replace(snapshot=snapshot, sentinel=sentinel)
 
 
 def disarmed(window: Scaled) -> Scaled | None:
@@ -319,19 +312,19 @@ def disarmed(window: Scaled) -> Scaled | None:
             if window.pairs.low_params or all(holder.grad is None for holder in changed):
                 return None
             # Optimizers step zeros, by their momentum and weight decay, so these stay.
-            window = replace(window, found_inf=torch.zeros_like(window.found_inf))
+            window = window._replace(found_inf=torch.zeros_like(window.found_inf))
     if sentinel is not None:
         sentinel.remove()
     stashed = {key: grad for key, grad in window.stashed.items() if key not in gone}
     sums = window.unedited_sums()
-    return replace(window, snapshot=GradSnapshot(), stashed=stashed, sentinel=None, sums=sums)
+    return window._replace(snapshot=GradSnapshot(), stashed=stashed, sentinel=None, sums=sums)
 
 
 def watched(window: Unscaled, low: Tensor) -> Unscaled:
     """``window`` with a sentinel on a low parameter, if that has no gradient of its own."""
     if window.sentinel is not None or low.grad is not None:
         return window
-    return replace(window, sentinel=Sentinel.place(low, LOW_SENTINEL))
+    return window._replace(sentinel=Sentinel.place(low, LOW_SENTINEL))
 
 
 def unwatched(window: Unscaled) -> Unscaled | None:
@@ -353,7 +346,7 @@ def unwatched(window: Unscaled) -> Unscaled | None:
                 "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
             )
     sentinel.remove()
-    return replace(window, sentinel=None)
+    return window._replace(sentinel=None)
 
 
 def rewatched(window: Unscaled, before: Window) -> Unscaled:
@@ -361,7 +354,7 @@ def rewatched(window: Unscaled, before: Window) -> Unscaled:
     sentinel = before.sentinel if isinstance(before, Unscaled) else None
     if sentinel is not None:
         sentinel.holder.grad = sentinel.grad
-    return replace(window, sentinel=sentinel)
+    return window._replace(sentinel=sentinel)
 
 
 def left_for_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -168,7 +168,7 @@ def _iterate(
     if withhold:
         # As if another rank had found a gradient that is not finite: everything runs and nothing moves.
         one = engine.context.prepared[0]
-        one.window = replace(one.window, found_inf=torch.ones_like(one.found_inf))
+        one.window = one.window._replace(found_inf=torch.ones_like(one.found_inf))
     return CapturedStep(loss.detach(), engine.step())
 
 
