@@ -210,6 +210,17 @@ def test_o4_becomes_autocast_without_a_scaler() -> None:
     assert becomes(old, "torch") == dedent(new)
 
 
+def test_an_optimizer_that_is_made_in_the_call_is_made_once() -> None:
+    old = LOOP.replace(
+        "(model, optimizer, opt", "(model, Adam(apex.parallel.convert_syncbn_model(model)), opt"
+    )
+    new = """\
+        model, optimizer = model, Adam(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model))
+        engine = halfpeak.prepare(model, optimizer, "O2")
+        """
+    assert dedent(new) in becomes(old.replace("from apex", "import apex\nfrom apex"), "halfpeak")
+
+
 def test_a_name_that_is_taken_is_not_taken_again() -> None:
     old = LOOP.replace("import torch\n", "import torch\nengine = 'V8'\n")
     assert 'amp_engine = halfpeak.prepare(model, optimizer, "O2")' in becomes(old, "halfpeak")

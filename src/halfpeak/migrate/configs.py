@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 
 from halfpeak.migrate.calls import argument, keyword_of
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, Target
-from halfpeak.migrate.tree import walk
+from halfpeak.migrate.tree import Tree, walk
 
 _OTHER_ENTRIES: Final = frozenset(
     {"optimizer", "optimizer_config", "lr_config", "runner", "_base_", "checkpoint_config"}
@@ -22,21 +21,23 @@ _KEYS: Final = frozenset(
 )
 
 
-def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Finding]]:
+def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
     """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config``, where both stand in the file.
 
     mmcv's training tools made a ``Fp16OptimizerHook`` of the two. ``halfpeak.runner``, like mmcv, takes the hook by its
     name from ``optimizer_config``. A script that reads its ``fp16`` makes the hook itself, and keeps both. Wrappers of
     mmengine keep their names; an ``ApexOptimWrapper`` is reported.
     """
-    entries = _entries(module)
-    wrapper = next((node for node in walk(module) if _is_apex_wrapper(node)), None)
+    entries = _entries(tree.module)
+    wrapper = next((node for node in walk(tree.module) if _is_apex_wrapper(node)), None)
     findings: list[Finding] = []
     if wrapper is not None:
         write = "the config stays; before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
-        findings.append(_finding(module, wrapper, "ApexOptimWrapper", "mmengine's own needs apex.amp", write))
-    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(module):
-        return module, findings
+        findings.append(
+            Finding(tree.line(wrapper), "ApexOptimWrapper", "mmengine's own needs apex.amp", write)
+        )
+    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(tree.module):
+        return findings
     fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
     reason = None
     if to == "torch":
@@ -49,11 +50,13 @@ def rewrite_config(module: cst.Module, to: Target) -> tuple[cst.Module, list[Fin
         reason = "optimizer_config names a hook already"
     if reason is not None or fp16 is None or hook is None:
         write = "write optimizer_config = dict(type='Fp16OptimizerHook', loss_scale=..., grad_clip=...) for halfpeak.runner"
-        return module, [*findings, _finding(module, entries["fp16"], "fp16", reason or "", write)]
-    return _merge(module, entries["fp16"], fp16, hook), findings
+        return [*findings, Finding(tree.line(entries["fp16"]), "fp16", reason or "", write)]
+    edits.replace(hook, lambda updated: _merged(fp16, updated))
+    edits.statement(entries["fp16"], lambda updated: [])
+    return findings
 
 
-def _merge(module: cst.Module, line: cst.SimpleStatementLine, fp16: cst.Call, hook: cst.Call) -> cst.Module:
+def _merged(fp16: cst.Call, hook: cst.Call) -> cst.Call:
     given = {keyword_of(arg) for arg in hook.args}
     more = [
         arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in fp16.args if keyword_of(arg) not in given
@@ -61,17 +64,11 @@ def _merge(module: cst.Module, line: cst.SimpleStatementLine, fp16: cst.Call, ho
     rest = list(hook.args)
     space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     first = [arg.with_changes(comma=space) for arg in (argument("'Fp16OptimizerHook'", "type"), *more)]
-    merged = hook.with_changes(
+    return hook.with_changes(
         args=[*first, *rest]
         if rest
         else [*first[:-1], first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
     )
-    edits = Edits()
-    edits.replace(hook, lambda updated: merged)
-    edits.statement(line, lambda updated: [])
-    changed = module.visit(edits)
-    assert isinstance(changed, cst.Module)
-    return changed
 
 
 def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:
@@ -123,8 +120,3 @@ def _is_apex_wrapper(node: cst.CSTNode) -> bool:
     else:
         return False
     return is_type and isinstance(value, cst.SimpleString) and value.evaluated_value == "ApexOptimWrapper"
-
-
-def _finding(module: cst.Module, node: cst.CSTNode, code: str, reason: str, write: str) -> Finding:
-    positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
-    return Finding(positions[node].start.line, code, reason, write)

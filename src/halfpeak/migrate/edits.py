@@ -29,8 +29,17 @@ class Edits(cst.CSTTransformer):
         self._statements: dict[cst.CSTNode, StatementChange] = {}
         self._blocks: dict[cst.CSTNode, BlockChange] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._nodes or self._statements or self._blocks)
+    def made_in(self, module: cst.Module) -> cst.Module:
+        """The module with all changes."""
+        changed = module.visit(self)
+        assert isinstance(changed, cst.Module)
+        return changed
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The source code of a node with the changes inside it so far."""
+        changed = node.visit(self)
+        assert isinstance(changed, cst.CSTNode)
+        return cst.Module([]).code_for_node(changed)
 
     def replace(self, node: cst.CSTNode, change: NodeChange) -> None:
         """Put another node of its kind in the place of a node that is no statement."""

@@ -5,13 +5,13 @@ libcst's ``AddImportsVisitor`` adds imports at the top of a file; here they may 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence, Set
+from typing import Final, NamedTuple
 
 import libcst as cst
 
 from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
-from halfpeak.migrate.tree import Import, Tree, walk
+from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
 
 
 class ImportedName(NamedTuple):
@@ -25,6 +25,24 @@ class ImportedName(NamedTuple):
     def clause(self) -> str:
         """The name in the list of a ``from`` import."""
         return f"{self.name}" if self.local in (None, self.name) else f"{self.name} as {self.local}"
+
+
+class LoopImports(NamedTuple):
+    """What a rewritten training loop imports otherwise.
+
+    Attributes:
+        gone: uses of amp that it has no more.
+        names: what it needs instead.
+        where: the imports of amp that these names are put beside, or in the place of.
+    """
+
+    gone: Set[Use]
+    names: Sequence[ImportedName]
+    where: Sequence[Alias]
+
+
+NO_LOOP: Final = LoopImports(frozenset(), (), ())
+"""No loop is rewritten."""
 
 
 class ImportRewrite:
@@ -68,16 +86,17 @@ class ImportRewrite:
         """The statements that take the place of this one."""
         kept = [alias for alias in self._aliases if alias not in self._new]
         entries = [entry for alias in self._aliases for entry in self._new.get(alias, ())]
-        entries += [entry for entry in self._more if entry not in entries]
-        entries = [entry for entry in entries if entry.name or entry.local or entry.module not in known]
         same = self._in_place(updated, entries) if not kept else None
-        if same is not None:
-            return [same]
-        parts: list[cst.BaseSmallStatement] = []
+        parts = [] if same is None else [same]
+        more = [
+            *({} if parts else dict.fromkeys(entries)),
+            *(one for one in self._more if one not in entries),
+        ]
         if kept:
             last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
             parts.append(updated.with_changes(names=[*kept[:-1], last]))
-        return parts + [parse_line(text).body[0] for text in _statements(entries)]
+        new = [one for one in more if one.name or one.local or one.module not in known]
+        return parts + [parse_line(text).body[0] for text in _statements(new)]
 
     @property
     def _aliases(self) -> Sequence[cst.ImportAlias]:

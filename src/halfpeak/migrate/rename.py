@@ -13,7 +13,7 @@ from halfpeak.migrate import calls
 from halfpeak.migrate.calls import Change
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, Refusal, Target
-from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
+from halfpeak.migrate.imports import NO_LOOP, ImportedName, ImportRewrite, LoopImports, place
 from halfpeak.migrate.names import FP16_OF_MMCV, Replacement, is_old, look_up, module_for
 from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
 
@@ -41,22 +41,26 @@ class _Meaning(NamedTuple):
     """A replacement, a refusal, or the name of the module in its place."""
 
 
-def rename(tree: Tree, target: Target) -> tuple[Edits, list[Finding]]:
+def rename(tree: Tree, target: Target, loop: LoopImports = NO_LOOP) -> tuple[Edits, list[Finding]]:
     """Rename every import and use where that is certain; report the others and leave them as they are.
 
     An import is renamed if all uses of its name can be: one use without a counterpart leaves the import and all other
     uses of the name untouched.
+
+    Args:
+        loop: what a training loop imports otherwise, for which more edits follow.
     """
-    return _Renaming(tree, target).run()
+    return _Renaming(tree, target, loop).run()
 
 
 class _Renaming:
     """One file."""
 
-    def __init__(self, tree: Tree, target: Target) -> None:
+    def __init__(self, tree: Tree, target: Target, loop: LoopImports) -> None:
         self._tree = tree
         self._target: Target = target
         self._edits = Edits()
+        self._loop = loop
         self._findings: set[Finding] = set()
         self._imports: dict[Import, ImportRewrite] = {}
         self._uses: dict[Alias, list[Use]] = defaultdict(list)
@@ -81,8 +85,17 @@ class _Renaming:
         return any(name.startswith("mmcv.") and name.rpartition(".")[2] in FP16_OF_MMCV for name in names)
 
     def _alias(self, alias: Alias) -> None:
+        kept = [use for use in self._uses[alias] if use not in self._loop.gone]
+        if len(kept) < len(self._uses[alias]):
+            imports = self._imports.setdefault(alias.statement, ImportRewrite(alias.statement))
+            names = self._loop.names if alias in self._loop.where else ()
+            if not kept:
+                imports.replace(alias.node, names)
+                return
+            for name in names:
+                imports.add(name)
         is_whole = is_old(alias.name)
-        uses = [use for use in self._uses[alias] if is_whole or is_old(use.name)]
+        uses = [use for use in kept if is_whole or is_old(use.name)]
         if (not uses and not is_old(alias.full)) or self._tree.is_fallback(alias):
             return
         imports = self._imports.setdefault(alias.statement, ImportRewrite(alias.statement))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from typing import Final
 
 import libcst as cst
 
 from halfpeak.migrate.configs import rewrite_config
-from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, NotSupported, Target
 from halfpeak.migrate.limits import exceeded_limit
 from halfpeak.migrate.loops.loop_match import PREFIXES, match_loop, uses_of_amp
@@ -75,14 +73,20 @@ def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
 def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -> Rewritten:
     if module.bytes != source:
         return unreadable(source, 1, "its text would not come back byte for byte")
-    findings: list[Finding] = []
-    tree, refused = _rewrite_loop(Tree(module), to, findings, keep_amp=keep_amp)
-    edits, left = rename(tree, to)
-    if refused and to == "torch":
-        left = [one for one in left if not one.code.startswith(PREFIXES)]
-    renamed, config_findings = rewrite_config(_visit(tree.module, edits), to)
-    findings += _on_old_lines([*left, *config_findings], module.code, tree.module.code)
-    return Rewritten(renamed.bytes, tuple(sorted(set(findings))))
+    tree = Tree(module)
+    try:
+        match = None if to == "amp" or keep_amp else match_loop(tree)
+        write = write_engine if to == "halfpeak" else write_autocast
+        edits, findings = rename(tree, to) if match is None else write(tree, match)
+    except NotSupported as refused:
+        edits, findings = rename(tree, to)
+        found, keep = refused.finding(tree.line(refused.node)), "keep halfpeak.amp"
+        if to == "torch":
+            findings = [one for one in findings if not one.code.startswith(PREFIXES)]
+            found = replace(found, write=found.write.replace(keep, "write --to amp"))
+        findings.append(found)
+    findings += rewrite_config(tree, to, edits)
+    return Rewritten(edits.made_in(tree.module).bytes, tuple(sorted(set(findings))))
 
 
 def uses_amp_of_another_file(source: bytes) -> bool:
@@ -99,48 +103,6 @@ def uses_amp_of_another_file(source: bytes) -> bool:
 def _may_have_old_names(source: bytes) -> bool:
     """Whether one of the words is in the text, also if it is encoded in UTF-16."""
     return _OLD_WORDS.search(source.replace(b"\0", b"")) is not None
-
-
-def _rewrite_loop(tree: Tree, to: Target, findings: list[Finding], *, keep_amp: bool) -> tuple[Tree, bool]:
-    """The file with its training loop rewritten, and whether it has a loop that is not supported."""
-    if to == "amp" or keep_amp:
-        return tree, False
-    try:
-        match = match_loop(tree)
-        if match is None:
-            return tree, False
-        edits, notes = (write_engine if to == "halfpeak" else write_autocast)(tree, match)
-    except NotSupported as refused:
-        found = refused.finding(tree.line(refused.node))
-        keep = "keep halfpeak.amp" if to == "halfpeak" else "write --to amp"
-        findings.append(replace(found, write=found.write.replace("keep halfpeak.amp", keep)))
-        return tree, True
-    findings += notes
-    return Tree(_visit(tree.module, edits)), False
-
-
-def _visit(module: cst.Module, edits: Edits) -> cst.Module:
-    if not edits:
-        return module
-    changed = module.visit(edits)
-    assert isinstance(changed, cst.Module)
-    return changed
-
-
-def _on_old_lines(findings: list[Finding], old: str, new: str) -> list[Finding]:
-    """Findings in a new text, with the lines of the old text."""
-    if old == new:
-        return findings
-    before, after = ([line.strip() for line in text.splitlines()] for text in (old, new))
-    lines: dict[int, int] = {}
-    # autojunk: lines that are everywhere in a file are no anchors, whose pairs would grow with its square.
-    for block in SequenceMatcher(None, before, after, autojunk=True).get_matching_blocks():
-        lines.update({block.b + offset + 1: block.a + offset + 1 for offset in range(block.size)})
-
-    def moved(line: int) -> int:
-        return next((lines[one] for one in range(line, 0, -1) if one in lines), 1)
-
-    return [replace(one, line=moved(one.line)) for one in findings]
 
 
 def unreadable(source: bytes, line: int, reason: str) -> Rewritten:

@@ -9,10 +9,10 @@ import libcst as cst
 
 from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
 from halfpeak.migrate.findings import NotSupported
-from halfpeak.migrate.imports import ImportedName, ImportRewrite, place
+from halfpeak.migrate.imports import ImportedName, LoopImports
 from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch
 from halfpeak.migrate.loops.loss_expr import computes, forward_ranges
-from halfpeak.migrate.tree import Import, Tree
+from halfpeak.migrate.tree import Tree
 
 
 def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.SimpleStatementLine]]:
@@ -21,7 +21,7 @@ def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.Simpl
     return lambda updated: in_place_of_line(updated, lines)
 
 
-def in_place_of(old: cst.With | cst.SimpleStatementLine, *texts: str) -> Callable[[Any], list[Any]]:
+def in_place(*texts: str) -> Callable[[Any], list[Any]]:
     """Put other statements in the place of a block or a line, and keep all of its comments."""
 
     def change(updated: Any) -> list[Any]:
@@ -100,9 +100,9 @@ def _wrapped(lists: list[list[Any]], ranges: Sequence[tuple[int, int]], context:
     return body
 
 
-def drop_imports(
-    tree: Tree, match: LoopMatch, edits: Edits, names: Sequence[ImportedName], *, kept: Collection[str]
-) -> None:
+def imports_for(
+    tree: Tree, match: LoopMatch, names: Sequence[ImportedName], *, kept: Collection[str]
+) -> LoopImports:
     """Import other names in the place of amp, unless the rewritten code still uses it.
 
     Args:
@@ -113,27 +113,9 @@ def drop_imports(
         NotSupported: some of the code would not see the new import.
     """
     gone = {use for name, uses in match.uses.items() if name not in kept for use in uses}
-    first = match.initialize.use.aliases
-    scopes = {use.scope for use in gone}
-    placed: dict[Import, ImportRewrite] = {}
-    for alias in tree.aliases:
-        uses = [use for use in tree.uses if alias in use.aliases]
-        if not any(use in gone for use in uses):
-            continue
-        imports = placed.setdefault(alias.statement, ImportRewrite(alias.statement))
-        if all(use in gone for use in uses):
-            imports.replace(alias.node, names if alias in first else [])
-        elif alias in first:
-            for name in names:
-                imports.add(name)
-        if (
-            alias in first
-            and len(names) > 1
-            and len(scopes) > 1
-            and tree.function(alias.statement) is not None
-        ):
+    where = match.initialize.use.aliases
+    for alias in where if len(names) > 1 and len({use.scope for use in gone}) > 1 else ():
+        if tree.function(alias.statement) is not None:
             reason = "it is imported inside a function"
             raise NotSupported(alias.statement, alias.full, reason, "import it at the top of the file")
-    for statement, imports in placed.items():
-        if imports.has_changed:
-            place(tree, edits, statement, imports)
+    return LoopImports(gone, names, where)

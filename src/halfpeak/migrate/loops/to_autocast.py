@@ -13,12 +13,13 @@ from halfpeak.migrate.imports import ImportedName
 from halfpeak.migrate.loops.loop_match import BackwardPass, Initialize, LoopMatch, not_supported
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
-    drop_imports,
-    in_place_of,
+    imports_for,
+    in_place,
     require_named_loss,
     same_line,
     wrap_forward,
 )
+from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree
 
 _CONTEXTS: Final = {
@@ -48,19 +49,19 @@ def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     _check(tree, initialize)
     level = str(initialize.level)
     context, scales = _CONTEXTS[level], level == "O1"
-    edits = Edits()
+    edits, left = rename(tree, "torch", imports_for(tree, match, [ImportedName("torch")], kept=()))
     refs = RefNames(tree, initialize, "scaler")
     made = [f'{refs.own} = torch.amp.GradScaler("cuda")'] if scales else []
     if initialize.result is not None:
         made.append(
-            f"{initialize.result} = {tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
+            f"{initialize.result} = {edits.code(initialize.models)}, {edits.code(initialize.optimizers)}"
         )
     edits.statement(initialize.statement, same_line(*made))
     for one in match.passes:
         if context is not None:
             require_named_loss(one)
         scaler = refs.at(one.statement, one.optimizer) if scales else ""
-        edits.statement(one.statement, in_place_of(one.statement, *_backward(tree, match, one, scaler)))
+        edits.statement(one.statement, in_place(*_backward(edits, match, one, scaler)))
     for step in match.steps if scales else ():
         scaler = refs.at(step.statement, step.optimizer)
         code = tree.code(step.optimizer)
@@ -78,8 +79,7 @@ def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
         write = 'write with torch.autocast("cuda", enabled=False), and cast its inputs'
         raise not_supported(use, "torch casts no input back inside it", write)
     refs.pass_on(edits)
-    drop_imports(tree, match, edits, [ImportedName("torch")], kept=())
-    return edits, []
+    return edits, left
 
 
 def _check(tree: Tree, initialize: Initialize) -> None:
@@ -97,19 +97,19 @@ def _check(tree: Tree, initialize: Initialize) -> None:
             raise not_supported(use, f"torch.amp has nothing for {name}={value}", write)
 
 
-def _backward(tree: Tree, match: LoopMatch, one: BackwardPass, scaler: str) -> list[str]:
+def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, scaler: str) -> list[str]:
     args = ", ".join(
-        f"{keyword_of(arg)}={tree.code(arg.value)}" if arg.keyword else tree.code(arg.value)
+        f"{keyword_of(arg)}={edits.code(arg.value)}" if arg.keyword else edits.code(arg.value)
         for arg in one.args
     )
-    loss = tree.code(one.loss)
+    loss = edits.code(one.loss)
     if not scaler:
         simple = isinstance(one.loss, cst.Name | cst.Attribute | cst.Subscript)
         return [f"{loss if simple else f'({loss})'}.backward({args})"]
     texts = [f"{scaler}.scale({loss}).backward({args})"]
     if _reads_before_step(match, one):
         # amp leaves unscaled gradients; GradScaler unscales them before the step only when it is asked to.
-        texts.append(f"{scaler}.unscale_({tree.code(one.optimizer)})")
+        texts.append(f"{scaler}.unscale_({edits.code(one.optimizer)})")
     return texts
 
 

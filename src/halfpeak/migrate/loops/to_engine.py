@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import libcst as cst
@@ -9,18 +10,19 @@ from libcst.helpers import get_full_name_for_node
 
 from halfpeak.core.levels import LEVELS, PER_OP
 from halfpeak.migrate.calls import argument, ending_as, keyword_of
-from halfpeak.migrate.edits import Edits, parse_line
+from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
 from halfpeak.migrate.findings import Finding, NotSupported
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch, not_supported
+from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch, elements, not_supported
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
-    drop_imports,
-    in_place_of,
+    imports_for,
+    in_place,
     require_named_loss,
     same_line,
     wrap_forward,
 )
+from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree, walk
 
 _KEPT: Final = frozenset(
@@ -35,6 +37,9 @@ _GONE: Final = frozenset({"verbosity", "opt_level", "min_loss_scale", "max_loss_
 _SHARED: Final = frozenset({"master_params", "disable_casts"})
 """Names of amp that work with an engine as they do with amp."""
 
+_CHECKPOINTS: Final = frozenset({"state_dict", "load_state_dict"})
+"""Names of amp in whose place apex's form of a state is read or made."""
+
 _NO_OP_CASTS: Final = LEVELS.keys() - PER_OP
 """Levels that cast no operations, so that it does not matter which statements are inside ``engine.forward()``."""
 
@@ -48,16 +53,18 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     Raises:
         NotSupported: some code has no certain counterpart.
     """
-    edits, notes = Edits(), list[Finding]()
+    more = [ImportedName("halfpeak.checkpoint", "scaler_states")] if _CHECKPOINTS & match.uses.keys() else []
+    imports = imports_for(tree, match, [ImportedName("halfpeak"), *more], kept=_SHARED)
+    edits, notes = rename(tree, "halfpeak", imports)
     initialize = match.initialize
     per_op = initialize.level not in _NO_OP_CASTS
     refs = RefNames(tree, initialize, "engine")
-    edits.statement(initialize.statement, _prepare(tree, match, refs))
+    edits.statement(initialize.statement, _prepare(match, refs, edits))
     for one in match.passes:
         if per_op:
             require_named_loss(one)
-        text = _backward(tree, match, one, refs.at(one.statement, one.optimizer))
-        edits.statement(one.statement, in_place_of(one.statement, text))
+        text = _backward(edits, match, one, refs.at(one.statement, one.optimizer))
+        edits.statement(one.statement, in_place(text))
     for step in match.steps:
         engine = refs.at(step.statement, step.optimizer)
         given = [f"optimizers={tree.code(step.optimizer)}"] if initialize.count > 1 else []
@@ -68,9 +75,8 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
         engine = refs.at(first.statement, first.optimizer)
         notes += _clip_main_params(tree, match, block, engine, edits)
         wrap_forward(edits, match, block, f"{engine}.forward()", required=per_op)
-    more = _save_and_load(tree, match, refs, edits)
+    _save_and_load(tree, match, refs, edits)
     refs.pass_on(edits)
-    drop_imports(tree, match, edits, [ImportedName("halfpeak"), *more], kept=_SHARED)
     if per_op:
         notes.append(_note(tree, match))
     return edits, notes
@@ -127,7 +133,7 @@ def _reads_gradients_later(tree: Tree, match: LoopMatch) -> bool:
     )
 
 
-def _prepare(tree: Tree, match: LoopMatch, refs: RefNames):
+def _prepare(match: LoopMatch, refs: RefNames, edits: Edits):
     initialize = match.initialize
     unknown = initialize.keywords.keys() - _KEPT - _GONE
     if unknown:
@@ -137,19 +143,26 @@ def _prepare(tree: Tree, match: LoopMatch, refs: RefNames):
     def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
         call = updated.body[0].value  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(call, cst.Call)
-        made = call.with_changes(func=cst.parse_expression("halfpeak.prepare"), args=_arguments(call.args))
+        first = elements(cst.parse_expression(initialize.result)) if initialize.result is not None else ()
+        args = _arguments(call.args, dict(zip(("models", "optimizers"), first, strict=False)))
+        made = call.with_changes(func=cst.parse_expression("halfpeak.prepare"), args=args)
         target = cst.AssignTarget(cst.parse_expression(refs.own))  # pyright: ignore[reportArgumentType]
         lines = [updated.with_changes(body=[cst.Assign([target], made)])]
         if initialize.result is not None:
-            given = f"{tree.code(initialize.models)}, {tree.code(initialize.optimizers)}"
-            lines.append(parse_line(f"{initialize.result} = {given}"))
-        return lines
+            # Before the engine, which gets these names: an optimizer that is made here is made once.
+            given = f"{edits.code(initialize.models)}, {edits.code(initialize.optimizers)}"
+            lines.insert(0, parse_line(f"{initialize.result} = {given}"))
+        return in_place_of_line(updated, lines)
 
     return change
 
 
-def _arguments(args: object) -> list[cst.Arg]:
-    given: list[cst.Arg] = list(args)  # pyright: ignore
+def _arguments(args: object, first: Mapping[str, cst.BaseExpression]) -> list[cst.Arg]:
+    """The arguments of ``prepare``, with other expressions for the first two."""
+    given: list[cst.Arg] = [
+        arg.with_changes(value=first.get(keyword_of(arg) or ("models", "optimizers")[place], arg.value))
+        for place, arg in enumerate(args)  # pyright: ignore
+    ]
     bounds = {keyword_of(arg): cst.Module([]).code_for_node(arg.value) for arg in given}
     kept: list[cst.Arg] = []
     for arg in given:
@@ -172,22 +185,22 @@ def _arguments(args: object) -> list[cst.Arg]:
     return [*middle, ending_as(kept[-1], given[-1])]
 
 
-def _backward(tree: Tree, match: LoopMatch, one: BackwardPass, engine: str) -> str:
-    parts = [tree.code(one.loss)]
+def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, engine: str) -> str:
+    parts = [edits.code(one.loss)]
     if one.loss_id is not None:
-        parts.append(f"loss_id={tree.code(one.loss_id)}")
+        parts.append(f"loss_id={edits.code(one.loss_id)}")
     if match.initialize.count > 1:
-        parts.append(f"optimizers={tree.code(one.optimizer)}")
+        parts.append(f"optimizers={edits.code(one.optimizer)}")
     for arg in one.args:
         if keyword_of(arg) not in ("retain_graph", "create_graph"):
             raise NotSupported(
                 one.statement, "backward", "it takes other arguments than a graph's", "keep halfpeak.amp"
             )
-        parts.append(f"{keyword_of(arg)}={tree.code(arg.value)}")
+        parts.append(f"{keyword_of(arg)}={edits.code(arg.value)}")
     return f"{engine}.backward({', '.join(parts)})"
 
 
-def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -> list[ImportedName]:
+def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -> None:
     """Save and load amp's part of a checkpoint in its old form, so that old checkpoints still load."""
     for use in match.uses.get("state_dict", ()):
         call = tree.call_of(use.node)
@@ -199,12 +212,10 @@ def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -
         call, where = tree.call_of(use.node), tree.line_of(use.node)
         if call is None or len(call.args) != 1 or where is None or tree.parent(call) is not where.body[0]:
             raise not_supported(use, "it is not a statement of its own", "keep halfpeak.amp")
-        state, engine = tree.code(call.args[0].value), refs.at(call)
+        state, engine = edits.code(call.args[0].value), refs.at(call)
         head = f"for scaler, state in zip({engine}.scalers, scaler_states.from_apex({state})):"
         text = f"{head}\n    scaler.load_state_dict(state)"
-        edits.statement(where, in_place_of(where, text))
-    used = any(name in match.uses for name in ("state_dict", "load_state_dict"))
-    return [ImportedName("halfpeak.checkpoint", "scaler_states")] if used else []
+        edits.statement(where, in_place(text))
 
 
 def _note(tree: Tree, match: LoopMatch) -> Finding:
