@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,17 +22,26 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
+from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.engine.sync import synchronising
-from halfpeak.optim.accumulation import BackwardCounts
+from halfpeak.optim.arguments import require_count
+from halfpeak.optim.base import BaseOptimWrapper, check_base_settings, is_torch_optimizer
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, current_logger, message_hub
-from halfpeak.optim.resume_state import COUNT_KEY, RESUME_KEY, ResumableWrapper
+from halfpeak.optim.resume_state import (
+    COUNT_KEY,
+    RESUME_KEY,
+    check_resume_state,
+    has_open_window,
+    load_resume_state,
+    save_resume_state,
+)
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.clip import Clip, NoClip
 from halfpeak.state.found_inf import FoundInfReducer
 
 
-class OptimWrapper(ResumableWrapper):
+class OptimWrapper(BaseOptimWrapper):
     """A float32 step: accumulate, clip, step, zero.
 
     ::
@@ -77,6 +87,9 @@ class OptimWrapper(ResumableWrapper):
         [False, True, False, True]
     """
 
+    _KEYS: ClassVar[tuple[str, ...]] = (RESUME_KEY,)
+    """The keys that this class reads in a state, besides those that every wrapper reads."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -85,7 +98,11 @@ class OptimWrapper(ResumableWrapper):
         *,
         sink: Sink | None = None,
     ) -> None:
-        self._counts = BackwardCounts(accumulative_counts)
+        self._accumulative_counts = require_count(
+            "accumulative_counts", accumulative_counts, 1, "; write accumulative_counts=1"
+        )
+        self._inner_count = 0
+        self._max_counts = -1
         self._clip = parse_clip_grad(clip_grad)
         self.clip_grad_kwargs: dict[str, Any] | None = None
         if clip_grad is not None:
@@ -99,41 +116,60 @@ class OptimWrapper(ResumableWrapper):
         self.last_result: StepResult | None = None
         self._synchronised = True
         super().__init__(optimizer)
+        self._engine: Engine | None = None
+        # A state may be loaded before there is an engine, or before the engine has its model. What cannot be applied yet is
+        # kept, and saved again unchanged.
+        self._pending: Mapping[str, Any] = {}
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Set how many backward passes there were and how many there will be (-1: unknown).
 
         May be called again, as GAN training does at the start of each phase.
         """
-        self._counts.start(init_counts, max_counts)
-        if self._counts.is_inside() and not self._has_window():
+        done = require_count("init_counts", init_counts, 0, "; write init_counts=1")
+        self._max_counts = require_count("max_counts", max_counts, -1, "; write max_counts=1")
+        self._inner_count = done
+        if not self._ends_window(done) and not self._has_window():
             current_logger().warning(
                 "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
                 "open window were not saved: its step will be too small",
-                self._counts.done,
-                self._counts.every,
+                done,
+                self._accumulative_counts,
             )
-        if self._counts.every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if self._accumulative_counts > 1 and any(isinstance(one, _BatchNorm) for one in model.modules()):
             current_logger().warning(
                 "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
             )
 
+    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where the next one begins.
+    # Windows ignore epochs and resumes.
+
     def should_update(self) -> bool:
         """After a backward pass: whether a step is due."""
-        return self._counts.is_update()
+        return self._ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
         """Before a backward pass: whether its gradients must be reduced over the ranks."""
-        return self._counts.is_sync()
+        return self._ends_window(self._inner_count + 1)
+
+    def _ends_window(self, done: int) -> bool:
+        return done % self._accumulative_counts == 0 or done == self._max_counts
+
+    def _has_window(self) -> bool:
+        is_open = self._engine is not None and self._engine.is_open
+        return is_open or has_open_window(self._pending)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss divided by the length of its window."""
-        return loss / self._counts.divisor()
+        done, total = self._inner_count, self._max_counts
+        begin = done - done % self._accumulative_counts
+        end = begin + self._accumulative_counts
+        return loss / ((min(end, total) - begin) if done < total else (end - max(begin, total)))
 
     @property
     def inner_count(self) -> int:
         """Backward passes so far."""
-        return self._counts.done
+        return self._inner_count
 
     def update_params(
         self,
@@ -187,9 +223,10 @@ class OptimWrapper(ResumableWrapper):
             ClosureError: a closure with ``accumulative_counts`` above 1.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
-        if closure is not None and self._counts.every > 1:
+        if closure is not None and self._accumulative_counts > 1:
             raise ClosureError(
-                f"a closure evaluates one whole step, so it cannot be combined with accumulative_counts={self._counts.every}"
+                "a closure evaluates one whole step, so it cannot be combined with "
+                f"accumulative_counts={self._accumulative_counts}"
             )
         if not self._is_watched:
             if self.clip_grad_kwargs:
@@ -275,16 +312,40 @@ class OptimWrapper(ResumableWrapper):
                 parameter.grad = grad
         self.optimizer.zero_grad(**kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state. Inside an accumulation window also what is open, under ``"halfpeak"``."""
+        return {**super().state_dict(), **self._extra_state()}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, with the count of backward passes where a window was open.
+        """Restore what :meth:`state_dict` gave, or the state of another wrapper or of a plain optimizer.
+
+        Gradients of an open window are dropped; those of a saved one come back, with the count of backward passes.
 
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
+        self.check_state_dict(state_dict)
+        if self._engine is not None:
+            self._engine.abort()
         super().load_state_dict(state_dict)
+        self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
+        if self._engine is not None:
+            self._apply_pending(self._engine)
         saved = state_dict.get(RESUME_KEY, {})
         if COUNT_KEY in saved:
-            self._counts.done = saved[COUNT_KEY]
+            self._inner_count = saved[COUNT_KEY]
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that :meth:`load_state_dict` would take it.
+
+        Raises:
+            StateError: it would not.
+        """
+        check_base_settings(state_dict)
+        if is_torch_optimizer(self.optimizer):
+            check_optimizer(self.optimizer, state_dict)
+        if self._is_watched:
+            self._check_state(state_dict)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
@@ -305,41 +366,43 @@ class OptimWrapper(ResumableWrapper):
         return self._sink or message_hub() or self.history
 
     def __repr__(self) -> str:
-        return f"Type: {type(self).__name__}\n_accumulative_counts: {self._counts.every}\noptimizer: \n{self.optimizer!r}\n"
-
-    # Attributes that code written for mmengine reads, and its tests write.
-
-    @property
-    def _inner_count(self) -> int:
-        return self._counts.done
-
-    @_inner_count.setter
-    def _inner_count(self, value: int) -> None:
-        self._counts.start(value, self._counts.total)
-
-    @property
-    def _accumulative_counts(self) -> int:
-        return self._counts.every
-
-    @property
-    def _max_counts(self) -> int:
-        return self._counts.total
+        kind, every = type(self).__name__, self._accumulative_counts
+        return f"Type: {kind}\n_accumulative_counts: {every}\noptimizer: \n{self.optimizer!r}\n"
 
     @property
     def _remainder_counts(self) -> int:
-        return self._counts.remainder
+        """Length of the last window, 0 if it is a whole one, as mmengine calls it; -1 while the total is unknown."""
+        return -1 if self._max_counts == -1 else self._max_counts % self._accumulative_counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # The engine first: its copy keeps optimizer, masters and the open window connected.
+        engine = copy.deepcopy(self._engine, memo)
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        state = super().__getstate__()
+        twin.__setstate__({name: copy.deepcopy(state[name], memo) for name in state if name != "_engine"})
+        twin._set_engine(engine)
+        return twin
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether the engine takes the steps. It can of torch's optimizers; others are called as they are."""
+        return is_torch_optimizer(self.optimizer)
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
         if not self._is_watched:
             self._backward_unwatched(loss, kwargs)
-            self._counts.done += 1
+            self._inner_count += 1
             return
         engine = self._ready()
         self.last_result, self._pending = None, {}
         block = engine.scaled(loss, loss_id=loss_id, delay=not self._synchronised)
         with casts_on(engine.casting), block as scaled:
             scaled.backward(**kwargs)
-        self._counts.done += 1
+        self._inner_count += 1
 
     def _config(self) -> EngineConfig:
         """The configuration of the engine."""
@@ -367,10 +430,33 @@ class OptimWrapper(ResumableWrapper):
         self._put_buffers(engine)
 
     def _extra_state(self) -> dict[str, Any]:
-        state = super()._extra_state()
-        if RESUME_KEY in state and not self._pending:
-            state[RESUME_KEY][COUNT_KEY] = self._counts.done
-        return state
+        """The entries of the state besides the optimizer's."""
+        if self._engine is None or self._pending:
+            return dict(self._pending)
+        found = save_resume_state(self._engine)
+        return {} if found is None else {RESUME_KEY: {**found, COUNT_KEY: self._inner_count}}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if RESUME_KEY in state:
+            check_resume_state(self._ready(), state[RESUME_KEY])
+
+    def _apply_pending(self, engine: Engine) -> None:
+        """Load into the engine what a state dict held for it."""
+        if self._pending:
+            self._restore(engine, self._pending)
+            if RESUME_KEY in self._pending:
+                load_resume_state(engine, self._pending[RESUME_KEY])
+            self._put_buffers(engine)
+
+    def _put_buffers(self, engine: Engine) -> None:
+        """Statistics can be restored only once the model is known, which may be later than the rest."""
+        if engine.models:
+            if RESUME_KEY in self._pending:
+                engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
+            self._pending = {}
+
+    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Load the entries in the formats of others."""
 
     def _reducer(self) -> FoundInfReducer:
         return FoundInfReducer()
