@@ -555,3 +555,17 @@ def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
     made.run([DATA], [("train", 2)])
     assert (made.epoch, made.iter) == (3, 12)
     assert torch.load(tmp_path / "epoch_2.pth", weights_only=True)["meta"]["epoch"] == 2
+
+    class OwnByIterations(hr.IterBasedRunner):
+        def train(self, data_loader: Any, **kwargs: Any) -> None:
+            self.call_hook("before_train_iter")
+            self.run_iter(next(data_loader), train_mode=True)
+            self.call_hook("after_train_iter")
+            seen.append(self._inner_iter)
+            self._inner_iter += 1
+            self._iter += 1
+
+    seen: list[int] = []
+    by_iterations = OwnByIterations(Steps(), max_iters=5)
+    by_iterations.run([DATA, DATA], [("train", 2), ("train", 1)])
+    assert (by_iterations.iter, seen) == (5, [0, 1, 0, 0, 1])

@@ -21,6 +21,7 @@ from halfpeak.checkpoint.plain import plain
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_choice
+from halfpeak.state.found_inf import rank_and_count
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,9 +33,8 @@ def get_dist_info() -> tuple[int, int]:
     >>> get_dist_info()
     (0, 1)
     """
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    rank, count = rank_and_count()
+    return rank, count
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:

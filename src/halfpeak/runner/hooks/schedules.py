@@ -23,17 +23,7 @@ from halfpeak.optim.base import momentum_of
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.curves import (
-    Annealing,
-    Curve,
-    Cycles,
-    Ends,
-    OneCycle,
-    Steps,
-    Target,
-    cosine,
-    linear,
-)
+from halfpeak.runner.hooks.curves import Curve, annealing, cosine, cycles, linear, one_cycle, steps, target
 
 Values: TypeAlias = list[float] | dict[str, list[float]]
 """One number per group; by name where there are several optimizers."""
@@ -54,6 +44,9 @@ class UpdaterHook(Hook):
         warmup_ratio: the factor at their start.
         warmup_by_epoch: whether ``warmup_iters`` counts epochs.
     """
+
+    _curve: Curve
+    """What a policy follows that has no ``get_lr`` or ``get_momentum`` of its own."""
 
     def __init__(
         self,
@@ -147,6 +140,9 @@ class UpdaterHook(Hook):
             )
         return total
 
+    def _on_curve(self, runner: RunnerView, base: float) -> float:
+        return self._curve(base, self._place(runner), lambda: self._total(runner))
+
     def _warmup_factor(self, runner: RunnerView) -> float | None:
         """The factor of the warm-up; None after it."""
         if self.warmup is None or not self._is_warming:
@@ -174,9 +170,9 @@ class LrUpdaterHook(UpdaterHook):
     :class:`UpdaterHook`.
     """
 
-    @abstractmethod
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
         """The rate now, of a group that begins with ``base_lr``."""
+        return self._on_curve(runner, base_lr)
 
     def get_regular_lr(self, runner: RunnerView) -> Values:
         """The rate of each group without warm-up."""
@@ -220,9 +216,9 @@ class MomentumUpdaterHook(UpdaterHook):
     ) -> None:
         super().__init__(by_epoch, warmup, warmup_iters, warmup_ratio, warmup_by_epoch)
 
-    @abstractmethod
     def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
         """The momentum now, of a group that begins with ``base_momentum``."""
+        return self._on_curve(runner, base_momentum)
 
     def get_regular_momentum(self, runner: RunnerView) -> Values:
         """The momentum of each group without warm-up."""
@@ -248,24 +244,6 @@ class MomentumUpdaterHook(UpdaterHook):
 
     def _warm(self, value: float, factor: float) -> float:
         return value / factor
-
-
-class _LrOnCurve(LrUpdaterHook):
-    def __init__(self, curve: Curve, **kwargs: Any) -> None:
-        self._curve = curve
-        super().__init__(**kwargs)
-
-    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        return self._curve(base_lr, self._place(runner), lambda: self._total(runner))
-
-
-class _MomentumOnCurve(MomentumUpdaterHook):
-    def __init__(self, curve: Curve, **kwargs: Any) -> None:
-        self._curve = curve
-        super().__init__(**kwargs)
-
-    def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
-        return self._curve(base_momentum, self._place(runner), lambda: self._total(runner))
 
 
 @HOOKS.register_module()
@@ -317,61 +295,65 @@ class InvLrUpdaterHook(LrUpdaterHook):
 
 
 @HOOKS.register_module()
-class StepLrUpdaterHook(_LrOnCurve):
-    """The rate times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+class StepLrUpdaterHook(LrUpdaterHook):
+    """The rate times ``gamma`` at each step; see :func:`~halfpeak.runner.hooks.curves.steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.1, min_lr: float | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(Steps(step, gamma, min_lr), **kwargs)
+        self._curve = steps(step, gamma, min_lr)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
-class StepMomentumUpdaterHook(_MomentumOnCurve):
-    """The momentum times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+class StepMomentumUpdaterHook(MomentumUpdaterHook):
+    """The momentum times ``gamma`` at each step; see :func:`~halfpeak.runner.hooks.curves.steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.5, min_momentum: float | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(Steps(step, gamma, min_momentum), **kwargs)
+        self._curve = steps(step, gamma, min_momentum)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
-class CosineAnnealingLrUpdaterHook(_LrOnCurve):
+class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
     """Half a cosine from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
-        super().__init__(Annealing(cosine, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+        self._curve = annealing(cosine, "min_lr", min_lr, min_lr_ratio)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
-class CosineAnnealingMomentumUpdaterHook(_MomentumOnCurve):
+class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
     """Half a cosine from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
 
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
     ) -> None:
-        target = Target("min_momentum", min_momentum, min_momentum_ratio)
-        super().__init__(Annealing(cosine, target), **kwargs)
+        self._curve = annealing(cosine, "min_momentum", min_momentum, min_momentum_ratio)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
-class LinearAnnealingLrUpdaterHook(_LrOnCurve):
+class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
     """A line from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
-        super().__init__(Annealing(linear, Target("min_lr", min_lr, min_lr_ratio)), **kwargs)
+        self._curve = annealing(linear, "min_lr", min_lr, min_lr_ratio)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
-class LinearAnnealingMomentumUpdaterHook(_MomentumOnCurve):
+class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
     """A line from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
 
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
     ) -> None:
-        target = Target("min_momentum", min_momentum, min_momentum_ratio)
-        super().__init__(Annealing(linear, target), **kwargs)
+        self._curve = annealing(linear, "min_momentum", min_momentum, min_momentum_ratio)
+        super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
@@ -390,7 +372,7 @@ class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
                 f"start_percent={short_repr(start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
         self.start_percent = start_percent
-        self._target = Target("min_lr", min_lr, min_lr_ratio)
+        self._target = target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
@@ -431,7 +413,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
             )
         self.periods, self.restart_weights = periods, restart_weights
         self._ends = list(accumulate(periods))
-        self._target = Target("min_lr", min_lr, min_lr_ratio)
+        self._target = target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
@@ -452,8 +434,8 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
 
 
 @HOOKS.register_module()
-class CyclicLrUpdaterHook(_LrOnCurve):
-    """Up and down again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+class CyclicLrUpdaterHook(LrUpdaterHook):
+    """Up and down again, several times; see :func:`~halfpeak.runner.hooks.curves.cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -466,13 +448,13 @@ class CyclicLrUpdaterHook(_LrOnCurve):
         **kwargs: Any,
     ) -> None:
         _require_iterations(by_epoch, "cyclic")
-        curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
-        super().__init__(curve, by_epoch=by_epoch, **kwargs)
+        self._curve = cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        super().__init__(by_epoch=by_epoch, **kwargs)
 
 
 @HOOKS.register_module()
-class CyclicMomentumUpdaterHook(_MomentumOnCurve):
-    """Down and up again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
+    """Down and up again, several times; see :func:`~halfpeak.runner.hooks.curves.cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -485,13 +467,13 @@ class CyclicMomentumUpdaterHook(_MomentumOnCurve):
         **kwargs: Any,
     ) -> None:
         _require_iterations(by_epoch, "cyclic")
-        curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
-        super().__init__(curve, by_epoch=by_epoch, **kwargs)
+        self._curve = cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        super().__init__(by_epoch=by_epoch, **kwargs)
 
 
 @HOOKS.register_module()
 class OneCycleLrUpdaterHook(LrUpdaterHook):
-    """Up to ``max_lr`` and down; see :class:`~halfpeak.runner.hooks.curves.OneCycle`. By iterations only.
+    """Up to ``max_lr`` and down; see :func:`~halfpeak.runner.hooks.curves.one_cycle`. By iterations only.
 
     Args:
         max_lr: the peak; a number, a list with one per group, or a dict of these by optimizer.
@@ -523,7 +505,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         self.max_lr, self.total_steps = max_lr, total_steps
         self.div_factor = require_number("div_factor", div_factor)
         self.final_div_factor = require_number("final_div_factor", final_div_factor)
-        self._curve = OneCycle(pct_start, anneal_strategy, three_phase)
+        self._cycle = one_cycle(pct_start, anneal_strategy, three_phase)
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
@@ -543,8 +525,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         super().before_run(runner)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        ends = Ends(start=base_lr, peak=base_lr * self.div_factor, end=base_lr / self.final_div_factor)
-        return self._curve(ends, self._place(runner), self.total_steps or self._total(runner))
+        values = base_lr, base_lr * self.div_factor, base_lr / self.final_div_factor
+        return self._cycle(values, self._place(runner), self.total_steps or self._total(runner))
 
 
 @HOOKS.register_module()
@@ -571,7 +553,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
     ) -> None:
         _require_iterations(kwargs.setdefault("by_epoch", False), "OneCycle")
         self._lowest, self._highest = base_momentum, max_momentum
-        self._curve = OneCycle(pct_start, anneal_strategy, three_phase)
+        self._cycle = one_cycle(pct_start, anneal_strategy, three_phase)
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
@@ -595,7 +577,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         return self._at(runner, base, group["base_momentum"])
 
     def _at(self, runner: RunnerView, highest: float, lowest: float) -> float:
-        return self._curve(Ends(highest, lowest, highest), self._place(runner), self._total(runner))
+        return self._cycle((highest, lowest, highest), self._place(runner), self._total(runner))
 
 
 def _require_momentum(group: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class BaseRunner:
         self._progress = StepCounter()
         self._resumed: dict[str, Any] | None = None
         self._flows: list[Flow] = []
-        self._flow = 0
+        self._flow = self._done = 0  # the place in the workflow: its entry, and the finished turns of it
         self._stage: str | None = None
         self._deferred: list[Callable[[], None]] = []
 
@@ -428,7 +428,8 @@ class BaseRunner:
                 **(meta or {}),
                 # A copy, because hooks may keep values there that turn into plain data when they are copied.
                 **copy.deepcopy(self.meta),
-                **self._counters(),
+                "epoch": self._epoch + (self._kind == "epoch" and self._stage == "after_train_epoch"),
+                "iter": self._iter + (self._stage == "after_train_iter"),
                 "time": time.asctime(),
                 **({} if classes is None else {"CLASSES": classes}),
             },
@@ -440,7 +441,10 @@ class BaseRunner:
                 "world_size": self._world_size,
                 "progress": self._progress.state_dict(),
                 "log_buffer": self.log_buffer.state_dict(),
-                **self._loop_state(),
+                "workflow": self._workflow(),
+                "flow": self._flow,
+                "done": self._done + self._ends_turn,
+                **self._data_state(),
             },
             "random": random_state.capture(parameter.device for parameter in model.parameters()),
         }
@@ -480,12 +484,8 @@ class BaseRunner:
                 link_latest(Path(path))
 
     @abstractmethod
-    def _counters(self) -> dict[str, int]:
-        """Finished epochs and iterations, once the stage that hooks are called for is over."""
-
-    @abstractmethod
-    def _loop_state(self) -> dict[str, Any]:
-        """The place where the loop goes on, once the stage that hooks are called for is over."""
+    def _data_state(self) -> dict[str, Any]:
+        """The place in the data where the loop goes on, once the stage that hooks are called for is over."""
 
     @abstractmethod
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
@@ -507,6 +507,11 @@ class BaseRunner:
         if train_mode:
             return self.model.train_step(batch, self.optimizer, **kwargs), "model.train_step()"
         return model_step.val_step(self.model, batch, self.optimizer, kwargs), "model.val_step()"
+
+    @property
+    def _ends_turn(self) -> bool:
+        """Whether the stage that hooks are called for ends a turn of the workflow."""
+        return self._stage in (f"after_train_{self._kind}", f"after_val_{self._kind}")
 
     @property
     def _is_begun(self) -> bool:
@@ -559,17 +564,43 @@ class BaseRunner:
         self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
         random_state.restore(self._resumed["random"])
 
-    def _place(self) -> tuple[int, int, bool]:
-        """The place in the workflow: its entry, the finished turns of it, and whether the workflow is the saved one."""
+    def _find_place(self) -> dict[str, Any] | None:
+        """Go to the saved place in the workflow; returns the one in the data, None where the workflow is another or new."""
+        self._go_to(0, 0)
         loop = None if self._resumed is None else self._resumed["loop"]
         if loop is None:
-            return 0, 0, False
+            return None
         if loop["workflow"] == self._workflow():
-            return loop["flow"], loop["done"], True
+            self._go_to(loop["flow"], loop["done"])
+            return loop
         self.logger.warning(
             "the workflow was %s when the run was saved; it begins anew", short_repr(loop["workflow"])
         )
-        return 0, 0, False
+        return None
+
+    def _go_to(self, flow: int, done: int) -> None:
+        self._flow, self._done = flow, done
+
+    def _end_turn(self) -> None:
+        self._go_to(self._flow, self._done + 1)
+
+    def _run_flows(self, kwargs: Mapping[str, Any]) -> None:
+        """Take the turns of the workflow until the run is over and the workflow at its end."""
+        while not self._is_over() or self._flow or self._done:
+            for loader, mode, times in self._flows[self._flow :]:
+                while self._done < times and not (mode == "train" and self._is_over()):
+                    before = self._done
+                    getattr(self, mode)(loader, **kwargs)
+                    if self._done == before:  # a subclass has a loop of its own
+                        self._end_turn()
+                    self._run_deferred()
+                self._go_to(self._flow + 1, 0)
+            self._go_to(0, 0)
+
+    def _is_over(self) -> bool:
+        by_epoch = self._kind == "epoch"
+        done, length = (self._epoch, self._max_epochs) if by_epoch else (self._iter, self._max_iters)
+        return length is not None and done >= length
 
     def _workflow(self) -> list[list[Any]]:
         return [[flow.mode, flow.times] for flow in self._flows]

@@ -42,7 +42,6 @@ class EpochBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "epoch"
-    _done = 0
     _open: Batches | None = None
     _opening: dict[str, Any] | None = None
 
@@ -73,15 +72,10 @@ class EpochBasedRunner(BaseRunner):
         flows = parse_workflow(self, data_loaders, workflow)
         self._max_iters = self._max_epochs * len(next(flow.loader for flow in flows if flow.mode == "train"))
         self._begin(flows, f"{self._max_epochs} epochs")
-        self._flow, self._done, same = self._place()
-        if self._resumed is not None and same:
-            loop = self._resumed["loop"]
-            self._opening = rescale(loop["open"], loop["world_size"], self._world_size)
-        while not self._is_over() or self._flow or self._done:
-            while self._flow < len(flows):
-                self._run_flow(kwargs)
-                self._flow, self._done = self._flow + 1, 0
-            self._flow = 0
+        place = self._find_place()
+        if place is not None:
+            self._opening = rescale(place["open"], place["world_size"], self._world_size)
+        self._run_flows(kwargs)
         self.call_hook("after_run")
         self._run_deferred()
 
@@ -140,35 +134,13 @@ class EpochBasedRunner(BaseRunner):
             yield batch
 
     def _end_turn(self) -> None:
-        self._done += 1
+        super()._end_turn()
         self._open = None
         self._run_deferred()
 
-    def _run_flow(self, kwargs: Mapping[str, Any]) -> None:
-        loader, mode, times = self._flows[self._flow]
-        while self._done < times and not (mode == "train" and self._is_over()):
-            before = self._done
-            getattr(self, mode)(loader, **kwargs)
-            if self._done == before:  # a subclass has a loop of its own
-                self._end_turn()
-
-    def _is_over(self) -> bool:
-        return self._max_epochs is not None and self._epoch >= self._max_epochs
-
-    def _counters(self) -> dict[str, int]:
-        return {
-            "epoch": self._epoch + (self._stage == "after_train_epoch"),
-            "iter": self._iter + (self._stage == "after_train_iter"),
-        }
-
-    def _loop_state(self) -> dict[str, Any]:
-        is_over = self._stage in ("after_train_epoch", "after_val_epoch")
-        return {
-            "workflow": self._workflow(),
-            "flow": self._flow,
-            "done": self._done + is_over,
-            "open": None if is_over or self._open is None else self._open.state_dict(self._is_begun),
-        }
+    def _data_state(self) -> dict[str, Any]:
+        passing = None if self._ends_turn else self._open
+        return {"open": None if passing is None else passing.state_dict(self._is_begun)}
 
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         return meta["epoch"], meta["iter"]

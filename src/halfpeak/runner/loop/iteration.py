@@ -43,7 +43,6 @@ class IterBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "iter"
-    _loaders: Sequence[IterLoader] = ()
     _is_open = False
 
     def run(
@@ -70,20 +69,14 @@ class IterBasedRunner(BaseRunner):
         if self._max_iters is None:
             raise ConfigError("this runner has no length; write IterBasedRunner(..., max_iters=90000)")
         flows = parse_workflow(self, data_loaders, workflow)
-        self._loaders = [IterLoader(flow.loader) for flow in flows]
+        flows = [flow._replace(loader=IterLoader(flow.loader)) for flow in flows]
         self._begin(flows, f"{self._max_iters} iters")
         self.mode = "train"
-        self.data_loader = next(
-            loader for loader, flow in zip(self._loaders, flows, strict=True) if flow.mode == "train"
-        )
+        self.data_loader = next(flow.loader for flow in flows if flow.mode == "train")
         self.call_hook("before_train_epoch")
-        self._flow, self._inner_iter = self._enter()
+        self._enter()
         self._is_open = True
-        while not self._is_over() or self._flow or self._inner_iter:
-            while self._flow < len(flows):
-                self._run_flow(kwargs)
-                self._flow, self._inner_iter = self._flow + 1, 0
-            self._flow = 0
+        self._run_flows(kwargs)
         self._is_open = False
         self.call_hook("after_train_epoch")
         self.call_hook("after_run")
@@ -97,7 +90,7 @@ class IterBasedRunner(BaseRunner):
         batch = next(data_loader)
         self._epoch = data_loader.epoch
         self._train_batch(batch, kwargs)
-        self._inner_iter += 1
+        self._end_turn()
 
     def val(self, data_loader: Any, **kwargs: Any) -> None:
         """One iteration of validation, without gradients. ``data_loader`` is an :class:`IterLoader`."""
@@ -105,7 +98,7 @@ class IterBasedRunner(BaseRunner):
         self.mode = "val"
         self.data_loader = data_loader
         self._val_batch(next(data_loader), kwargs)
-        self._inner_iter += 1
+        self._end_turn()
 
     def save_checkpoint(
         self,
@@ -128,43 +121,30 @@ class IterBasedRunner(BaseRunner):
             return config
         return {"by_epoch": False, **config}
 
-    def _enter(self) -> tuple[int, int]:
+    def _enter(self) -> None:
         """Find the place in the workflow and in the data."""
-        flow, done, same = self._place()
+        place = self._find_place()
+        if place is not None:
+            saved = require_list(place["loaders"], "loaders", len(self._flows))
+            for flow, state in zip(self._flows, saved, strict=True):
+                batches = rescale(state["batches"], place["world_size"], self._world_size)
+                flow.loader.load_state_dict({**state, "batches": batches})
         if self._resumed is not None:
-            if same:
-                loop = self._resumed["loop"]
-                saved = require_list(loop["loaders"], "loaders", len(self._loaders))
-                for loader, state in zip(self._loaders, saved, strict=True):
-                    batches = rescale(state["batches"], loop["world_size"], self._world_size)
-                    loader.load_state_dict({**state, "batches": batches})
             # Finding the place drew from the random generators, and the stage before was called again; not so for a file
             # that was saved after the end.
             self._restore(hooks=self._resumed["loop"].get("is_open", True))
             self._resumed = None
-        return flow, done
 
-    def _run_flow(self, kwargs: Mapping[str, Any]) -> None:
-        mode, times = self._flows[self._flow].mode, self._flows[self._flow].times
-        while self._inner_iter < times and not (mode == "train" and self._is_over()):
-            getattr(self, mode)(self._loaders[self._flow], **kwargs)
-            self._run_deferred()
+    def _go_to(self, flow: int, done: int) -> None:
+        super()._go_to(flow, done)
+        self._inner_iter = done
 
-    def _is_over(self) -> bool:
-        return self._max_iters is not None and self._iter >= self._max_iters
-
-    def _counters(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "iter": self._iter + (self._stage == "after_train_iter")}
-
-    def _loop_state(self) -> dict[str, Any]:
-        is_over = self._stage in ("after_train_iter", "after_val_iter")
+    def _data_state(self) -> dict[str, Any]:
         return {
-            "workflow": self._workflow(),
-            "flow": self._flow,
-            "done": self._inner_iter + is_over,
             "is_open": self._is_open,
             "loaders": [
-                loader.state_dict(self._is_begun and loader is self.data_loader) for loader in self._loaders
+                flow.loader.state_dict(self._is_begun and flow.loader is self.data_loader)
+                for flow in self._flows
             ],
         }
 
