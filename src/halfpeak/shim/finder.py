@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from halfpeak.shim.dist_metadata import ShimDistribution, add_to_working_set, normalized
-from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules
+from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules, when_imported
 from halfpeak.shim.spec import SUBMODULES, Shim, Undo
 
 
@@ -34,8 +35,8 @@ class Finder(MetaPathFinder):
         for name in self.shim.packages:
             if name in sys.modules:
                 self._complete(sys.modules[name])
-        if "pkg_resources" in sys.modules:
-            self._announce(sys.modules["pkg_resources"])
+        if self.shim.distribution:
+            self._undo.append(when_imported("pkg_resources", partial(add_to_working_set, shim=self.shim)))
 
     def set_up(self) -> None:
         """Run the shim's ``setup``."""
@@ -61,15 +62,15 @@ class Finder(MetaPathFinder):
         Raises:
             ImportError: the shim provides no such module. ``importlib.util.find_spec``, which only asks, gets None.
         """
-        if fullname == "pkg_resources":
-            return self._watched(self._ask_others(fullname, path, target), self._announce)
         if not self.shim.owns(fullname):
             return None
-        spec = self._ask_others(fullname, path, target)
+        found = self._ask_others(fullname, path, target)
+        is_row = found is None and fullname in self.shim.modules
+        spec = RowLoader(self.shim).spec(fullname) if is_row else found
         if spec is not None:
-            return self._watched(spec, self._complete) if fullname in self.shim.packages else spec
-        if fullname in self.shim.modules:
-            return self._watched(RowLoader(self.shim).spec(fullname), self._complete)
+            if is_row or fullname in self.shim.packages:
+                spec.loader = AfterImport(spec.loader, self._complete)
+            return spec
         # A script that asks whether a module is there, and does not import it, can do without it.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
             message = self._refusal(fullname)
@@ -99,16 +100,6 @@ class Finder(MetaPathFinder):
             if found is not None and found.loader is not None:
                 return found
         return None
-
-    @staticmethod
-    def _watched(spec: ModuleSpec | None, action: Callable[[ModuleType], None]) -> ModuleSpec | None:
-        if spec is not None:
-            spec.loader = AfterImport(spec.loader, action)
-        return spec
-
-    def _announce(self, pkg_resources: ModuleType) -> None:
-        if self.shim.distribution:
-            self._undo.append(add_to_working_set(pkg_resources, self.shim))
 
     def _complete(self, package: ModuleType) -> None:
         self._undo.append(add_lazy_submodules(package, self.shim.lazy, self._refusal))
