@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,33 @@ def test_a_policy_of_ones_own() -> None:
     assert hook.base_lr == [1.0]
     later: Any = SimpleNamespace(epoch=3)
     assert hook.get_regular_lr(later) == [0.125]
+
+
+@pytest.mark.parametrize("which", ["lr", "momentum"])
+def test_a_policy_that_says_no_value_is_refused(which: str) -> None:
+    class Silent(hr.LrUpdaterHook if which == "lr" else hr.MomentumUpdaterHook):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match=f"Silent says no value; .*get_{which}"):
+        run(sgd(momentum=0.9), Silent(), which=which)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hr.StepLrUpdaterHook([1, 2]),
+        hr.CosineAnnealingLrUpdaterHook(min_lr=0.1),
+        hr.LinearAnnealingLrUpdaterHook(min_lr_ratio=0.1),
+        hr.FlatCosineAnnealingLrUpdaterHook(min_lr=0.1),
+        hr.CosineRestartLrUpdaterHook([2, 2], [1, 1], min_lr=0.1),
+        hr.CyclicLrUpdaterHook(),
+        hr.OneCycleLrUpdaterHook(max_lr=1.0),
+    ],
+    ids=lambda hook: type(hook).__name__,
+)
+def test_a_hook_goes_through_a_pickle(hook: hr.LrUpdaterHook) -> None:
+    """As launchers that start processes by themselves send it."""
+    assert run(sgd(momentum=0.9), pickle.loads(pickle.dumps(hook))) == run(sgd(momentum=0.9), hook)
 
 
 def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -14,7 +15,10 @@ Total: TypeAlias = Callable[[], int]
 """The length of a schedule, asked for only by curves that need one: a run may have none in that unit."""
 
 Curve: TypeAlias = Callable[[float, int, Total], float]
-"""The value of a schedule that begins with a number, at a place that is counted in finished epochs or iterations."""
+"""The value of a schedule that begins with a number, at a place that is counted in finished epochs or iterations.
+
+It is a ``partial`` of a function of this module, because hooks are pickled with their curves.
+"""
 
 Shape: TypeAlias = Callable[[float, float, float], float]
 """From one value to another, for a place between 0 and 1."""
@@ -55,13 +59,15 @@ def steps(step: int | Sequence[int], gamma: float, minimum: float | None) -> Cur
     if any(one < 1 for one in several):
         raise ConfigError(f"step={short_repr(step)} must be above 0; write step=[8, 11]")
     require_number("gamma", gamma)
+    return partial(_on_steps, step, gamma, minimum)
 
-    def curve(base: float, place: int, total: Total) -> float:
-        count = place // step if isinstance(step, int) else sum(place >= one for one in step)
-        value = base * gamma**count
-        return value if minimum is None else max(value, minimum)
 
-    return curve
+def _on_steps(
+    step: int | Sequence[int], gamma: float, minimum: float | None, base: float, place: int, total: Total
+) -> float:
+    count = place // step if isinstance(step, int) else sum(place >= one for one in step)
+    value = base * gamma**count
+    return value if minimum is None else max(value, minimum)
 
 
 def target(name: str, value: float | None, ratio: float | None) -> Callable[[float], float]:
@@ -74,17 +80,23 @@ def target(name: str, value: float | None, ratio: float | None) -> Callable[[flo
         raise ConfigError(
             f"exactly one of {name}={short_repr(value)} and {name}_ratio={short_repr(ratio)} must be given; write {name}=0"
         )
-    if ratio is not None:
-        part = require_number(f"{name}_ratio", ratio)
-        return lambda base: base * part
-    end = require_number(name, value)
-    return lambda base: end
+    require_number(*((name, value) if ratio is None else (f"{name}_ratio", ratio)))
+    return partial(_end, value, ratio)
+
+
+def _end(value: float | None, ratio: float | None, base: float) -> float:
+    return base * ratio if value is None else value  # type: ignore[operator]
 
 
 def annealing(shape: Shape, name: str, value: float | None, ratio: float | None) -> Curve:
     """Over the whole run along :func:`cosine` or :func:`linear`, to the end that :func:`target` says."""
-    end = target(name, value, ratio)
-    return lambda base, place, total: shape(base, end(base), place / total())
+    return partial(_on_annealing, shape, target(name, value, ratio))
+
+
+def _on_annealing(
+    shape: Shape, end: Callable[[float], float], base: float, place: int, total: Total
+) -> float:
+    return shape(base, end(base), place / total())
 
 
 def cycles(
@@ -114,18 +126,27 @@ def cycles(
         raise ConfigError(f"step_ratio_up={short_repr(step_ratio_up)} must be at least 0 and below 1")
     if not 0 < require_number("gamma", gamma) <= 1:
         raise ConfigError(f"gamma={short_repr(gamma)} must be above 0 and at most 1")
-    shape = _shape_of(anneal_strategy)
+    return partial(_on_cycles, (up, down), cyclic_times, step_ratio_up, _shape_of(anneal_strategy), gamma)
 
-    def curve(base: float, place: int, total: Total) -> float:
-        length = max(total() // cyclic_times, 1)
-        rise = int(step_ratio_up * length)
-        cycle, inside = divmod(place, length)
-        peak = base + base * (up - 1) * gamma**cycle
-        if inside < rise:
-            return shape(base, peak, inside / rise)
-        return shape(peak, base * down, (inside - rise) / (length - rise))
 
-    return curve
+def _on_cycles(
+    ratios: tuple[float, float],
+    times: int,
+    ratio_up: float,
+    shape: Shape,
+    gamma: float,
+    base: float,
+    place: int,
+    total: Total,
+) -> float:
+    up, down = ratios
+    length = max(total() // times, 1)
+    rise = int(ratio_up * length)
+    cycle, inside = divmod(place, length)
+    peak = base + base * (up - 1) * gamma**cycle
+    if inside < rise:
+        return shape(base, peak, inside / rise)
+    return shape(peak, base * down, (inside - rise) / (length - rise))
 
 
 def one_cycle(
@@ -141,22 +162,28 @@ def one_cycle(
             f"pct_start={short_repr(pct_start)} must be a float from 0 to 1; write pct_start=0.3"
         )
     require_flag("three_phase", three_phase)
-    shape = _shape_of(anneal_strategy)
+    return partial(_on_one_cycle, pct_start, _shape_of(anneal_strategy), three_phase)
 
-    def curve(values: tuple[float, float, float], place: int, total: int) -> float:
-        start, peak, end = values
-        phases = [(float(pct_start * total) - 1, start, peak), (float(total - 1), peak, end)]
-        if three_phase:
-            back = float(2 * pct_start * total) - 2
-            phases[1:] = [(back, peak, start), (float(total - 1), start, end)]
-        before, (last, begin, goal) = 0.0, phases[0]
-        for phase in phases[1:]:
-            if place <= last:
-                break
-            before, (last, begin, goal) = last, phase
-        return shape(begin, goal, (place - before) / (last - before) if last > before else 1.0)
 
-    return curve
+def _on_one_cycle(
+    pct_start: float,
+    shape: Shape,
+    three_phase: bool,
+    values: tuple[float, float, float],
+    place: int,
+    total: int,
+) -> float:
+    start, peak, end = values
+    phases = [(float(pct_start * total) - 1, start, peak), (float(total - 1), peak, end)]
+    if three_phase:
+        back = float(2 * pct_start * total) - 2
+        phases[1:] = [(back, peak, start), (float(total - 1), start, end)]
+    before, (last, begin, goal) = 0.0, phases[0]
+    for phase in phases[1:]:
+        if place <= last:
+            break
+        before, (last, begin, goal) = last, phase
+    return shape(begin, goal, (place - before) / (last - before) if last > before else 1.0)
 
 
 def _shape_of(strategy: str) -> Shape:

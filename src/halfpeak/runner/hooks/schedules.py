@@ -45,7 +45,7 @@ class UpdaterHook(Hook):
         warmup_by_epoch: whether ``warmup_iters`` counts epochs.
     """
 
-    _curve: Curve
+    _curve: Curve | None = None
     """What a policy follows that has no ``get_lr`` or ``get_momentum`` of its own."""
 
     def __init__(
@@ -141,6 +141,11 @@ class UpdaterHook(Hook):
         return total
 
     def _on_curve(self, runner: RunnerView, base: float) -> float:
+        if self._curve is None:
+            raise ConfigError(
+                f"{type(self).__name__} says no value; define get_lr(self, runner, base_lr), or for a momentum "
+                "get_momentum(self, runner, base_momentum)"
+            )
         return self._curve(base, self._place(runner), lambda: self._total(runner))
 
     def _warmup_factor(self, runner: RunnerView) -> float | None:
