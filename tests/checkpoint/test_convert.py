@@ -144,6 +144,29 @@ def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
     assert kept["epoch"] == 3
 
 
+def test_weights_under_the_name_of_a_version_are_not_lost_in_silence(tmp_path: Path) -> None:
+    model = AmpLoop().save()["model"]
+    save(tmp_path / "a.pt", {"model": model, "model_version": model, "code_version": "3"})
+    with pytest.raises(StateError, match=r"no place for 'model_version' \(weights\). To go"):
+        convert(tmp_path / "a.pt", "lightning", tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize(
+    ("form", "head"),
+    [("lightning", {"pytorch-lightning_version": "2.6.6"}), ("mmcv", {"meta": {"mmcv_version": "1.7.2"}})],
+)
+def test_tensors_beside_the_weights_of_a_library_are_no_weights(
+    form: str, head: dict[str, Any], tmp_path: Path
+) -> None:
+    """A callback or a hook has saved them, and they may come first."""
+    model, own = AmpLoop().save()["model"], {"centre": torch.ones(2)}
+    save(tmp_path / "a.pt", {**head, "prototypes": own, "state_dict": model})
+    convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    assert not differences(dict(load(tmp_path / "w.pt")), dict(model))
+    convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
+    assert not differences(load(tmp_path / "b.pt")["prototypes"], own)
+
+
 def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
     parts = AmpLoop().save()
     state = {

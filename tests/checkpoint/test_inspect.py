@@ -322,6 +322,12 @@ def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
         inspect(tmp_path / "absent.pt")
 
 
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    for name in ("a" * 300, "a\0b", "absent"):
+        with pytest.raises(CheckpointError, match="cannot be opened"):
+            inspect(tmp_path / name)
+
+
 def test_other_containers_are_told_apart(tmp_path: Path) -> None:
     def container(data: bytes) -> Report:
         (tmp_path / "a").write_bytes(data)

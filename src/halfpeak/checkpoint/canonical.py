@@ -128,15 +128,19 @@ class Contents:
         known = {key: value for key, value in known.items() if value is not None}
         return {HALFPEAK_KEY: known} if known else {}
 
-    def add(self, where: str, value: object) -> None:
-        """Add an entry as what its content shows it to be. Averages, generators and hooks stay in the rest."""
+    def add(self, where: str, value: object, *, has_models: bool = True) -> None:
+        """Add an entry as what its content shows it to be. Averages, generators and hooks stay in the rest.
+
+        Args:
+            has_models: False where the weights lie elsewhere, and tensors under names are something else.
+        """
         is_known = (
             self._add_counter(where.removeprefix("meta."), value)
             or self.add_engine(value)
             or (
                 _ASIDE.search(where) is None
                 and (
-                    self._add_models(where, value)
+                    (has_models and self._add_models(where, value))
                     or self._add_optimizers(where, value)
                     or self.add_scaler(where, value)
                     or self._add_masters(where, value)

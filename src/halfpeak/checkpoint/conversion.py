@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -95,8 +95,14 @@ def convert(
         )
     notes = _merge_masters(contents)
     contents.level = contents.level or level
+    # Nobody asks for the version of a writer.
+    free = {
+        name
+        for name, value in contents.rest.items()
+        if isinstance(value, (str, int)) and (name == "meta.time" or name.endswith("_version"))
+    }
     lost |= _fit(contents, target, scale)
-    _check_losses(lost, drop, form)
+    _check_losses(lost, drop, free, form)
     target.store(place, _as_plain(target.write(contents), opened))
     return Conversion(contents.form, form, place, _describe(contents, target), lost, tuple(notes))
 
@@ -132,18 +138,17 @@ def _describe(contents: Contents, target: Target) -> tuple[str, ...]:
     return tuple(f"{count} {what}{'s' * (count != 1)}{of}" for count, what, of in counted if count)
 
 
-def _check_losses(lost: Mapping[str, str], drop: frozenset[str], form: str) -> None:
-    """Refuse what would be lost unasked; nobody asks for the version of a writer.
+def _check_losses(lost: Mapping[str, str], drop: frozenset[str], free: Set[str], form: str) -> None:
+    """Refuse what would be lost unasked.
+
+    Args:
+        free: what need not be asked for.
 
     Raises:
         ConfigError: ``drop`` names what is not there.
         StateError: ``drop`` does not name what has no place.
     """
-    refused = {
-        name: what
-        for name, what in lost.items()
-        if not (drop & {ALL, name} or name == "meta.time" or name.endswith("_version"))
-    }
+    refused = {name: what for name, what in lost.items() if not (drop & {ALL, name} or name in free)}
     unknown = sorted(drop - {ALL} - lost.keys())
     if unknown:
         names = ", ".join(map(repr, refused)) or "nothing"

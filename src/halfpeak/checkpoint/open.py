@@ -66,11 +66,14 @@ def open_any(path: StrPath) -> Opened:
         CheckpointError: there is no such file, or it cannot be opened.
     """
     target = as_path(path)
-    if (target / METADATA).is_file():
-        return _open_dcp(target)
-    if (target / RUN_FILE).is_file():
-        return _open_file(target / RUN_FILE)
-    return _open_folder(target) if target.is_dir() else _open_file(target)
+    try:
+        if (target / METADATA).is_file():
+            return _open_dcp(target)
+        if (target / RUN_FILE).is_file():
+            return _open_file(target / RUN_FILE)
+        return _open_folder(target) if target.is_dir() else _open_file(target)
+    except OSError as error:
+        raise CheckpointError(f"{str(target)!r} cannot be opened: {error.strerror}") from error
 
 
 def _open_file(path: Path) -> Opened:

@@ -81,13 +81,16 @@ def _read(tree: Any) -> Contents:
 
 
 def _read_entries(contents: Contents, tree: Mapping[Any, Any]) -> None:
-    meta = tree["meta"] if openmmlab.is_run(tree, contents) else {}
+    is_run = openmmlab.is_run(tree, contents)
+    meta = tree["meta"] if is_run else {}
+    # Beside the weights of a library, which lie in one place, callbacks and hooks keep tensors of their own.
+    in_one_place = is_run or lightning.is_form(tree, contents)
     for key, value in tree.items():
         if key not in _VERSIONS and not (meta and key == "meta"):
-            contents.add(str(key), value)
+            contents.add(str(key), value, has_models=not in_one_place or key == "state_dict")
     for key, value in meta.items():
         inside = value.get("loss_scaler") if key == "fp16" and isinstance(value, Mapping) else None
-        contents.add(f"meta.{key}", value if scaler_kind(inside) is None else inside)
+        contents.add(f"meta.{key}", value if scaler_kind(inside) is None else inside, has_models=False)
     told = {**tree, **meta}
     version = next((told[key] for key in _VERSIONS if isinstance(told.get(key), str)), "")
     contents.version = _COMMIT.sub("", version)
