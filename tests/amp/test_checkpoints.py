@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from halfpeak import amp
 from halfpeak.core.errors import StateError
-from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
+from support.nets import LEVELS, OPTIMIZERS, PURE, STORED, make_batch, make_net
 from support.states import same, through_a_file
 
 
@@ -203,8 +203,8 @@ class TestRecipe:
         optimizer.load_state_dict(checkpoint["optimizer"])
         for name, value in net.state_dict().items():
             wanted = expected[name]
-            if level == "O3" and wanted.is_floating_point():
-                wanted = wanted.half().float()
+            if level in PURE and wanted.is_floating_point():
+                wanted = wanted.to(STORED[level]).float()
             assert torch.equal(value, wanted)
         moved = [optimizer.state[p]["momentum_buffer"].dtype for p in amp.master_params(optimizer)]
         assert moved == [p.dtype for p in amp.master_params(optimizer)]

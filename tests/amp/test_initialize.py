@@ -12,7 +12,7 @@ from torch import nn
 
 from halfpeak import amp
 from halfpeak.core.errors import ConfigTypeError
-from support.nets import LEVELS, LOW, MASTERED, make_net
+from support.nets import LEVELS, MASTERED, STORED, make_net
 from support.snapshot import snapshot, values
 
 
@@ -173,7 +173,7 @@ class TestModels:
         net.register_buffer("table", torch.arange(3))
         net.register_buffer("factor", torch.ones(2))
         amp.initialize(net, opt_level=level, verbosity=0)
-        low = LOW[level] if level in ("O2", "O3", "O5") else torch.float32
+        low = STORED[level]
         norm = torch.float32 if level in MASTERED else low
         got = {name: tensor.dtype for name, tensor in (*net.named_parameters(), *net.named_buffers())}
         assert {got["0.weight"], got["0.bias"], got["4.weight"], got["4.bias"], got["factor"]} == {low}

@@ -36,6 +36,7 @@ ALL = (*PER_MODULE, *PER_OP)
     "named",
     [
         pytest.param(set(DEFAULTS), id="DEFAULTS of this file"),
+        pytest.param(set(ALL), id="PER_OP and PER_MODULE of this file"),
         pytest.param(set(get_args(LevelName)) - {"auto"}, id="LevelName in core/levels.py"),
         pytest.param(set(COLORS), id="COLORS in insight/checkup.py"),
         pytest.param(set(SAFEST), id="SAFEST in insight/doctor.py"),
@@ -43,6 +44,11 @@ ALL = (*PER_MODULE, *PER_OP)
 )
 def test_what_has_a_row_for_each_level_has_one_for_all(named: set[str]) -> None:
     assert named == set(LEVELS)
+
+
+def test_what_casts_per_operation_leaves_weights_alone() -> None:
+    """What ``resolve`` refuses and says there, and ``fully_shard`` in distributed/fsdp.py, take it for granted."""
+    assert all((policy := resolve(level).policy()).param is None and not policy.masters for level in PER_OP)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -14,7 +14,7 @@ import halfpeak
 from fuzz.models import PARTS
 from halfpeak import fused
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LEVELS = tuple(halfpeak.LEVELS)
 
 # eps is large enough for float16, in which O3 steps. Torch's fused SGD with momentum fails where a parameter gets its first
 # gradient later than others, and reads memory that nobody has written where weights are low, on the CPU.

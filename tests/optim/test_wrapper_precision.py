@@ -20,7 +20,7 @@ from halfpeak.optim import (
     ScalarHistory,
 )
 from optim.families import Unit, new_hub, ours, wrap
-from support.nets import LEVELS, LOW, make_batch, make_net
+from support.nets import LEVELS, MASTERED, STORED, make_batch, make_net
 
 
 def step(wrapper: OptimWrapper, model: nn.Module, i: int = 0) -> Tensor:
@@ -111,12 +111,12 @@ def test_apex_converts_in_the_first_context(level: str) -> None:
     wrapper = ApexOptimWrapper(level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     step(wrapper, model)
-    cast = LOW[level] if level in ("O2", "O3", "O5") else torch.float32
-    assert model[0].weight.dtype is cast
-    assert model[1].weight.dtype is (cast if level == "O3" else torch.float32)
+    low, master = STORED[level], torch.float32 if level in MASTERED else STORED[level]
+    assert model[0].weight.dtype is low
+    assert model[1].weight.dtype is master
     stepped = wrapper.optimizer.param_groups[0]["params"][0]
-    assert stepped.dtype is (torch.float16 if level == "O3" else torch.float32)
-    assert (stepped is model[0].weight) == (level not in ("O2", "O5"))
+    assert stepped.dtype is master
+    assert (stepped is model[0].weight) == (level not in MASTERED)
     assert model.state_dict()["0.weight"].dtype is torch.float32
 
 

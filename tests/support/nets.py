@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-MASTERED = ("O2", "O5")
+import halfpeak
+
+POLICIES = {name: level.properties.policy() for name, level in halfpeak.LEVELS.items()}
+LEVELS = tuple(POLICIES)
+"""Every level, so that a new one meets the tests of all."""
+MASTERED = tuple(name for name, policy in POLICIES.items() if policy.masters)
 LOW = {
-    "O1": torch.float16,
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O4": torch.bfloat16,
-    "O5": torch.bfloat16,
+    name: policy.compute for name, policy in POLICIES.items() if policy.compute not in (None, torch.float32)
 }
+"""What a level computes in, where that is a half dtype."""
+STORED = {name: policy.param or torch.float32 for name, policy in POLICIES.items()}
+"""What weights are stored in, norms aside."""
+PURE = tuple(name for name in LEVELS if STORED[name] is not torch.float32 and name not in MASTERED)
+"""Half weights without masters."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
