@@ -143,19 +143,20 @@ def agree(optimizer: Optimizer, wanted: dict[Tensor, Wanted], *, ulps: float) ->
     """Every weight and state is within ``ulps`` roundings of the largest number that went into its tensor."""
     for parameter, (values, sizes) in wanted.items():
         row = optimizer.state.get(parameter, {})
-        found = [parameter.detach(), *(row[name] for name in row if name != "step")]
-        for actual, expected, size in zip(found, values, sizes, strict=True):
-            assert actual.dtype == (parameter.dtype if actual is found[0] else expected.dtype)
-            assert_close(actual, expected, size, ulps)
+        found = {"weight": parameter.detach(), **{name: row[name] for name in row if name != "step"}}
+        for (name, actual), expected, size in zip(found.items(), values, sizes, strict=True):
+            assert actual.dtype == (parameter.dtype if name == "weight" else expected.dtype), name
+            assert_close(actual, expected, size, ulps, name)
 
 
 def largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max())
 
 
-def assert_close(actual: Tensor, expected: Tensor, size: float, ulps: float) -> None:
+def assert_close(actual: Tensor, expected: Tensor, size: float, ulps: float, what: str) -> None:
+    said = f"{what} of the backend and of the rule: {actual} and {expected}"
     if ulps == 0:
-        assert torch.equal(actual, expected.to(actual.dtype))
+        assert torch.equal(actual, expected.to(actual.dtype)), said
         return
     bound = ulps * EPS[actual.dtype] * size
-    assert float((actual.to(expected.dtype) - expected).abs().max()) <= bound
+    assert float((actual.to(expected.dtype) - expected).abs().max()) <= bound, said

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
 
+from fused.reference import CASES
 from halfpeak.ops.triton import is_installed
 
 PROGRAM = textwrap.dedent(
     """
+    import json
     import re
     import subprocess
     import sys
@@ -36,7 +40,8 @@ PROGRAM = textwrap.dedent(
     TYPES |= {name: "*fp32" for name in ("numbers", "squares", "factor", "found_inf", "scale", "floats")}
     TYPES |= {name: "*fp32" for name in ("each", "sums", "rates")}
     TYPES |= {name: "i32" for name in ("full", "count", "first", "partials", "interval", "hysteresis", "counters")}
-    TYPES |= {name: "fp32" for name in ("max_norm", "own_max_norm", "growth", "backoff", "floor", "ceiling")}
+    TYPES |= {name: "i32" for name in ("after_growth", "after_overflow", "after_failure")}
+    TYPES |= {name: "fp32" for name in ("max_norm", "own_max_norm", "growth", "backoff", "floor", "ceiling", "below")}
     TYPES |= {"hyper": "*fp64"}
     FORM = {"COLUMNS": launch.COLUMNS, "CHUNK": launch.CHUNK}
     REGISTERS = 65536
@@ -44,6 +49,8 @@ PROGRAM = textwrap.dedent(
 
 
     def compile_kernel(kernel, programs=launch._MOVING, **constants):
+        unknown = set(kernel.arg_names) - TYPES.keys() - constants.keys()
+        assert not unknown, f"add the types of {sorted(unknown)}, arguments of {kernel.__name__}, to TYPES of this file"
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         # Aligned to 16 bytes is what a launch finds of what is not told to be of no account.
@@ -75,12 +82,8 @@ PROGRAM = textwrap.dedent(
             assert re.search(r"ld\\.global\\.v4\\.b32", code), "loads of gradients are not 16 bytes wide"
         compile_kernel(measure_kernel, launch._READING, GRAD=grad, ALIGN=1, EACH="", **FORM)
     IDENTITY = {"MASTER": 0, "A": "identity", "B": "identity", "C": "identity"}
-    for rule, option, other in (
-        ("adam", True, False), ("adam", False, True), ("sgd", "", False), ("sgd", "momentum", True),
-        ("sgd", "nesterov", False), ("adagrad", False, False), ("adagrad", True, False), ("lamb", True, False),
-        *(("lamb", option, other) for option in (True, False) for other in ("moments", "weights")), ("lamb", False, False),
-        ("novograd", True, False), ("novograd", False, False),
-    ):
+    formulas = json.loads(sys.argv[2])
+    for rule, option, other in formulas:
         for weight, low, grad in ((tl.float32, tl.bfloat16, tl.bfloat16), (tl.float32, None, tl.float32),
                                   (tl.float16, None, tl.float16)):
             code = compile_kernel(update_kernel, DTYPE=weight, LOWER=low,
@@ -104,20 +107,33 @@ PROGRAM = textwrap.dedent(
     compile_kernel(lamb_trust_kernel, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)
     for largest in (True, False):
         compile_kernel(norm_kernel, LARGEST=largest, COLUMNS=launch.COLUMNS, BLOCK=launch._PARTS)
-    for rule in ("adam", "sgd", "adagrad", "lamb", "novograd"):
+    for rule in sorted({rule for rule, _, _ in formulas}):
         for judges, keeps, dynamic, clean in ((False, False, False, False), (True, True, False, True), (True, True, True, True),
                                               (True, True, True, False)):
             compile_kernel(control_kernel, 1, JUDGES=judges, CLIPS=keeps, CLIPS_AGAIN=rule == "lamb", DECIDES=keeps,
-                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RULE=rule, HYPER=launch.HYPER, BLOCK=2048)
+                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RECOVERS=dynamic, RULE=rule, HYPER=launch.HYPER, BLOCK=2048)
     print("compiled")
     """
 )
+
+
+def formulas() -> set[tuple[str, bool | str, bool | str]]:
+    """Rule, option and other of every optimizer in ``CASES``, and of the variants that no optimizer of ours has."""
+    found: set[tuple[str, bool | str, bool | str]] = {("sgd", "momentum", True), ("adagrad", True, False)}
+    for kind, options in CASES.values():
+        optimizer = kind([torch.nn.Parameter(torch.ones(1))], **options)
+        config = optimizer.rule(optimizer.param_groups[0]).kernel_config()
+        assert config is not None, f"{kind.__name__} has no Triton kernel"
+        found.add((config.rule, config.option, config.other))
+        if config.rule == "lamb":
+            found |= {(config.rule, config.option, part) for part in (False, "moments", "weights")}
+    return found
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs triton")
 @pytest.mark.parametrize("capability", [90])
 def test_every_kernel_compiles_with_wide_loads_and_nothing_spilled(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PROGRAM, str(capability)]
+    command = [sys.executable, "-c", PROGRAM, str(capability), json.dumps(sorted(formulas(), key=str))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("compiled\n"), done.stderr

@@ -83,9 +83,9 @@ class TritonBackend(Backend):
             step = step._replace(found_inf=inputs.found_inf)
             floats, ints, numbers = self._control(step, measured, rows, hyper, inputs)
         found_inf, norm, multiplier, _, scale = floats.unbind()
-        clean, grace, patience, num_steps, num_skipped = ints.unbind()
+        *counts, num_steps, num_skipped = ints.unbind()
         self._ready = _Ready(step._replace(multiplier=multiplier), found_inf, hyper, rows, numbers, measured)
-        state = ScaleState(scale, clean, grace, patience)
+        state = ScaleState(scale, *counts)
         return StepDecision(found_inf, norm, multiplier, state, num_steps, num_skipped)
 
     def prepare(self, step: BackendStep) -> Callable[[], None]:
@@ -178,7 +178,7 @@ class TritonBackend(Backend):
         judges: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         floats = torch.empty(5, dtype=torch.float32, device=self.device)
-        ints = torch.empty(5, dtype=torch.int32, device=self.device)
+        ints = torch.empty(len(ScaleState._fields) + 1, dtype=torch.int32, device=self.device)
         width = self._kernels.NUMBERS
         numbers = torch.empty((len(rows), width), dtype=torch.float32, device=self.device)
         config = step.slices[0].rule.kernel_config()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.schedule import ScaleConfig, ScaleState
 from halfpeak.ops.triton import KernelConfig
 from halfpeak.ops.triton import step_numbers as _numbers
 from halfpeak.ops.triton.control import control_kernel
@@ -151,7 +151,7 @@ def control(
         many,
         factor,
         found_inf,
-        *(state or (floats, ints, ints, ints, ints, ints)),
+        *(state or (floats, *[ints] * (len(ScaleState._fields) + 1))),
         rows,
         len(rows),
         hyper,

@@ -73,7 +73,8 @@ def write_numbers(numbers, hyper, multiplier, lr, step, RULE: tl.constexpr):
         _put(numbers, 2, eps)
         _put(numbers, 3, decay)
     else:
-        # LAMB and NovoGrad, which differ in the second moment.
+        # These two differ in the second moment.
+        tl.static_assert(RULE == "lamb" or RULE == "novograd", "a rule without constants in write_numbers")
         corrects = tl.load(hyper + 6) != 0
         averages = tl.load(hyper + 7) != 0
         starts = (tl.load(hyper + 8) != 0) & (step <= 1)

@@ -130,7 +130,8 @@ def _move(
         else:
             weight = weight - tl.load(number + 9) * move
     else:
-        # NovoGrad, whose norm is up to date. OPTION: inside.
+        tl.static_assert(RULE == "novograd", "a rule without a formula in update_kernel")
+        # Its norm is up to date. OPTION: inside.
         norm = tl.load(pointer(own, SECOND, tl.float32, 1))
         divisor = tl.full(grad.shape, 0.0, tl.float32) + (norm * tl.load(number + 6) + tl.load(number + 7))
         decay = tl.load(number + 8)
