@@ -23,7 +23,17 @@ from halfpeak.optim.base import momentum_of
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.curves import Curve, annealing, cosine, cycles, linear, one_cycle, steps, target
+from halfpeak.runner.hooks.curves import (
+    Annealing,
+    Curve,
+    Cycles,
+    Ends,
+    OneCycle,
+    Steps,
+    Target,
+    cosine,
+    linear,
+)
 
 Values: TypeAlias = list[float] | dict[str, list[float]]
 """One number per group; by name where there are several optimizers."""
@@ -301,23 +311,23 @@ class InvLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class StepLrUpdaterHook(LrUpdaterHook):
-    """The rate times ``gamma`` at each step; see :func:`~halfpeak.runner.hooks.curves.steps`."""
+    """The rate times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.1, min_lr: float | None = None, **kwargs: Any
     ) -> None:
-        self._curve = steps(step, gamma, min_lr)
+        self._curve = Steps(step, gamma, min_lr)
         super().__init__(**kwargs)
 
 
 @HOOKS.register_module()
 class StepMomentumUpdaterHook(MomentumUpdaterHook):
-    """The momentum times ``gamma`` at each step; see :func:`~halfpeak.runner.hooks.curves.steps`."""
+    """The momentum times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.5, min_momentum: float | None = None, **kwargs: Any
     ) -> None:
-        self._curve = steps(step, gamma, min_momentum)
+        self._curve = Steps(step, gamma, min_momentum)
         super().__init__(**kwargs)
 
 
@@ -326,7 +336,7 @@ class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
     """Half a cosine from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
-        self._curve = annealing(cosine, "min_lr", min_lr, min_lr_ratio)
+        self._curve = Annealing(cosine, Target("min_lr", min_lr, min_lr_ratio))
         super().__init__(**kwargs)
 
 
@@ -337,7 +347,7 @@ class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
     ) -> None:
-        self._curve = annealing(cosine, "min_momentum", min_momentum, min_momentum_ratio)
+        self._curve = Annealing(cosine, Target("min_momentum", min_momentum, min_momentum_ratio))
         super().__init__(**kwargs)
 
 
@@ -346,7 +356,7 @@ class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
     """A line from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
-        self._curve = annealing(linear, "min_lr", min_lr, min_lr_ratio)
+        self._curve = Annealing(linear, Target("min_lr", min_lr, min_lr_ratio))
         super().__init__(**kwargs)
 
 
@@ -357,7 +367,7 @@ class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
     ) -> None:
-        self._curve = annealing(linear, "min_momentum", min_momentum, min_momentum_ratio)
+        self._curve = Annealing(linear, Target("min_momentum", min_momentum, min_momentum_ratio))
         super().__init__(**kwargs)
 
 
@@ -377,7 +387,7 @@ class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
                 f"start_percent={short_repr(start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
         self.start_percent = start_percent
-        self._target = target("min_lr", min_lr, min_lr_ratio)
+        self._target = Target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
@@ -418,7 +428,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
             )
         self.periods, self.restart_weights = periods, restart_weights
         self._ends = list(accumulate(periods))
-        self._target = target("min_lr", min_lr, min_lr_ratio)
+        self._target = Target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
@@ -440,7 +450,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class CyclicLrUpdaterHook(LrUpdaterHook):
-    """Up and down again, several times; see :func:`~halfpeak.runner.hooks.curves.cycles`. By iterations only."""
+    """Up and down again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -453,13 +463,13 @@ class CyclicLrUpdaterHook(LrUpdaterHook):
         **kwargs: Any,
     ) -> None:
         _require_iterations(by_epoch, "cyclic")
-        self._curve = cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        self._curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
         super().__init__(by_epoch=by_epoch, **kwargs)
 
 
 @HOOKS.register_module()
 class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
-    """Down and up again, several times; see :func:`~halfpeak.runner.hooks.curves.cycles`. By iterations only."""
+    """Down and up again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -472,13 +482,13 @@ class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
         **kwargs: Any,
     ) -> None:
         _require_iterations(by_epoch, "cyclic")
-        self._curve = cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
+        self._curve = Cycles(target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)
         super().__init__(by_epoch=by_epoch, **kwargs)
 
 
 @HOOKS.register_module()
 class OneCycleLrUpdaterHook(LrUpdaterHook):
-    """Up to ``max_lr`` and down; see :func:`~halfpeak.runner.hooks.curves.one_cycle`. By iterations only.
+    """Up to ``max_lr`` and down; see :class:`~halfpeak.runner.hooks.curves.OneCycle`. By iterations only.
 
     Args:
         max_lr: the peak; a number, a list with one per group, or a dict of these by optimizer.
@@ -510,7 +520,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         self.max_lr, self.total_steps = max_lr, total_steps
         self.div_factor = require_number("div_factor", div_factor)
         self.final_div_factor = require_number("final_div_factor", final_div_factor)
-        self._cycle = one_cycle(pct_start, anneal_strategy, three_phase)
+        self._cycle = OneCycle(pct_start, anneal_strategy, three_phase)
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
@@ -530,8 +540,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         super().before_run(runner)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        values = base_lr, base_lr * self.div_factor, base_lr / self.final_div_factor
-        return self._cycle(values, self._place(runner), self.total_steps or self._total(runner))
+        ends = Ends(start=base_lr, peak=base_lr * self.div_factor, end=base_lr / self.final_div_factor)
+        return self._cycle(ends, self._place(runner), self.total_steps or self._total(runner))
 
 
 @HOOKS.register_module()
@@ -558,7 +568,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
     ) -> None:
         _require_iterations(kwargs.setdefault("by_epoch", False), "OneCycle")
         self._lowest, self._highest = base_momentum, max_momentum
-        self._cycle = one_cycle(pct_start, anneal_strategy, three_phase)
+        self._cycle = OneCycle(pct_start, anneal_strategy, three_phase)
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
@@ -582,7 +592,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         return self._at(runner, base, group["base_momentum"])
 
     def _at(self, runner: RunnerView, highest: float, lowest: float) -> float:
-        return self._cycle((highest, lowest, highest), self._place(runner), self._total(runner))
+        return self._cycle(Ends(highest, lowest, highest), self._place(runner), self._total(runner))
 
 
 def _require_momentum(group: dict[str, Any]) -> None:
