@@ -50,6 +50,11 @@ def own_clip(self: Any) -> None:
     self.message_hub.update_scalar("train/own_norm", 1.0)
 
 
+def own_counts(self: Any, model: nn.Module, init_counts: int, max_counts: int) -> None:
+    self._inner_count, self._max_counts = init_counts, max_counts
+    self._remainder_counts = max_counts % self._accumulative_counts
+
+
 def own_update(self: Any) -> bool:
     return self._inner_count % 3 == 0
 
@@ -65,6 +70,7 @@ CASES: dict[str, tuple[str, Methods]] = {
     "backward and step": ("OptimWrapper", {"backward": own_backward, "step": own_step}),
     "_clip_grad": ("OptimWrapper", {"_clip_grad": own_clip}),
     "_clip_grad and step": ("OptimWrapper", {"_clip_grad": own_clip, "step": own_step}),
+    "initialize_count_status": ("OptimWrapper", {"initialize_count_status": own_counts}),
     "should_update": ("OptimWrapper", {"should_update": own_update}),
     "zero_grad": ("OptimWrapper", {"zero_grad": own_zero}),
     "amp": ("AmpOptimWrapper", {}),
@@ -98,6 +104,7 @@ def train(family: ModuleType, kind: str, methods: Methods, hub: Any, **updates: 
     cls = types.new_class("Own", (getattr(family, kind),), exec_body=lambda body: body.update(methods))
     options = {"loss_scale": 8.0} if kind == "AmpOptimWrapper" else {}
     wrapper = cls(optimizer=optimizer, accumulative_counts=2, clip_grad={"max_norm": 0.5}, **options)
+    wrapper.initialize_count_status(model, 0, 6)
     for _ in range(6):
         wrapper.update_params(model(torch.randn(8, 4)).square().mean(), **updates)
     values = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -22,8 +22,7 @@ def history(family: ModuleType, every: int, start: int, total: int, calls: int) 
     """Every number that accumulation is made of, before and after each backward pass."""
     model, wrapper = wrap(family, accumulative_counts=every)
     wrapper.initialize_count_status(model, start, total)
-    found: list[Any] = [wrapper._accumulative_counts, wrapper._max_counts]
-    found += [wrapper._remainder_counts] if total > 0 else []
+    found: list[Any] = [wrapper._accumulative_counts, wrapper._max_counts, wrapper._remainder_counts]
     for _ in range(calls):
         found += [wrapper.inner_count, wrapper._inner_count, wrapper.should_sync()]
         loss = wrapper.scale_loss(model())

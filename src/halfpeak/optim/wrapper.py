@@ -102,7 +102,7 @@ class OptimWrapper(BaseOptimWrapper):
             "accumulative_counts", accumulative_counts, 1, "; write accumulative_counts=1"
         )
         self._inner_count = 0
-        self._max_counts = -1
+        self._max_counts = self._remainder_counts = -1
         self._clip = parse_clip_grad(clip_grad)
         self.clip_grad_kwargs: dict[str, Any] | None = None
         if clip_grad is not None:
@@ -129,6 +129,8 @@ class OptimWrapper(BaseOptimWrapper):
         done = require_count("init_counts", init_counts, 0, "; write init_counts=1")
         self._max_counts = require_count("max_counts", max_counts, -1, "; write max_counts=1")
         self._inner_count = done
+        # Read here by nobody: overrides that are written for mmengine read and set it.
+        self._remainder_counts = self._max_counts % self._accumulative_counts
         if not self._ends_window(done) and not self._has_window():
             current_logger().warning(
                 "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
@@ -368,11 +370,6 @@ class OptimWrapper(BaseOptimWrapper):
     def __repr__(self) -> str:
         kind, every = type(self).__name__, self._accumulative_counts
         return f"Type: {kind}\n_accumulative_counts: {every}\noptimizer: \n{self.optimizer!r}\n"
-
-    @property
-    def _remainder_counts(self) -> int:
-        """Length of the last window, 0 if it is a whole one, as mmengine calls it; -1 while the total is unknown."""
-        return -1 if self._max_counts == -1 else self._max_counts % self._accumulative_counts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}

@@ -133,7 +133,7 @@ DCP = Format(
 
 
 def _is_train(tree: Mapping[Any, Any], contents: Contents) -> bool:
-    return tree.get("format") == "halfpeak.train" or {"plan", "driver", "fingerprint"} <= set(tree)
+    return tree.get("format") == "halfpeak.train"
 
 
 TRAIN = Format("train", "a run of halfpeak train", _is_train)
