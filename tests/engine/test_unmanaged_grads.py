@@ -128,6 +128,34 @@ def test_inputs_get_unscaled_gradients_in_whichever_passes_they_need_them(
             torch.testing.assert_close(x.grad, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("late", ["a loss that is added", "a criterion that is unfrozen"])
+def test_a_criterion_with_weights_of_its_own_that_joins_after_a_warm_up(level: str, late: str) -> None:
+    grads: list[list[Tensor]] = []
+    for scale in (1.0, 1024.0):
+        model, centers, found = _Net(), nn.Parameter(torch.ones(3, 2)), list[Tensor]()
+        centers.requires_grad_(late.startswith("a loss"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale)
+        for number in range(20):
+            with engine.forward():
+                output = model(torch.linspace(-1, 1, 12).view(3, 4)).float()
+                loss = output.square().sum()
+                if number >= 15:
+                    centers.requires_grad_(True)
+                if number >= 15 or not late.startswith("a loss"):
+                    loss = loss + 0.1 * (output - centers).square().sum()
+            engine.backward(loss)
+            engine.step()
+            if centers.grad is not None:
+                found.append(centers.grad)
+                centers.grad = None
+        grads.append(found)
+    assert len(grads[0]) == 5
+    for one, other_scale in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other_scale, rtol=2e-3, atol=1e-4)
+
+
 def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
     after: list[list[Tensor]] = []
     for apart in (True, False):

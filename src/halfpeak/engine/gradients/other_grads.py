@@ -154,7 +154,8 @@ class UnmanagedGrads:
 
     Parameters of the models are always looked after. Others (a criterion with weights, a network that was not prepared,
     inputs) are found by a walk over the graph of the loss, which costs as much as a twentieth of a step on the CPU: at the
-    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, and at every pass once one was found.
+    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, where the graph ends in other operations than those
+    walked since, as with a loss that is added later, and at every pass once one was found.
 
     Args:
         models: whose parameters are looked after.
@@ -165,6 +166,7 @@ class UnmanagedGrads:
         self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
         self._own: list[Tensor] = []
         self._passes, self._walks, self._may_walk = 0, False, True
+        self._walked_ends = set[int]()
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
@@ -236,7 +238,7 @@ class UnmanagedGrads:
         """Tensors that are neither the models' nor an optimizer's: those that wait scaled, and the leaves of ``graph``."""
         leaves = waiting
         if graph is not None and self._may_walk:
-            if self._walks or self._passes < WALKED_FIRST or self._passes % WALK_EVERY == 0:
+            if self._walks or self._is_walk_due(graph):
                 leaves = [*leaves, *_leaves_of(graph)]
             self._passes += 1
         if not leaves:
@@ -245,6 +247,15 @@ class UnmanagedGrads:
         others = list({id(leaf): leaf for leaf in leaves if id(leaf) not in ours}.values())
         self._walks = self._walks or bool(others)
         return others
+
+    def _is_walk_due(self, graph: Node) -> bool:
+        if self._passes % WALK_EVERY == 0:
+            self._walked_ends.clear()
+        end = _end_of(graph)
+        if end in self._walked_ends and self._passes >= WALKED_FIRST:
+            return False
+        self._walked_ends.add(end)
+        return True
 
     def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
@@ -286,6 +297,24 @@ WALKED_FIRST: Final = 8
 
 WALK_EVERY: Final = 127
 """Backward passes from one walk to the next. A prime, so that passes which alternate are all walked in time."""
+
+
+END_LENGTH: Final = 32
+"""How many operations before the loss are compared with those of passes that were walked."""
+
+
+def _end_of(root: Node) -> int:
+    """A hash of what a graph ends in: the kinds of its last operations, and which of their inputs need a gradient."""
+    nodes, seen, kinds = [root], {root}, list[type]([type(root)])
+    for node in nodes:
+        for child, _ in node.next_functions:
+            kinds.append(type(child))
+            if child is not None and child not in seen:
+                seen.add(child)
+                nodes.append(child)
+        if len(nodes) >= END_LENGTH:
+            break
+    return hash(tuple(kinds))
 
 
 def _leaves_of(root: Node) -> list[Tensor]:
