@@ -711,3 +711,14 @@ def test_an_evaluation_in_another_thread_does_not_write_the_weights_of_a_pass_he
         train(engine, seed=3)
         ends.append(weights(engine))
     assert same(*ends)
+
+
+@pytest.mark.parametrize("optimizer", [adam, FusedAdamW])
+def test_an_evaluation_after_the_thread_that_trained_follows_the_masters(optimizer: Any) -> None:
+    engine = build("O2", optimizer)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train, engine).result()
+    with torch.no_grad():
+        for master in engine.main_params():
+            master.zero_()
+        assert not engine.model(batch(2)).any()

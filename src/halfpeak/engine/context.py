@@ -88,9 +88,11 @@ class EngineContext:
         An evaluation in another thread than the one that trains computes with the weights as they are: publishing masters
         there would write weights between a forward pass here and its backward pass.
         """
-        here = threading.get_ident()
-        if not torch.is_grad_enabled() and all(one.thread != here for one in self.prepared):
-            return
+        trains = {one.thread for one in self.prepared}
+        if not torch.is_grad_enabled() and threading.get_ident() not in trains:
+            alive = {thread.ident for thread in threading.enumerate()}
+            if trains & alive:  # one that has ended has no pass open
+                return
         for one in self.prepared:
             one.finish_if_mutated()
         if not any(one.running is not None for one in self.prepared):
