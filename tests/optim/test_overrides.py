@@ -217,6 +217,8 @@ def test_a_foreign_optimizer_trains(kind: str) -> None:
     assert set(state) == {"mine"} | ({"loss_scaler"} if options else set())
     wrapper.load_state_dict(state)
     assert optimizer.saved["mine"] == 1
+    wrapper.load_state_dict({**state, "halfpeak": 5})
+    assert (optimizer.saved["halfpeak"], wrapper.inner_count) == (5, 2)
 
 
 def test_a_mock_is_called_as_the_original_calls_it() -> None:

@@ -333,7 +333,8 @@ class OptimWrapper(BaseOptimWrapper):
         self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
         if self._engine is not None:
             self._apply_pending(self._engine)
-        saved = state_dict.get(RESUME_KEY, {})
+        # Of an optimizer that is none of torch's, the entry may be its own.
+        saved = state_dict.get(RESUME_KEY, {}) if self._is_watched else {}
         if COUNT_KEY in saved:
             self._inner_count = saved[COUNT_KEY]
 
