@@ -140,6 +140,18 @@ def test_a_folder_that_lies_is_refused(folder: Path, name: str) -> None:
         convert(folder, "weights", folder.parent / "weights.pt")
 
 
+@pytest.mark.parametrize(
+    "key", ["9" * 5000, "07", "\N{SUPERSCRIPT TWO}"], ids=["huge", "zero", "superscript"]
+)
+def test_a_name_that_is_no_number_of_a_parameter_stays_a_name(folder: Path, key: str) -> None:
+    edited(
+        folder,
+        lambda m: m.planner_data.update({"optimizer.state.0.step": ("optimizer", "state", key, "step")}),
+    )
+    assert list(read_dcp(folder).tree["optimizer"]["state"]) == [key]
+    assert "none of its groups lists" in " ".join(inspect(folder).findings)
+
+
 def test_every_flipped_bit_is_damage_or_harmless(folder: Path) -> None:
     clean = read_dcp(folder).tree
     for path in sorted(folder.iterdir()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -178,9 +179,16 @@ def _built(branch: Any) -> Any:
         for name in names if marker in built else ():
             rows = built.setdefault(name, {})
             if type(rows) is dict and not (is_optimizer(built) and has_names(built)):
-                built[name] = {int(key) if key.isdecimal() else key: row for key, row in rows.items()}
+                built[name] = {_as_number(key): row for key, row in rows.items()}
     return built
 
+
+def _as_number(key: Any) -> Any:
+    """A number that DCP has made text; any other key as it is."""
+    return int(key) if type(key) is str and _NUMBER.fullmatch(key) else key
+
+
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,17}")
 
 _NUMBERED: Final[Mapping[str, tuple[str, ...]]] = {
     "param_groups": ("state",),
