@@ -156,6 +156,31 @@ def test_a_criterion_with_weights_of_its_own_that_joins_after_a_warm_up(level: s
         torch.testing.assert_close(one, other_scale, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_network_before_a_deep_one_that_is_unfrozen_after_a_warm_up(level: str) -> None:
+    grads: list[list[Tensor]] = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        backbone = nn.Linear(4, 4).requires_grad_(False)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()) for _ in range(12)]
+        model, found = nn.Sequential(*layers), list[Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale)
+        for number in range(20):
+            backbone.requires_grad_(number >= 15)
+            with engine.forward():
+                loss = model(backbone(torch.linspace(-1, 1, 12).view(3, 4))).float().square().sum()
+            engine.backward(loss)
+            engine.step()
+            if backbone.weight.grad is not None:
+                found.append(backbone.weight.grad)
+                backbone.weight.grad = None
+        grads.append(found)
+    assert len(grads[0]) == 5
+    for one, other_scale in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other_scale, rtol=0.05, atol=0.05 * float(one.abs().max()))
+
+
 def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
     after: list[list[Tensor]] = []
     for apart in (True, False):

@@ -155,7 +155,8 @@ class UnmanagedGrads:
     Parameters of the models are always looked after. Others (a criterion with weights, a network that was not prepared,
     inputs) are found by a walk over the graph of the loss, which costs as much as a twentieth of a step on the CPU: at the
     first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, where the graph ends in other operations than those
-    walked since, as with a loss that is added later, and at every pass once one was found.
+    walked since, as with a loss that is added later, or other models have inputs that need a gradient, as where a network
+    before them is unfrozen, and at every pass once one was found.
 
     Args:
         models: whose parameters are looked after.
@@ -166,7 +167,9 @@ class UnmanagedGrads:
         self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
         self._own: list[Tensor] = []
         self._passes, self._walks, self._may_walk = 0, False, True
-        self._walked_ends = set[int]()
+        # Of the passes walked lately: what their graphs ended in, and the models whose inputs needed a gradient.
+        self._walked = set[tuple[int, frozenset[int]]]()
+        self._fed_by_graph = set[int]()
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
@@ -180,6 +183,11 @@ class UnmanagedGrads:
         self._models.append(model)
         self._known_ids.update(map(id, model.parameters()))
         self._known_pairs = []
+
+    def note_inputs(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before a forward pass of a model: whether gradients will go further than to the model."""
+        if any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            self._fed_by_graph.add(id(model))
 
     @untraced
     def stash(self, pairs: list[ParamPairs], graph: Node | None) -> None:
@@ -250,11 +258,12 @@ class UnmanagedGrads:
 
     def _is_walk_due(self, graph: Node) -> bool:
         if self._passes % WALK_EVERY == 0:
-            self._walked_ends.clear()
-        end = _end_of(graph)
-        if end in self._walked_ends and self._passes >= WALKED_FIRST:
+            self._walked.clear()
+        seen = _end_of(graph), frozenset(self._fed_by_graph)
+        self._fed_by_graph.clear()
+        if seen in self._walked and self._passes >= WALKED_FIRST:
             return False
-        self._walked_ends.add(end)
+        self._walked.add(seen)
         return True
 
     def _search(self, pairs: list[ParamPairs]) -> None:
