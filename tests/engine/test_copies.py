@@ -47,6 +47,23 @@ def test_the_state_dict_of_a_copied_model_speaks_of_its_own_masters(level: str) 
     assert all(torch.equal(value, trained[name]) for name, value in original.model.state_dict().items())
 
 
+@pytest.mark.parametrize("how", ["copy", "state_dict"])
+def test_a_skip_goes_back_to_the_statistics_of_a_forward_pass_without_gradients(how: str) -> None:
+    """As after ``update_bn``, which computes in training mode."""
+    engine = prepared("O2")
+    with torch.no_grad():
+        engine.model(batch(9))
+    if how == "copy":
+        other = copy.deepcopy(engine)
+    else:
+        other = prepared("O2")
+        other.load_state_dict(engine.state_dict())
+    for one in (engine, other):
+        before = [buffer.clone() for buffer in one.model.buffers()]
+        train(one, range(4, 5), poison=lambda step: float("inf"))
+        assert same(list(one.model.buffers()), before)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_a_model_is_independent_and_computes_the_same(level: str, how: str) -> None:

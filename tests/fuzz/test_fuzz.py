@@ -330,6 +330,21 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         {"seed": 0, "level": "O5", "iterations": 1},
         [(0, "before backward", "restart")],
     ),
+    "statistics of a forward pass without gradients, in a copy whose next step is skipped": (
+        {
+            "seed": 17030003936,
+            "parts": ("batch norm",),
+            "optimizers": ("Adam fused", "Adam"),
+            "level": "O3",
+            "iterations": 3,
+            "in_turns": True,
+        },
+        [
+            (2, "before forward", "toggle an optimizer", 742),
+            (2, "before forward", "go on with a deep copy", 785),
+            (2, "before forward", "inf in a gradient", 977),
+        ],
+    ),
 }
 """What each run is, and its events, as :class:`Config` and :class:`Planned` take them."""
 

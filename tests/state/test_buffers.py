@@ -155,6 +155,7 @@ def test_what_was_saved_can_be_put_elsewhere() -> None:
     spoil(model, 4.0)
     buffers.end_step(False)
     before = stats(model)
+    buffers.begin_forward()
     spoil(model, torch.nan)
     saved = buffers.saved()
     resumed.load_state_dict(model.state_dict())

@@ -89,7 +89,7 @@ class BatchNormStats:
         return [buffer for model in self._models for buffer in model.live()]
 
     def saved(self) -> list[Tensor]:
-        """What :meth:`save` remembered: one flat tensor per (model, device, dtype), in the order of the layers."""
+        """What a skipped step would go back to: one flat tensor per (model, device, dtype), in the order of the layers."""
         return [flat for model in self._models for flat in model.saved()]
 
     def use_saved(self, saved: Sequence[Tensor]) -> None:
@@ -139,10 +139,8 @@ class ModelStats:
 
     def begin_forward(self) -> None:
         """Follow what was written since the last step."""
-        if not self.has_begun:
-            self.has_begun = True
-            if not self._versions.unchanged(self.live()):
-                self.save()
+        self._follow_writes()
+        self.has_begun = True
 
     def after_load(self) -> None:
         """Remember what was loaded, unless the saved statistics came from a checkpoint themselves."""
@@ -170,7 +168,9 @@ class ModelStats:
         return list(chain.from_iterable(self._by_key().values()))
 
     def saved(self) -> list[Tensor]:
-        """What :meth:`save` remembered, one flat tensor per (device, dtype)."""
+        """What a skipped step would go back to, one flat tensor per (device, dtype)."""
+        # A forward pass without gradients has left its statistics: they are in a copy or a file as they are in this run.
+        self._follow_writes()
         return [self._saved[key] for key in self._by_key() if key in self._saved]
 
     def use_saved(self, saved: Iterator[Tensor]) -> None:
@@ -188,6 +188,10 @@ class ModelStats:
         # Where both are the same, no forward pass had begun.
         self.has_begun = not is_loaded or any(not torch.equal(live[key], self._saved[key]) for key in live)
         return len(live)
+
+    def _follow_writes(self) -> None:
+        if not self.has_begun and not self._versions.unchanged(self.live()):
+            self.save()
 
     def _pairs(self) -> list[tuple[list[Tensor], Tensor]]:
         """What is live and what it was, where the one still fits the other."""
