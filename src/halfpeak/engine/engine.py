@@ -819,11 +819,10 @@ class Engine:
         warnings.warn(f"engine.{old} is called engine.{new}", DeprecationWarning, stacklevel=3)
         return getattr(self, new)
 
-    def _catch_up(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _catch_up(self, model: nn.Module) -> None:
         """Called before the forward pass of a model."""
         if not self._is_replaying:
             self.context.catch_up()
-            self._unmanaged.note_inputs(model, inputs)
             note_reduction(model, self.context.reduces)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)

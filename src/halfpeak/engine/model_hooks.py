@@ -40,8 +40,8 @@ def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]
     return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
 
 
-def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module, tuple[Any, ...]], None]) -> RemovableHandle:
-    """Call the method ``catch_up`` with model and inputs before anything else that a forward pass does; held weakly."""
+def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call the method ``catch_up`` with the model before anything else that its forward pass does; held weakly."""
     handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
     hooks = model._forward_pre_hooks
     # The compiler of torch 2.11 numbers hooks by when they were inserted, not by when they run.
@@ -92,11 +92,11 @@ class BeforeForward(_WeakHook):
         if self._method is None or is_compiling() or torch.jit.is_tracing():
             return
         if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
-            self._call(module, args)
+            self._call(module)
         else:
             # Inside a transform of torch.func, parameters can be neither written nor frozen.
             with temporarily_clear_interpreter_stack():
-                self._call(module, args)
+                self._call(module)
 
 
 class AfterLoad(_WeakHook):

@@ -152,11 +152,8 @@ class UnmanagedGrads:
     Their own optimizer, which was not prepared, would step gradients 65,536 times too large. They take no part in
     ``found_inf`` and norms: an inf in one keeps no optimizer from stepping.
 
-    Parameters of the models are always looked after. Others (a criterion with weights, a network that was not prepared,
-    inputs) are found by a walk over the graph of the loss, which costs as much as a twentieth of a step on the CPU: at the
-    first :data:`WALKED_FIRST` passes and at one in :data:`WALK_EVERY`, where the graph ends in other operations than those
-    walked since, as with a loss that is added later, or other models have inputs that need a gradient, as where a network
-    before them is unfrozen, and at every pass once one was found.
+    They are the other parameters of the models, and what else the graph of the loss ends in: a criterion with weights, a
+    network that was not prepared, inputs. It is walked in every pass: any loss may be the first to reach another tensor.
 
     Args:
         models: whose parameters are looked after.
@@ -166,10 +163,8 @@ class UnmanagedGrads:
         self._models = list(models)
         self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
         self._own: list[Tensor] = []
-        self._passes, self._walks, self._may_walk = 0, False, True
-        # Of the passes walked lately: what their graphs ended in, and the models whose inputs needed a gradient.
-        self._walked = set[tuple[int, frozenset[int]]]()
-        self._fed_by_graph = set[int]()
+        self._may_walk = True
+        self._ours = set[int]()  # the parameters of the models and of the optimizers, by id
         # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
         # _modules dicts of all modules, whose values may come, go and be replaced at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
@@ -183,11 +178,6 @@ class UnmanagedGrads:
         self._models.append(model)
         self._known_ids.update(map(id, model.parameters()))
         self._known_pairs = []
-
-    def note_inputs(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Before a forward pass of a model: whether gradients will go further than to the model."""
-        if any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-            self._fed_by_graph.add(id(model))
 
     @untraced
     def stash(self, pairs: list[ParamPairs], graph: Node | None) -> None:
@@ -205,7 +195,10 @@ class UnmanagedGrads:
         waits = not are_none(gradients_of(before.parameters))
         waiting = dict(zip(map(id, before.parameters), before.grads, strict=True)) if waits else {}
         self._search(pairs)
-        others = self._others(graph, pairs, before.parameters if waits else [])
+        leaves = _leaves_of(graph) if graph is not None and self._may_walk else []
+        if waits:
+            leaves += before.parameters
+        others = {id(leaf): leaf for leaf in leaves if id(leaf) not in self._ours}.values()
         self._stashed = StashedGrads([*self._own, *others], waiting)
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -242,30 +235,6 @@ class UnmanagedGrads:
             total = before.get(id(parameter))
             parameter.grad = grad if total is None else total + grad
 
-    def _others(self, graph: Node | None, pairs: list[ParamPairs], waiting: list[Tensor]) -> list[Tensor]:
-        """Tensors that are neither the models' nor an optimizer's: those that wait scaled, and the leaves of ``graph``."""
-        leaves = waiting
-        if graph is not None and self._may_walk:
-            if self._walks or self._is_walk_due(graph):
-                leaves = [*leaves, *_leaves_of(graph)]
-            self._passes += 1
-        if not leaves:
-            return []
-        ours = {id(parameter) for own in pairs for parameter in own.model_params}.union(map(id, self._own))
-        others = list({id(leaf): leaf for leaf in leaves if id(leaf) not in ours}.values())
-        self._walks = self._walks or bool(others)
-        return others
-
-    def _is_walk_due(self, graph: Node) -> bool:
-        if self._passes % WALK_EVERY == 0:
-            self._walked.clear()
-        seen = _end_of(graph), frozenset(self._fed_by_graph)
-        self._fed_by_graph.clear()
-        if seen in self._walked and self._passes >= WALKED_FIRST:
-            return False
-        self._walked.add(seen)
-        return True
-
     def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the parameters again where those of an optimizer have changed, or those of a model."""
         # Held weakly, because some are of other engines, which may be gone by now.
@@ -280,6 +249,7 @@ class UnmanagedGrads:
         if gone and (any(map(is_shard, own.values())) or any(map(is_fully_sharded, modules))):
             self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
         self._own = [parameter for key, parameter in own.items() if key not in stepped]
+        self._ours = stepped | own.keys()
         # The gathered weights of shards are leaves, too, and their gradients are still to be reduced.
         self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
         self._known_pairs = [weakref.ref(own) for own in pairs]
@@ -301,42 +271,20 @@ class UnmanagedGrads:
 
 _NOTHING: Final = StashedGrads([])
 
-WALKED_FIRST: Final = 8
-"""How many passes begin with a walk over the graph: other tensors may get gradients in every other pass only."""
-
-WALK_EVERY: Final = 127
-"""Backward passes from one walk to the next. A prime, so that passes which alternate are all walked in time."""
-
-
-END_LENGTH: Final = 32
-"""How many operations before the loss are compared with those of passes that were walked."""
-
-
-def _end_of(root: Node) -> int:
-    """A hash of what a graph ends in: the kinds of its last operations, and which of their inputs need a gradient."""
-    nodes, seen, kinds = [root], {root}, list[type]([type(root)])
-    for node in nodes:
-        for child, _ in node.next_functions:
-            kinds.append(type(child))
-            if child is not None and child not in seen:
-                seen.add(child)
-                nodes.append(child)
-        if len(nodes) >= END_LENGTH:
-            break
-    return hash(tuple(kinds))
-
 
 def _leaves_of(root: Node) -> list[Tensor]:
     """The tensors whose gradient a backward pass from ``root`` writes."""
-    seen, stack, leaves = {root}, [root], list[Tensor]()
+    seen, stack, ends = {root}, [root], list[Node]()
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        fresh = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return leaves
+        children = node.next_functions
+        if not children:
+            ends.append(node)
+        for child, _ in children:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return [node.variable for node in ends if type(node).__name__ == "AccumulateGrad"]  # type: ignore[attr-defined]
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
