@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from fuzz.config import Config, Planned
 from fuzz.reference import Reference, same_bits
@@ -71,20 +72,27 @@ def _written_twice(config: Config) -> bool:
 
 
 def tolerance_of_tensor(config: Config, name: str, tolerance: Tolerance) -> Tolerance:
-    """What one tensor of a configuration is compared by: a batch norm takes away what a bias before it adds.
+    """What one tensor of a configuration is compared by: a norm takes away what a bias before it adds and a gain multiplies.
 
-    The gradient of that bias is rounding alone (``test_a_bias_before_a_batch_norm_has_no_gradient``), so where a last digit may
-    differ, it is another one altogether, and most optimizers make an update of full size of it.
+    The gradients of these are rounding alone (``test_what_a_norm_takes_away_has_no_gradient``), so where a last digit may
+    differ, they are others altogether, and most optimizers make an update of full size of them.
     """
     if tolerance is EXACT or any(event.name == "evaluation mode from here on" for event in config.events):
         return tolerance
-    places = [f"parts.{i}." for i, part in enumerate(config.parts) if part == "conv and batch norm"]
-    if places and name == "norm" and tolerance.reason:
+    biases = [f"parts.{i}." for i, part in enumerate(config.parts) if part == "conv and batch norm"]
+    if biases and name == "norm" and tolerance.reason:
         # What is added to the outputs there is rounded with them, so the other update reaches all gradients.
         return tolerance._replace(relative=max(tolerance.relative, 0.05))
-    if name.endswith(tuple(place + of for place in places for of in ("conv.bias", "norm.running_mean"))):
+    taken_away = [place + of for place in biases for of in ("conv.bias", "norm.running_mean")]
+    taken_away += [
+        f"parts.{i}.gain" for i, pair in enumerate(pairwise(config.parts)) if pair in GAIN_AND_NORM
+    ]
+    if name.endswith(tuple(taken_away)):
         return tolerance._replace(absolute=LARGEST_UPDATE * config.iterations)
     return tolerance
+
+
+GAIN_AND_NORM: Final = {("scalar", "conv and batch norm"), ("scalar", "group norm")}
 
 
 def known(config: Config, planned: Planned, subject: Subject, reference: Reference) -> str | None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from fuzz import models
 from fuzz.compare import Mismatch, compare
 from fuzz.config import Config, Planned, draw
 from fuzz.events import EVENTS, MOMENTS
+from fuzz.explained import GAIN_AND_NORM
 from fuzz.shrink import script, shrink
 
 CHUNKS = 4
@@ -356,16 +356,20 @@ def test_what_was_wrong_once(name: str) -> None:
     compare(Config(**config, events=tuple(Planned(*event) for event in events)))
 
 
-def test_a_bias_before_a_batch_norm_has_no_gradient() -> None:
-    """In float64: what ``fuzz.explained`` says of it."""
-    model = models.build(("conv and batch norm",), 1, seed=0).double()
+@pytest.mark.parametrize("norm", ["conv and batch norm", "group norm"])
+def test_what_a_norm_takes_away_has_no_gradient(norm: str) -> None:
+    """In float64: what ``fuzz.explained`` says of it. What is left of a gain's comes of the ``eps`` of the norm."""
+    assert ("scalar", norm) in GAIN_AND_NORM
+    model = models.build(("scalar", norm), 1, seed=0).double()
     x, ids, target = models.batch(0)
     nn.functional.mse_loss(model(x.double(), ids)[0], target.double()).backward()
-    named = dict(model.named_parameters())
-    bias, weight = (
-        float(torch.as_tensor(named[f"parts.0.conv.{name}"].grad).abs().max()) for name in ("bias", "weight")
-    )
-    assert bias < 1e-15 < 1e-3 < weight
+    sizes = {
+        name: float(p.grad.abs().max())
+        for name, p in model.named_parameters()
+        if p.grad is not None and p.numel()
+    }
+    assert sizes["parts.0.gain"] < 1e-4 < 1e-1 < sizes["parts.1.norm.weight"]
+    assert sizes.get("parts.1.conv.bias", 0.0) < 1e-15
 
 
 def test_a_wrong_engine_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
