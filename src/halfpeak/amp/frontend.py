@@ -1,4 +1,4 @@
-"""``initialize``: compatible with ``apex.amp.initialize`` 25.04, and with the levels O4 and O5 of its ROCm fork."""
+"""``initialize``, compatible with ``apex.amp.initialize`` 25.04, plus the levels O4 and O5 of apex's ROCm fork."""
 
 from __future__ import annotations
 
@@ -64,30 +64,29 @@ def initialize(
     norms: NormRule = "all",
     patience: int | None = 100,
 ) -> Any:
-    """Prepare models and optimizers, in place, for an opt level; the same objects come back.
+    """Prepare models and optimizers in place for an opt level, and return the same objects.
 
-    Call it after the models are on their device and before ``DistributedDataParallel`` wraps them. A refused call
-    leaves everything as it was. Each call makes a run with its own loss scalers and does not change a run
-    that is still training.
+    Call it after the models are on their device and before ``DistributedDataParallel`` wraps them. A call that raises
+    changes nothing. Each call creates a run with its own loss scalers and does not change a run that is still training.
 
     Args:
-        models: a module or a list of them.
-        optimizers: an optimizer or a list of them; None where nothing is trained.
-        enabled: False returns the arguments untouched, and ``scale_loss`` then yields the loss itself.
+        models: a module or a list of modules.
+        optimizers: an optimizer or a list of optimizers; None if nothing is trained.
+        enabled: False returns the arguments unchanged, and ``scale_loss`` then yields the loss itself.
         opt_level: ``"O0"`` to ``"O5"``.
         cast_model_type: dtype of the model; False casts nothing. None, here and below, means the level's own value.
-        patch_torch_functions: cast per operation.
+        patch_torch_functions: cast the arguments of each torch operation.
         keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are accepted too.
-        master_weights: the optimizer steps float32 copies.
+        master_weights: the optimizer steps float32 copies of low-precision (float16 or bfloat16) parameters.
         loss_scale: a number, a string with a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
         verbosity: 0 prints nothing, 1 (and None) the properties and skipped steps, 2 also every cast at O1 and O4.
-        min_loss_scale: lower bound of a dynamic scale, ignored by a static one; None means 2**-14, so that it can never
-            reach 0.
+        min_loss_scale: lower bound of a dynamic scale; None means 2**-14, so that the scale never reaches 0. A static
+            scale ignores it.
         max_loss_scale: upper bound of a dynamic scale.
-        patch_torch_functions_type: the low dtype of per-operation casts.
-        norms: which layers ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's own rule.
+        patch_torch_functions_type: the low-precision dtype of per-operation casts.
+        norms: what ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
         patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; None
             never raises it.
 
@@ -95,10 +94,10 @@ def initialize(
         ``model``, ``(model, optimizer)``, or lists, as they were passed.
 
     Raises:
-        ConfigError: an unknown level, a bad value, or an override that contradicts the level.
-        ConfigTypeError: something that is not a module, an optimizer, or a list of them.
-        ParameterError: a model is wrapped, or has low parameters already.
-        OrderError: a model or an optimizer that was initialised before.
+        ConfigError: an unknown level, a bad value, an override that contradicts the level, or a model in low precision.
+        ConfigTypeError: an argument is not a module, an optimizer, or a list of them.
+        ParameterError: a model is inside a parallel wrapper.
+        OrderError: a model or an optimizer was initialised before.
 
     Example:
         >>> import torch
@@ -205,5 +204,5 @@ class ParameterWrapped(ParameterError, ConfigError):
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list as it is, anything else as the only element of one."""
+    """Return the elements of a sequence as a list, or a list of anything else."""
     return list(value) if isinstance(value, Sequence) else [value]

@@ -1,4 +1,4 @@
-"""``scale_loss`` and ``master_params``."""
+"""``scale_loss``: backward passes under a loss scale; ``master_params``: the tensors that an optimizer steps."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Generator[Tensor]:
-    """The loss times its scale, for ``scaled_loss.backward()`` in the body.
+    """Yield the loss times its scale, for ``scaled_loss.backward()`` in the body.
 
-    When the body ends, the gradients are unscaled and added to what the optimizers will read: the parameters' ``.grad``, or
-    the masters' (``amp.master_params(optimizer)``). The loss scale is updated. If a gradient was not finite, the next
-    ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed.
+    When the body ends, the gradients are unscaled and added to the ``.grad`` that the optimizers read: that of each
+    parameter or of its master (``amp.master_params(optimizer)``). The loss scale is updated. If a gradient is not
+    finite, the next ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed.
 
     If the body raises, gradients and scale are as they were before it.
 
     Args:
         loss: any shape; it is upcast to float32 before it is multiplied.
-        optimizers: every optimizer whose parameters get gradients in the body: one, or any iterable of them.
+        optimizers: every optimizer whose parameters get gradients in the body: one, or any iterable of optimizers.
         loss_id: which of the ``num_losses`` scalers to use; negative numbers count from the end.
         model: ignored, as in apex.
-        delay_unscale: leave the gradients scaled; a later block without it unscales the sum. For reducing gradients
-            over ranks once per several backward passes.
-        delay_overflow_check: unscale the gradients and remember an overflow for the coming ``optimizer.step()``, but
-            count this block together with the next one of this ``loss_id`` when the scale moves.
+        delay_unscale: leave the gradients scaled; a later block without ``delay_unscale`` unscales the sum. This lets
+            several backward passes share one reduction over the ranks.
+        delay_overflow_check: unscale the gradients, and let an overflow skip the next ``optimizer.step()``, but leave
+            the scale alone: the next block of this ``loss_id`` updates it once for both blocks.
 
     Raises:
         ConfigError: ``initialize`` was not called.
-        OrderError: an optimizer was not passed to ``initialize``; or gradients of the window are scaled by another loss scale.
+        OrderError: an optimizer was not passed to ``initialize``, or another loss scale scaled gradients of the window.
         LossIdError: ``loss_id`` is not below ``num_losses``.
     """
     _amp_state.require_started()
@@ -69,7 +69,7 @@ def scale_loss(
             found = _amp_state.overflows_of(optimizer)
             _, so_far = found.get(scaler, (number, own))
             found[scaler] = number, torch.maximum(so_far, own)
-        # Last: an exception before this drops the block, which must not have been counted then.
+        # Last, because an exception above drops the block, and a dropped block must not move the scale.
         scaler.take(found_inf, delay=delay_overflow_check)
 
     try:
@@ -90,14 +90,14 @@ def scale_loss(
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that the optimizer steps: float32 masters where there are some, else the parameters themselves.
+    """Iterate over the tensors that the optimizer steps: float32 masters, and parameters that have no master.
 
     >>> parameters = [torch.nn.Parameter(torch.ones(1))]
     >>> len(list(master_params(torch.optim.SGD(parameters, lr=0.1))))
     1
 
     Raises:
-        OrderError: the optimizer stores remainders of its weights, so there are no float32 masters to read or write.
+        OrderError: the optimizer stores remainders of its low-precision weights, so no float32 masters exist.
     """
     if remainder_store_of(optimizer) is not None:
         raise OrderError(

@@ -1,4 +1,4 @@
-"""EngineAdapter: an engine inside a training loop that creates, wraps and drops models and optimizers when it likes."""
+"""EngineAdapter: an engine inside another library's training loop, which creates, wraps and drops models itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EngineAdapter:
 
     Args:
         level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
-        options: of :func:`halfpeak.prepare`.
-        refused: options that the loop itself takes care of, each with what to write instead.
+        options: keyword arguments of :func:`halfpeak.prepare`.
+        refused: options that the loop handles itself, each with the end of its error message: what to write instead.
 
     Raises:
         ConfigError: an unknown level or option, or a refused one.
@@ -40,7 +40,7 @@ class EngineAdapter:
         has_masters: whether the optimizers step float32 copies of the parameters.
         engine: the engine between :meth:`connect` and :meth:`release`; else None.
         last: the result of the last step; None before the first.
-        results: that of each optimizer.
+        results: the result of each optimizer's last step.
     """
 
     def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ class EngineAdapter:
     ) -> None:
         """Prepare an engine for models inside wrappers (DDP, or the models themselves).
 
-        A state that was loaded before, or that the previous engine left, is loaded into it.
+        The engine gets the state from an earlier :meth:`load_state_dict`, or from the previous engine.
         """
         self.release()
         for wrapper in wrappers:
@@ -79,7 +79,7 @@ class EngineAdapter:
             self.load_state_dict(state)
 
     def release(self) -> None:
-        """Remove the engine. The models get their original dtypes back, with the values of the masters."""
+        """Remove the engine, and restore the models' original dtypes with the values of the masters."""
         engine = self.engine
         if engine is None:
             return
@@ -93,17 +93,17 @@ class EngineAdapter:
         self._original_dtypes = []
 
     def connected(self, advice: str) -> Engine:
-        """The engine.
+        """Return the engine.
 
         Raises:
-            OrderError: there is none yet; the message ends in ``advice``.
+            OrderError: there is no engine yet; the message ends in ``advice``.
         """
         if self.engine is None:
             raise OrderError(f"level {self.level} has no model and optimizer yet; {advice}")
         return self.engine
 
     def forward(self) -> AbstractContextManager[Any]:
-        """The casts of the level; a null context before there is an engine."""
+        """Return a context with the casts of the level; a null context without an engine."""
         return nullcontext() if self.engine is None else self.engine.forward()
 
     def step(
@@ -114,14 +114,14 @@ class EngineAdapter:
         return self.last
 
     def state_dict(self) -> dict[str, Any]:
-        """What :func:`engine_state` gives; before :meth:`connect`, what was loaded."""
+        """Return :func:`engine_state`; without an engine, the state that the next engine will get."""
         return dict(self._saved_state or {}) if self.engine is None else engine_state(self.engine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; before :meth:`connect` it is kept until there is an engine.
+        """Restore a state from :meth:`state_dict`; without an engine, keep it for the next :meth:`connect`.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         if self.engine is not None:
             load_engine_state(self.engine, state)
@@ -130,9 +130,9 @@ class EngineAdapter:
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """Loss scales, counters and the open window. Models and optimizers have states of their own, in float32.
+    """Return loss scales, counters and the open window. The loop saves models and optimizers itself, in float32.
 
-    Gradients that ranks have not reduced yet are left out, with a warning: the loop writes one file for all ranks.
+    A window with gradients not yet reduced over the ranks is left out with a warning: the loop writes one file for all.
     """
     state = engine.loop_state_dict()
     if "rank" not in state["window"]:
@@ -147,10 +147,10 @@ def engine_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`engine_state` gave. A static scale keeps its value, whatever was saved.
+    """Restore a state from :func:`engine_state`. A static scale keeps its configured value.
 
     Raises:
-        StateError: it does not fit. Nothing was loaded.
+        StateError: the state does not fit. Nothing was loaded.
     """
     engine.load_loop_state_dict(_checked(state))
 
@@ -159,31 +159,30 @@ def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
 def scale_loss(
     engine: Engine, loss: Tensor, optimizers: Iterable[Optimizer] | Optimizer | None = None, *, delay: bool
 ) -> Generator[Tensor]:
-    """A backward pass run by the loop: yields the loss times its scale; afterwards its gradients are unscaled.
+    """Yield the loss times its scale for the loop's backward pass, and unscale the gradients afterwards.
 
     Args:
-        engine: which.
-        loss: divided for accumulation already.
-        optimizers: those whose parameters may get gradients; None means all.
-        delay: DDP does not reduce these gradients yet, so they stay scaled until a later pass that does.
+        loss: already divided for accumulation.
+        optimizers: the optimizers whose parameters may get gradients; None means all.
+        delay: leave the gradients scaled until a later backward pass, because DDP does not reduce them in this one.
     """
     # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
     casting = engine.casting if isinstance(engine.casting, OpCasts) else None
     with casts_on(casting), engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
         yield product
     engine.accumulate()
-    # The loop does not say whose loss it was: an optimizer that got no gradient has nothing to skip for.
+    # The loop may not say which optimizers the loss is for: an overflow must not skip one that got no gradient.
     engine.close_windows_without_gradients(optimizers)
 
 
 def stepped_parameters(engine: Engine, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """For each parameter the one that the optimizer steps: its master, or itself."""
+    """Return what the optimizer steps for each parameter: its master, or the parameter itself."""
     masters = engine.masters
     return [parameter if (master := masters.of(parameter)) is None else master for parameter in parameters]
 
 
 def _checked(state: object) -> Mapping[str, Any]:
-    # Files written before the statistics were saved have no "buffers".
+    # Older files hold no batch-norm statistics, so they have no "buffers".
     known: Mapping[str, Any] = {"buffers": [], **state} if isinstance(state, Mapping) else {}
     if set(known) != set(_STATE_KEYS):
         raise StateError(
@@ -194,7 +193,7 @@ def _checked(state: object) -> Mapping[str, Any]:
 
 
 def _resolved(level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> Properties:
-    """The properties of a level with options, which are all checked."""
+    """Check all options, and return the properties of the level with these options."""
     known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
     for name in options:
         if name in refused:

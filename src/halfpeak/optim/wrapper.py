@@ -42,7 +42,7 @@ from halfpeak.state.found_inf import FoundInfReducer
 
 
 class OptimWrapper(BaseOptimWrapper):
-    """A float32 step: accumulate, clip, step, zero.
+    """Wrap an optimizer for float32 training: accumulate, clip, step, zero gradients.
 
     ::
 
@@ -50,24 +50,24 @@ class OptimWrapper(BaseOptimWrapper):
                               backward
                               if a step is due: step (clip, step), zero_grad
 
-    A step whose gradients are not finite is skipped. The engine takes the steps; the wrapper counts backward passes.
+    A step whose gradients are not finite is skipped. An engine steps the optimizer; the wrapper counts backward passes.
 
-    Every method may be overridden. A step may also be the optimizer's own: ``wrapper.optimizer.step()``, in an override of
-    :meth:`step` or in place of it, skips as well, and clips where :meth:`_clip_grad` was called.
+    Every method may be overridden. User code may call ``wrapper.optimizer.step()`` itself, in an override of
+    :meth:`step` or in place of it: such a step skips too, and clips if user code called :meth:`_clip_grad`.
 
     Args:
-        optimizer: the optimizer. One that is not torch's, but has ``param_groups``, ``step`` and ``zero_grad``, is called in
-            the same order, unwatched: its step is never skipped here.
+        optimizer: a torch optimizer, or any object with ``param_groups``, ``step`` and ``zero_grad``. Such an object is
+            called in the same order without an engine, and this class never skips its step.
         accumulative_counts: backward passes per step.
         clip_grad: ``dict(max_norm=1.0)``, ``dict(type='value', clip_value=0.2)``, or None.
-        sink: receives ``train/grad_norm``; None means mmengine's current message hub where mmengine is in use, else
+        sink: receives ``train/grad_norm``; None means mmengine's current message hub if mmengine is imported, else
             :attr:`history`.
 
     Attributes:
-        history: the scalars, if there is no other sink.
-        last_result: the result of the last iteration's step; None where none was due.
+        history: the logged scalars, if there is no other sink.
+        last_result: the result of the step in the last iteration; None if no step was due.
         clip_grad_kwargs: ``clip_grad`` without its ``type``, or None.
-        clip_func: torch's function that means the same, for overrides of :meth:`_clip_grad`.
+        clip_func: with ``clip_grad``, torch's function that clips so, for overrides of :meth:`_clip_grad`.
 
     Raises:
         ConfigError: a value out of range, or an unknown key in ``clip_grad``.
@@ -88,7 +88,7 @@ class OptimWrapper(BaseOptimWrapper):
     """
 
     _KEYS: ClassVar[tuple[str, ...]] = (RESUME_KEY,)
-    """The keys that this class reads in a state, besides those that every wrapper reads."""
+    """Keys of a state dict that this class reads in addition to :class:`BaseOptimWrapper`."""
 
     def __init__(
         self,
@@ -117,19 +117,18 @@ class OptimWrapper(BaseOptimWrapper):
         self._synchronised = True
         super().__init__(optimizer)
         self._engine: Engine | None = None
-        # A state may be loaded before there is an engine, or before the engine has its model. What cannot be applied yet is
-        # kept, and saved again unchanged.
+        # Entries of a loaded state that wait for the engine, or for its model. Until then they are saved unchanged.
         self._pending: Mapping[str, Any] = {}
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set how many backward passes there were and how many there will be (-1: unknown).
+        """Set the number of backward passes so far, and their number in the whole run (-1: unknown).
 
         May be called again, as GAN training does at the start of each phase.
         """
         done = require_count("init_counts", init_counts, 0, "; write init_counts=1")
         self._max_counts = require_count("max_counts", max_counts, -1, "; write max_counts=1")
         self._inner_count = done
-        # Read here by nobody: overrides that are written for mmengine read and set it.
+        # Not read here. Overrides written for mmengine read and set this attribute.
         self._remainder_counts = self._max_counts % self._accumulative_counts
         if not self._ends_window(done) and not self._has_window():
             current_logger().warning(
@@ -143,15 +142,15 @@ class OptimWrapper(BaseOptimWrapper):
                 "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
             )
 
-    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where the next one begins.
-    # Windows ignore epochs and resumes.
+    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where a new window
+    # begins. The end of an epoch and a resume do not end a window.
 
     def should_update(self) -> bool:
-        """After a backward pass: whether a step is due."""
+        """Return whether a step is due after the last backward pass."""
         return self._ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Before a backward pass: whether its gradients must be reduced over the ranks."""
+        """Return whether the next backward pass must reduce its gradients over the ranks."""
         return self._ends_window(self._inner_count + 1)
 
     def _ends_window(self, done: int) -> bool:
@@ -162,7 +161,7 @@ class OptimWrapper(BaseOptimWrapper):
         return is_open or has_open_window(self._pending)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss divided by the length of its window."""
+        """Return the loss divided by the number of backward passes in its window."""
         done, total = self._inner_count, self._max_counts
         begin = done - done % self._accumulative_counts
         end = begin + self._accumulative_counts
@@ -170,7 +169,7 @@ class OptimWrapper(BaseOptimWrapper):
 
     @property
     def inner_count(self) -> int:
-        """Backward passes so far."""
+        """The number of backward passes so far."""
         return self._inner_count
 
     def update_params(
@@ -179,10 +178,10 @@ class OptimWrapper(BaseOptimWrapper):
         step_kwargs: Mapping[str, Any] | None = None,
         zero_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Backward, and a step and ``zero_grad`` where one is due. Gradients are never zeroed before a backward pass.
+        """Run backward, then :meth:`step` and after it :meth:`zero_grad` if a step is due.
 
         Args:
-            loss: a scalar; divided by the length of its window here.
+            loss: a scalar; this method divides it with :meth:`scale_loss`.
             step_kwargs: for :meth:`step`.
             zero_kwargs: for :meth:`zero_grad`.
 
@@ -201,14 +200,14 @@ class OptimWrapper(BaseOptimWrapper):
                 self.last_result = self._result_since(steps)
             self.zero_grad(**(zero_kwargs or {}))
         else:
-            # torch's schedulers read this to warn of a forgotten step; inside a window none is due.
+            # torch's schedulers read this flag to warn of a missing optimizer step. Inside a window no step is due.
             self._opt_called = True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward and take the gradients in. Counts one.
+        """Run backward, accumulate the gradients, and count one backward pass.
 
         Args:
-            loss: already divided (:meth:`scale_loss`).
+            loss: already divided by :meth:`scale_loss`.
             kwargs: passed to ``Tensor.backward``.
         """
         self._run_backward(loss, 0, kwargs)
@@ -218,10 +217,10 @@ class OptimWrapper(BaseOptimWrapper):
 
         Args:
             closure: for optimizers such as LBFGS; it calls :meth:`zero_grad` and :meth:`backward` and returns the loss.
-            kwargs: others that the optimizer's own ``step`` takes.
+            kwargs: further arguments of the optimizer's own ``step``.
 
         Raises:
-            OrderError: the gradients of the last backward pass were kept from being reduced.
+            OrderError: the last backward pass did not reduce its gradients over the ranks.
             ClosureError: a closure with ``accumulative_counts`` above 1.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
@@ -254,9 +253,9 @@ class OptimWrapper(BaseOptimWrapper):
             self._log_norm(result.grad_norm)
 
     def _clip_grad(self) -> None:
-        """Unscale the gradients, clip them and log their norm: what a step does where ``clip_grad`` was given.
+        """Unscale the gradients, clip them and log their norm, as the engine does in a step if ``clip_grad`` was given.
 
-        An override is called in its place, before each step.
+        With ``clip_grad``, :meth:`step` calls an override instead, but not in a step with a closure.
         """
         if self._is_watched:
             engine = self._ready()
@@ -287,22 +286,22 @@ class OptimWrapper(BaseOptimWrapper):
         self.optimizer.step(**kwargs)
 
     def _result_since(self, num_steps: Tensor) -> StepResult:
-        """Of a step that was the optimizer's own: whether it moved since there were so many.  # i32[]"""
+        """Return the result of a direct ``optimizer.step()``; ``num_steps`` is the step count before it.  # i32[]"""
         engine = self._ready()
         return StepResult((num_steps + 1 - engine.num_steps).float(), engine.scale)
 
     def stepped(self) -> bool:
-        """Whether the last iteration moved the optimizer: a step was due and not skipped. Waits for the device.
+        """Return whether in the last iteration a step was due and not skipped. Waits for the device.
 
-        Write ``if wrapper.stepped(): scheduler.step()`` for a schedule, or an average of the weights, over real steps.
+        Write ``if wrapper.stepped(): scheduler.step()`` to leave skipped steps out of a schedule or a weight average.
         """
         return self.last_result is not None and self.last_result.stepped()
 
     def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
-        """Drop the gradients, and with them the window if one is open.
+        """Drop the gradients, and with them an open accumulation window.
 
         Args:
-            set_to_none: None leaves it to the optimizer, as do kwargs that it takes besides.
+            set_to_none: None means the default of ``optimizer.zero_grad``, which also gets the kwargs.
         """
         if set_to_none is not None:
             kwargs["set_to_none"] = set_to_none
@@ -315,16 +314,16 @@ class OptimWrapper(BaseOptimWrapper):
         self.optimizer.zero_grad(**kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state. Inside an accumulation window also what is open, under ``"halfpeak"``."""
+        """Return the optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
         return {**super().state_dict(), **self._extra_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` gave, or the state of another wrapper or of a plain optimizer.
+        """Restore a state of this class, of another wrapper, or of a plain optimizer.
 
-        Gradients of an open window are dropped; those of a saved one come back, with the count of backward passes.
+        Drops the gradients of an open window. Restores the gradients and the count of a saved window.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         self.check_state_dict(state_dict)
         if self._engine is not None:
@@ -333,13 +332,13 @@ class OptimWrapper(BaseOptimWrapper):
         self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
         if self._engine is not None:
             self._apply_pending(self._engine)
-        # Of an optimizer that is none of torch's, the entry may be its own.
+        # An optimizer that is not torch's may use this key for an entry of its own.
         saved = state_dict.get(RESUME_KEY, {}) if self._is_watched else {}
         if COUNT_KEY in saved:
             self._inner_count = saved[COUNT_KEY]
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that :meth:`load_state_dict` would take it.
+        """Check that :meth:`load_state_dict` would accept ``state_dict``.
 
         Raises:
             StateError: it would not.
@@ -352,7 +351,7 @@ class OptimWrapper(BaseOptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
-        """The forward pass of ``model``: casts on; no gradient reduction (``no_sync``) inside an accumulation window."""
+        """Run the forward pass of ``model`` with casts, and under ``no_sync`` inside an accumulation window."""
         if self._is_watched:
             self._prepare(model)
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
@@ -376,7 +375,7 @@ class OptimWrapper(BaseOptimWrapper):
         return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # The engine first: its copy keeps optimizer, masters and the open window connected.
+        # Copy the engine first: its copy connects the copies of optimizer, masters and open window.
         engine = copy.deepcopy(self._engine, memo)
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -387,7 +386,7 @@ class OptimWrapper(BaseOptimWrapper):
 
     @property
     def _is_watched(self) -> bool:
-        """Whether the engine takes the steps. It can of torch's optimizers; others are called as they are."""
+        """Whether an engine steps the optimizer, as it does torch's optimizers. Others are called directly."""
         return is_torch_optimizer(self.optimizer)
 
     def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
@@ -414,21 +413,21 @@ class OptimWrapper(BaseOptimWrapper):
 
     @property
     def _engine_clip(self) -> Clip:
-        """None if a subclass clips by itself."""
+        """The engine's way to clip: :class:`NoClip` if a subclass overrides :meth:`_clip_grad`."""
         return NoClip() if self._overrides_clip else self._clip
 
     def _casting(self) -> AbstractContextManager[Any]:
-        """The casts of the forward pass beside the engine's."""
+        """Return a context with casts for the forward pass in addition to the engine's."""
         return nullcontext()
 
     def _prepare(self, model: nn.Module) -> None:
-        """Look at the model of the coming forward pass."""
+        """Register the model of the coming forward pass with the engine."""
         engine = self._ready()
         engine.add_model(unwrap(model))
         self._put_buffers(engine)
 
     def _extra_state(self) -> dict[str, Any]:
-        """The entries of the state besides the optimizer's."""
+        """Return the entries of the state dict besides the optimizer's."""
         if self._engine is None or self._pending:
             return dict(self._pending)
         found = save_resume_state(self._engine)
@@ -439,7 +438,7 @@ class OptimWrapper(BaseOptimWrapper):
             check_resume_state(self._ready(), state[RESUME_KEY])
 
     def _apply_pending(self, engine: Engine) -> None:
-        """Load into the engine what a state dict held for it."""
+        """Load the waiting entries of a state dict into the engine."""
         if self._pending:
             self._restore(engine, self._pending)
             if RESUME_KEY in self._pending:
@@ -447,14 +446,14 @@ class OptimWrapper(BaseOptimWrapper):
             self._put_buffers(engine)
 
     def _put_buffers(self, engine: Engine) -> None:
-        """Statistics can be restored only once the model is known, which may be later than the rest."""
+        """Load waiting batch-norm statistics, once the engine knows the model. Nothing waits any more afterwards."""
         if engine.models:
             if RESUME_KEY in self._pending:
                 engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
             self._pending = {}
 
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Load the entries in the formats of others."""
+        """Load entries in the formats of other libraries. For subclasses; this class has none."""
 
     def _reducer(self) -> FoundInfReducer:
         return FoundInfReducer()
@@ -465,11 +464,11 @@ class OptimWrapper(BaseOptimWrapper):
     def _set_engine(self, engine: Engine | None) -> None:
         self._engine = engine
         if engine is not None and engine.policy.param is None:
-            # When this wrapper is gone, another may take the optimizer. A converted model needs its masters on.
+            # A deleted wrapper frees its optimizer for another wrapper. A converted model still needs its masters.
             weakref.finalize(self, engine.remove).atexit = False
 
     def _ready(self) -> Engine:
-        """The engine of the optimizer as it is now."""
+        """Return the engine of the current optimizer, building it if needed."""
         before = self._engine
         if before is not None and before.optimizers[0] is self.optimizer:
             return before
