@@ -1,7 +1,7 @@
-"""The loss-scale rule: configuration, state, and one pure transition between states.
+"""The loss-scale rule: its configuration, its state, and one pure function from state to state.
 
-Mixed Precision Training, Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with bounds, hysteresis and a count
-of the skips that could not lower the scale any more.
+The rule is that of Mixed Precision Training, Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with bounds,
+hysteresis and a count of the skipped steps that could not lower the scale.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import host_values, single
 
 NONFINITE_LOSS: Final = 2.0
-"""``found_inf`` where the loss itself was not finite: with :attr:`ScaleConfig.recovers`, the scale stays."""
+"""The value of ``found_inf`` if the loss itself is not finite; with :attr:`ScaleConfig.recovers` the scale then stays."""
 
 
 @known_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleConfig:
-    """How the loss scale moves. A value; the state is :class:`ScaleState`.
+    """The immutable configuration of the loss scale; its state is :class:`ScaleState`.
 
     Attributes:
         init: the first scale.
-        dynamic: whether the scale moves at all. A static scale still skips non-finite gradients.
-        growth: factor after ``interval`` clean updates in a row.
+        dynamic: whether the scale moves. Under a static scale, too, non-finite gradients skip the step.
+        growth: factor after ``interval`` clean updates (with finite gradients) in a row.
         backoff: factor after an overflow.
         interval: clean updates in a row before the scale grows.
-        hysteresis: overflows it takes before the scale falls.
-        refill: when spent hysteresis comes back: after any clean update, or only when the scale grows.
-        floor: the scale never falls below this. 2**-14 is the smallest normal float16: a loss of one, scaled by less,
-            would itself be subnormal.
+        hysteresis: overflows until the scale falls.
+        refill: when the count of ``hysteresis`` starts again: after any clean update, or only when the scale grows.
+        floor: the scale never falls below this. The default 2**-14 is the smallest normal float16, so a smaller scale
+            would make a loss of 1 subnormal.
         ceiling: the scale never grows above this.
-        patience: the overflow in a row that could not lower the scale at which
+        patience: the number of overflows in a row that could not lower the scale at which
             :class:`~halfpeak.LossScaleCollapse` is raised; None never raises.
-        recovers: what has thrown the scale down does not keep it there; see :func:`advance`. The default of
-            :func:`halfpeak.prepare`; False is the rule of the libraries that halfpeak answers for.
+        recovers: whether the scale soon grows again after a fall far below ``init``; see :func:`advance`. True is the default
+            of :func:`halfpeak.prepare`; False is the rule of apex, mmcv, ``torch.amp`` and Megatron.
 
     Raises:
         ConfigError: a value out of its range, or not finite.
@@ -83,7 +83,7 @@ class ScaleConfig:
 
     @staticmethod
     def static(scale: float = 1.0, *, patience: int | None = 100) -> ScaleConfig:
-        """A scale that never moves.
+        """The configuration of a scale that never moves.
 
         >>> ScaleConfig.static(128.0).dynamic
         False
@@ -92,10 +92,9 @@ class ScaleConfig:
 
     @staticmethod
     def bounded(floor: float | None, ceiling: float | None, *, patience: int | None = 100) -> ScaleConfig:
-        """A dynamic scale between apex's ``min_loss_scale`` and ``max_loss_scale``.
+        """The configuration of a dynamic scale between apex's ``min_loss_scale`` and ``max_loss_scale``.
 
-        None and 0 as ``floor`` were apex's ways of having none, which let its scale fall to zero; here they mean the
-        default floor.
+        A ``floor`` of None or 0 means the default floor. In apex it means no floor, so the scale may fall to zero.
 
         Raises:
             ConfigTypeError: ``ceiling`` is None.
@@ -108,14 +107,14 @@ class ScaleConfig:
 
     @property
     def recovery(self) -> Recovery | None:
-        """How the scale comes back; None where it does not."""
+        """The numbers by which the scale recovers; None without ``recovers`` and for a static scale."""
         if not (self.recovers and self.dynamic):
             return None
         counts = (max(self.interval - left, 0) for left in (3, 12, 96))
         return Recovery(single(min(self.init, self.ceiling) / 16), *counts)
 
     def start(self, device: torch.device | str | None = None) -> ScaleState:
-        """The first state. A dynamic scale starts no higher than its ceiling."""
+        """The first state, on ``device``. A dynamic scale starts no higher than its ceiling."""
         scale = min(self.init, self.ceiling) if self.dynamic else self.init
         return ScaleState(
             scale=torch.tensor(scale, dtype=torch.float32, device=device),
@@ -126,13 +125,13 @@ class ScaleConfig:
 
 
 class Recovery(NamedTuple):
-    """Numbers of :func:`advance`: what counts as far below, and the clean updates that the scale is credited with there.
+    """The scale below which :func:`advance` recovers it, and the values that ``clean`` is set to there.
 
     Attributes:
-        below: a scale that is less has been thrown down.
-        after_growth: 3 short of the next growth.
-        after_overflow: 12 short of it.
-        after_failure: 96 short of it, where an attempt to grow has just met an overflow.
+        below: a smaller scale is recovered.
+        after_growth: ``clean`` after a growth: 3 updates before the next one.
+        after_overflow: ``clean`` after an overflow: 12 updates before the next growth.
+        after_failure: ``clean`` after an overflow at ``clean >= after_growth``, as soon after a growth: 96 before the next.
     """
 
     below: float
@@ -142,13 +141,13 @@ class Recovery(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """Where the loss scale stands. Replaced, never edited; all four are scalars on the device.
+    """The state of the loss scale: four scalars on the device. It is replaced, never edited.
 
     Attributes:
         scale: the loss scale.                                               # f32[]
         clean: clean updates since the last overflow or growth.              # i32[]
         grace: overflows left before the scale falls.                        # i32[]
-        stuck: skips in a row that could not lower the scale; see :func:`advance`.  # i32[]
+        stuck: skipped steps in a row that could not lower the scale; see :func:`advance`.  # i32[]
     """
 
     scale: Tensor
@@ -158,7 +157,7 @@ class ScaleState(NamedTuple):
 
 
 class ScalerState(TypedDict):
-    """Where one loss scale stands, as plain numbers (see :class:`ScaleState`)."""
+    """The state of one loss scale as plain numbers (see :class:`ScaleState`)."""
 
     scale: float
     clean: int
@@ -175,23 +174,22 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
         clean:     clean += 1; grace = hysteresis
                    if clean >= interval: scale = min(scale * growth, ceiling); clean = 0
 
-    A grown scale that would not be finite is not taken. A static scale only counts. Nothing here waits for the device.
+    A scale that would grow to infinity stays. A static scale only counts. Nothing here waits for the device.
 
-    With ``recovers``, a scale below a sixteenth of its first value is taken to have been thrown down, and soon tries to come
-    back. Where that fails it waits longer, so a network that needs so small a scale skips a step in a hundred::
+    With ``recovers``, a scale below a sixteenth of its first value soon tries to grow. After an overflow in such an attempt
+    the next one comes later, so a network that needs so small a scale skips one step in a hundred::
 
         below init / 16, after     growth                                clean = interval - 3
                                    an overflow                           clean = interval - 12
                                    an overflow with clean >= interval - 3  clean = interval - 96
-        found_inf == 2, the loss itself was not finite: no scale helps, so only stuck += 1
-        every second clean update takes one from stuck, where otherwise any takes all
+        found_inf == 2: the loss itself was not finite, which no scale changes, so only stuck += 1
+        every second clean update lowers stuck by 1 (without ``recovers`` every clean update sets it to 0)
 
-    So LossScaleCollapse is raised, too, where for long more than a third of the updates are skips that lower nothing.
+    So LossScaleCollapse is raised, too, if for long more than a third of the updates are skipped without lowering the scale.
 
-    With other constants this one rule is the scaler of apex (interval 2000, no hysteresis), of mmcv (init 2**32,
-    interval 1000, floor 1), of ``torch.amp`` (no bounds), of jmp, and of Megatron (hysteresis, refill "growth"). All
-    arithmetic is float32, so it is exact as long as the factors are powers of two. It works element by element, so a
-    batch of states advances as well as one.
+    With other constants this rule is the loss scaler of apex (interval 2000, no hysteresis), mmcv (init 2**32, interval
+    1000, floor 1), ``torch.amp`` (no bounds), jmp, and Megatron (hysteresis, refill "growth"). All arithmetic is float32, so
+    it is exact as long as the factors are powers of two. All operations are elementwise, so a batch of states works, too.
 
     >>> import torch
     >>> config = ScaleConfig(init=8.0, interval=2)
@@ -213,7 +211,7 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
         return ScaleState(state.scale, clean, state.grace, torch.where(overflow, state.stuck + 1, 0))
     spent = state.grace - 1
     falls = overflow & (spent <= 0)
-    # A scale outside its bounds (loaded, or set by hand) is brought back into them when it next moves, as in apex.
+    # A scale outside its bounds (loaded, or set by user code) is clamped when it next moves, as in apex.
     lowered = torch.clamp(state.scale * config.backoff, min=config.floor)
     stuck = torch.where(
         falls & (lowered >= state.scale), state.stuck + 1, torch.where(overflow, state.stuck, 0)
@@ -237,7 +235,7 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
 def _recovering(
     recovery: Recovery, state: ScaleState, moved: ScaleState, found_inf: Tensor, grows: Tensor
 ) -> ScaleState:
-    """What ``recovers`` makes of a state that :func:`advance` has moved otherwise."""
+    """Apply the rules of ``recovers`` to the state ``moved`` that :func:`advance` computes without them."""
     overflow = found_inf != 0
     failed = state.clean >= recovery.after_growth
     credit = torch.where(failed, recovery.after_failure, recovery.after_overflow)
@@ -251,9 +249,9 @@ def _recovering(
 
 
 def _counted(config: ScaleConfig, scale: float, clean: int, grace: int, stuck: int) -> ScaleState:
-    """What :func:`advance` makes of a clean update that moves no scale, as nearly all are, for a state in host memory.
+    """:func:`advance` in plain numbers: for a state in host memory and a clean update that does not move the scale.
 
-    Thirty tiny operations would be a step's largest cost.
+    Nearly all updates are such, and the thirty tiny tensor operations of :func:`advance` would be a step's largest cost.
     """
     if config.dynamic and config.refill == "clean":
         grace = config.hysteresis
@@ -265,7 +263,7 @@ def _counted(config: ScaleConfig, scale: float, clean: int, grace: int, stuck: i
 
 
 def require_scale(name: str, value: object) -> float:
-    """Return ``value`` as a float if it can be a loss scale: a real number, finite and above zero.
+    """Return ``value`` as a float if it can be a loss scale: a finite number above zero, and normal in float32.
 
     Raises:
         ConfigError: anything else.

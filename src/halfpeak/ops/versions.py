@@ -1,4 +1,4 @@
-"""Snapshots of tensors: has somebody else written to them, or given them other memory, since?"""
+"""Snapshots of version counters and addresses, which tell whether tensors were written or got other memory since."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from halfpeak.core.torch_compat import untraced
 
 
 class TensorVersions:
-    """Version counter, address and storage of each tensor of a list at one moment; its loops run in C.
+    """A snapshot of the version counter, address and storage of each tensor of a list.
 
-    The list is passed in the same order each time. The address alone does not identify memory: ``p.data = f(p.data)`` twice in
-    a row may return to the first address, and assigning to ``.data`` does not count a version. A weak reference to the
-    storage tells that the old memory is gone.
-
-    A write through ``tensor.data`` in place changes none of the three and is not seen.
+    Callers pass the list in the same order each time. An address does not identify memory: after ``p.data = f(p.data)`` twice
+    in a row it may be the first address again, and the assignment leaves the version counter as it is. A weak reference to
+    the storage tells whether the old memory was freed. An in-place write through ``tensor.data`` changes none of the three
+    and is not noticed. Snapshots are compared in every step, so the loops run in C (``map``).
 
     Example:
         >>> import torch
@@ -36,11 +35,11 @@ class TensorVersions:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._storages: list[StorageWeakRef] = []
-        # What ``_storages`` point to, each once, because the tensors of a flat buffer share one; None until it is asked for.
+        # The distinct ``cdata`` of ``_storages``: the tensors of a flat buffer share one. None until it is needed.
         self._pointers: set[int] | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Append a tensor that counts as changed until it is recorded."""
+        """Append a tensor, which counts as changed until it is recorded."""
         self._versions.append(_NEVER_RECORDED)
         self._addresses.append(tensor.data_ptr())
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
@@ -51,9 +50,9 @@ class TensorVersions:
         """Take the snapshot of all tensors; their number may differ from before.
 
         Args:
-            tensors: in the order in which they are passed from now on.
-            moved: False where they are the same and have been written in place, which saves a look at their memory: one
-                that has been given other memory all the same counts as changed.
+            tensors: in the order in which the caller passes them from now on.
+            moved: False if the same tensors were only written in place: addresses are not read, and a tensor that has other
+                memory nevertheless counts as changed.
         """
         if not moved:
             self._versions = list(map(_VERSION, tensors))
@@ -75,7 +74,7 @@ class TensorVersions:
         self._record_storage(index, tensor)
 
     def record_next_write(self, index: int, tensor: Tensor) -> None:
-        """Take the snapshot of the tensor at ``index`` as it will be after its next write in place."""
+        """Take the snapshot of the tensor at ``index`` as it will be after its next in-place write."""
         self.record_one(index, tensor)
         self._versions[index] += 1
 
@@ -100,7 +99,7 @@ class TensorVersions:
         self._pointers = None
 
     def _is_any_gone(self) -> bool:
-        """Whether memory of the snapshot does not exist any more."""
+        """Whether a storage of the snapshot was freed."""
         if self._pointers is None:
             self._pointers = {storage.cdata for storage in self._storages}
         return any(map(_EXPIRED, self._pointers))

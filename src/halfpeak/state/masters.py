@@ -1,4 +1,4 @@
-"""Masters: the float32 copies of low parameters that an optimizer steps. The only code that swaps its parameters."""
+"""Master weights: float32 copies of low-precision parameters, which take their place in the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from halfpeak.state.samples import Sample
 
 
 class Masters:
-    """Pairs of a low parameter and its float32 master, by identity, each once however many groups name it.
+    """Pairs of a low parameter and its float32 master. A parameter has one master, however many groups contain it.
 
-    A master takes the place of its parameter in the optimizer's groups and inherits its state. Both agree, whoever wrote
-    which: the parameter is the master rounded, and either both are trainable or none is.
+    The master replaces the parameter in the optimizer's groups and takes over its optimizer state. Whichever of the two user
+    code writes, the other follows: the parameter is the master rounded, and both have the same ``requires_grad``.
 
     ::
 
-        publish                  after a step: the parameters from the masters
-        follow_masters           before a forward pass: from masters that were written outside of a step (SAM, Lookahead)
-        refresh                  before a backward pass and a step: the masters from parameters that were written (load,
-                                 broadcast, clamp)
-        follow_values            before a step: from parameters that were written through ``parameter.data``, which leaves
-                                 no trace
-        agree_on_requires_grad   before either pass
+        publish                  after a step: writes the parameters from the masters
+        follow_masters           before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
+        refresh                  before a backward pass and a step: updates the masters of parameters that were written
+                                 (load, broadcast, clamp)
+        follow_values            before a step: the same for in-place writes through ``parameter.data``, which do not change
+                                 the version counter
+        agree_on_requires_grad   before a forward and a backward pass
 
     Args:
-        wanted: False never makes a master, for policies that step low parameters themselves.
-        grad_buffers: where the gradients of masters lie; None for new memory in every step.
+        wanted: False makes no master, because the optimizer steps the low parameters themselves.
+        grad_buffers: memory for the gradients of masters; None allocates new memory in every step.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -60,23 +60,23 @@ class Masters:
         self.grad_buffers = grad_buffers
         self._low: list[nn.Parameter] = []
         self._high: list[Tensor] = []
-        # Snapshots of both sides when they last agreed, and whether they were trainable.
+        # Snapshots of parameters and masters, and their ``requires_grad``, from when each pair last agreed.
         self._versions, self._high_versions = TensorVersions(), TensorVersions()
         self._trainable: list[bool] = []
-        # By index: one pair stands for those published with it, the latest of which are ``_sampled``.
+        # By index: the sample of one pair stands for all pairs published with it. ``_sampled``: the latest such indices.
         self._samples: dict[int, Sample] = {}
         self._sampled: Sequence[int] = []
-        # Low parameters in the groups that have no master yet, because they are frozen.
+        # Frozen low parameters in the groups, by ``id``; they have no master yet.
         self._frozen: set[int] = set()
-        # The adopted optimizers: groups may have been added to them since.
+        # The adopted optimizers; user code may add groups to them at any time.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Of low parameters, and of masters, by ``id``.
+        # The index of a pair by ``id(low)``, and the low parameter by ``id(master)``.
         self._index: dict[int, int] = {}
         self._low_of: dict[int, nn.Parameter] = {}
-        # Who still has to step the gradient of a master, by ``id``; and low parameters of several optimizers.
+        # By ``id(master)``: ids of the objects that still need its gradient. Low parameters of several optimizers, by ``id``.
         self._retained: dict[int, set[int]] = {}
         self._shared: set[int] = set()
-        # Indices of masters that may have moved since they were last published.
+        # Indices of masters that an optimizer may have written since they were last published.
         self._stepped: set[int] = set()
         self._stores: list[RemainderStore] = []
 
@@ -88,12 +88,12 @@ class Masters:
         return iter(zip(self._low, self._high, strict=True))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """What holds the unscaled gradient of a low parameter: its master, or the placeholder of a remainder; or None."""
+        """The tensor whose ``grad`` is the unscaled gradient of a low parameter: master, store's placeholder, or None."""
         high, store = self._master_of(parameter), self.store_of(parameter)
         return high if store is None else store.grad_placeholder(parameter)
 
     def store_of(self, parameter: Tensor) -> RemainderStore | None:
-        """The store of the remainder of a low parameter that has no master, or None."""
+        """The store that has the remainder of a low parameter; None if it has a master, or neither."""
         if not self._stores or id(parameter) in self._index:
             return None
         return next((store for store in self._stores if store.has(parameter)), None)
@@ -112,7 +112,7 @@ class Masters:
         return self._low_of.get(id(master))
 
     def model_param_of(self, main_param: Tensor) -> Tensor:
-        """What autograd computes the gradient of: the low parameter of a master, anything else itself."""
+        """The parameter whose gradient autograd computes: the low parameter of a master, any other tensor itself."""
         low = self._low_of.get(id(main_param))
         return main_param if low is None else low
 
@@ -124,19 +124,18 @@ class Masters:
         move_grads: bool = True,
         trained: Collection[int] = (),
     ) -> None:
-        """Put a master in the place of every trainable low parameter of the optimizer that has none yet.
+        """Replace every trainable low parameter in the optimizer's groups by its master; make the masters that are missing.
 
-        A frozen one gets its master when it is unfrozen, or given a value, a state or a gradient that its dtype cannot hold.
+        A frozen low parameter gets its master later: from the call after it is unfrozen, or from :meth:`set_value`.
 
-        State that the optimizer holds for the parameter moves to the master, in float32, and so does its gradient. An
-        optimizer that keeps remainders of its low parameters is given the values instead.
+        The optimizer state of the parameter moves to the master, in float32, and so does its gradient. A parameter in the
+        :class:`RemainderStore` of its optimizer gets no master: the store gets its value.
 
         Args:
             optimizer: changed in place; its group dicts and lists stay the same objects.
-            values: float32 values to start from, by ``id`` of the parameter. Without one, a master starts from the
-                low parameter widened.
+            values: float32 start values, by ``id`` of the parameter. A master without one starts from the parameter upcast.
             move_grads: False leaves gradients where they are, because they are scaled.
-            trained: frozen parameters, by ``id``, that get a master all the same: they have a state, or a gradient.
+            trained: ids of frozen parameters that get a master now, because they have optimizer state or a gradient.
         """
         self._optimizers.add(optimizer)
         store = remainder_store_of(optimizer)
@@ -177,13 +176,13 @@ class Masters:
         self._stores = [known for known in self._stores if known is not store]
 
     def retain_grads(self, who: object, masters: Iterable[Tensor]) -> None:
-        """Say that ``who`` still has to step the gradients of some masters, which others may step, too."""
+        """Record that ``who`` still needs the gradients of some masters, which other optimizers may step and drop."""
         for master in masters:
             if id(master) in self._low_of:
                 self._retained.setdefault(id(master), set()).add(id(who))
 
     def release_grads(self, who: object) -> None:
-        """Say that ``who`` needs no gradient any more."""
+        """Record that ``who`` needs no gradient any more."""
         for holders in self._retained.values():
             holders.discard(id(who))
 
@@ -192,7 +191,7 @@ class Masters:
         return id(parameter) in self._shared
 
     def waits_for_master(self, parameter: Tensor) -> bool:
-        """Whether a low parameter in the groups has no master yet: it is frozen, or has joined since the last backward pass."""
+        """Whether a low parameter is in the groups without a master: it is frozen, or came after the last :meth:`adopt`."""
         if id(parameter) in self._index:
             return False
         if not (self._wanted and parameter.requires_grad and is_low(parameter)):
@@ -201,23 +200,23 @@ class Masters:
         return any(parameter is member for group in groups for member in group["params"])
 
     def is_grad_retained(self, master: Tensor) -> bool:
-        """Whether an optimizer still has to step the gradient of a master."""
+        """Whether an optimizer still needs the gradient of a master; see :meth:`retain_grads`."""
         return bool(self._retained.get(id(master)))
 
     def indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """The indices of the masters among some parameters; :meth:`publish` and the methods around it take them."""
+        """The indices of the masters among ``parameters``, for :meth:`publish` and other methods that take ``indices``."""
         lows = (self._low_of.get(id(parameter)) for parameter in parameters)
         return [self._index[id(low)] for low in lows if low is not None]
 
     def mark_stepped(self, indices: Iterable[int]) -> None:
-        """Say that an optimizer is about to move masters: :meth:`refresh` must not undo it."""
+        """Record that an optimizer is about to write these masters, so that :meth:`refresh` does not overwrite them."""
         self._stepped.update(indices)
 
     def mark_skipped(self, indices: Sequence[int]) -> None:
-        """Say that an optimizer has not moved its masters after all."""
+        """Undo :meth:`mark_stepped`: the step was skipped, so the optimizer wrote none of these masters."""
         self._stepped.difference_update(indices)
         if not self._high_versions.unchanged(self._high):
-            # A fused optimizer may have moved its memory, which is not a write.
+            # A fused optimizer may have moved masters into other memory, which does not change their values.
             for index in indices:
                 low, high = self._low[index].detach(), self._high[index]
                 if high.device == low.device and torch.equal(high.to(low.dtype), low):
@@ -226,37 +225,37 @@ class Masters:
     def publish(self, indices: Sequence[int] | None = None, *, moved: bool = True) -> None:
         """Round the masters of one optimizer, or all of them, into their low parameters.
 
-        The parameters of other optimizers are left unwritten: a generator's forward pass may lie before the step of the
-        discriminator, and its backward pass after it.
+        The parameters of other optimizers are not written, because autograd may have saved them: a generator's forward pass
+        may come before the step of the discriminator, and its backward pass after it.
 
         Args:
             indices: of these masters; None for all.
-            moved: False where masters have not been given other memory since they were last published, which saves a look.
+            moved: False if no master has other memory than at the last publish; then their addresses are not read.
         """
         indices = list(range(len(self._low))) if indices is None else indices
         self._publish(indices, moved=moved)
         self._sample(indices)
 
     def record_published(self, indices: Sequence[int], *, moved: bool = True) -> None:
-        """:meth:`publish`, where an optimizer has written its low parameters itself."""
+        """:meth:`publish` for an optimizer whose step has written the low parameters itself."""
         self._record(indices, low_moved=moved, high_moved=moved)
         self._sample(indices)
 
     def _sample(self, indices: Sequence[int]) -> None:
-        """Begin to watch the largest of some pairs that were published together; :meth:`_record` takes its values anew."""
+        """Make the largest of some pairs that were published together their sample; :meth:`_record` updates its values."""
         if indices and indices is not self._sampled:
             self._sampled = indices
             index = max(indices, key=lambda index: self._high[index].numel())
-            # A sample of another optimizer's parameters goes on standing for these, too.
+            # The pair may already be the sample of another optimizer's parameters, and stays so.
             known = self._samples[index].indices if index in self._samples else ()
             self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
 
     def follow_masters(self) -> None:
-        """Publish what optimizers have moved in a step that was not published, or outside of their steps."""
+        """Publish the masters that were written outside of a step, or by a step that was not published."""
         self._publish(sorted(self._written_masters()))
 
     def _written_masters(self) -> set[int]:
-        # A written sample stands for all pairs published with it, but for those whose parameter was written since.
+        # If a sample's master was written, so were all masters published with it, except where the parameter was written.
         hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
         written = self._stepped | {i for i in hinted if self._versions.is_unchanged(i, self._low[i])}
         if not self._high_versions.unchanged(self._high):
@@ -266,7 +265,7 @@ class Masters:
         return written
 
     def agree_on_requires_grad(self) -> None:
-        """Whichever side was frozen or unfrozen, the other follows."""
+        """Where user code froze or unfroze one side of a pair, do the same to the other side."""
         low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
         if low != high:
             for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
@@ -297,11 +296,11 @@ class Masters:
         self._stepped.difference_update(indices)
 
     def refresh(self) -> None:
-        """Follow whoever wrote to the low parameters since the last publish: load, broadcast, clamp, re-initialise.
+        """Update the masters of low parameters that were written since the last publish: load, broadcast, clamp.
 
-        Element by element, a master stays where it rounds to its parameter (nobody wrote there) and takes the widened
-        parameter elsewhere. Nothing waits for the device. Writes into ``parameter.data`` leave no trace, but for a new
-        tensor assigned to it; :meth:`follow_values` sees them.
+        An element of a master that rounds to its parameter was not written and stays; any other becomes the parameter upcast.
+        Nothing waits for the device. In-place writes through ``parameter.data`` change no version counter and are left to
+        :meth:`follow_values`; a new tensor assigned to ``parameter.data`` is noticed here.
 
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
@@ -309,28 +308,26 @@ class Masters:
         if self._stepped or not self._versions.unchanged(self._low):
             self.follow_masters()
             written = {i for i, low in enumerate(self._low) if not self._versions.is_unchanged(i, low)}
-            # Before the write that counted a version, all parameters may have been written through .data.
+            # User code may have written all parameters through .data before the write that changed a version counter.
             for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
                 self._follow(index)
         if not self._samples:
-            # Before the first step, which may be skipped.
+            # The first step may be skipped and publish nothing, so the first sample is taken before it.
             self._sample(list(range(len(self._low))))
 
     def follow_values(self, indices: Sequence[int]) -> None:
-        """:meth:`refresh` where values tell that somebody wrote through ``parameter.data``.
+        """:meth:`refresh` for in-place writes through ``parameter.data``, which show only in the values.
 
-        64 values of the largest parameter are looked at: averaging, clamping and swapping weights change them, and comparing
-        all weights would take half the time of a step. On an accelerator the host would wait, so there it is only warned.
-
-        Args:
-            indices: of the masters whose parameters are compared.
+        About 64 values of the largest parameter of ``indices`` are compared: averaging, clamping and swapping weights change
+        them, and comparing all weights would take half the time of a step. On an accelerator the host would wait for the
+        values, so masters are not updated there, and a warning follows later (:class:`Sample`).
         """
         samples = [s for s in self._samples.values() if not s.indices.isdisjoint(indices)]
         for sample in samples:
             sample.warn_of_writes()
         written = [s.indices for s in samples if s.is_low_written()]
         if written:
-            # The sample is taken anew, so what else it stands for is looked at now.
+            # The sample is recorded again below, so the other pairs that it stands for are updated now, too.
             others = set[int]().union(*written) - set(indices) - self._stepped
             indices = [
                 *indices,
@@ -342,15 +339,15 @@ class Masters:
                 self._record_one(index)
 
     def forget_values(self) -> None:
-        """A CUDA graph has stepped: values that were taken before it are out of date."""
+        """Discard sampled values after the replay of a CUDA graph, which has stepped the parameters."""
         for sample in self._samples.values():
             sample.forget()
 
     def fp32_value(self, parameter: Tensor) -> Tensor | None:
-        """The float32 value of a low parameter; None if it has no master. Waits for the device.
+        """The float32 value of a low parameter; None if it has neither master nor remainder. Waits for the device.
 
-        This is its master, except for a parameter that was written, moved or resized. Nothing is changed: weights that are
-        swapped out and in again keep their float32 values.
+        This is the master, except where the parameter was written, moved or resized since. The master itself does not change,
+        so weights that user code swaps out and in again keep their float32 values.
         """
         index = self._index.get(id(parameter))
         if index is None:
@@ -389,17 +386,17 @@ class Masters:
         self._record_one(index)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the master of a low parameter to a value that the parameter has been given, or is about to be.
+        """Set the master of a low parameter to a float32 value that the caller has written to the parameter, or is about to.
 
-        Where the parameter ends up with something else, :meth:`refresh` follows it. A parameter in an optimizer's groups that
-        has no master yet, because it is frozen or was added later, gets one if its dtype cannot hold the value.
+        If the parameter gets another value, :meth:`refresh` updates the master. A parameter in an optimizer's groups that has
+        no master yet, because it is frozen or was added later, gets one if its dtype cannot hold the value.
         """
         high, store = self._master_of(parameter), self.store_of(parameter)
         if high is not None and high.shape == value.shape and value.is_floating_point():
             index = self._index[id(parameter)]
             sample = self._samples.get(index)
             if sample is not None:
-                # A difference from the sample means that all its pairs were moved; now this pair alone will differ.
+                # A sample that differs means that all its pairs were written: publish those before this pair alone differs.
                 self.follow_masters()
             with torch.no_grad():
                 high.copy_(value)
@@ -422,7 +419,7 @@ class Masters:
         return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
-        """Copies of both sides, paired as these are; an optimizer copied with the same ``memo`` steps the new masters."""
+        """Copies of both sides in the same pairs; an optimizer that is copied with the same ``memo`` steps the new masters."""
         copied = Masters(wanted=self._wanted, grad_buffers=self.grad_buffers and GradBufferPool())
         for low, high in self:
             low_copy = copy.deepcopy(low, memo)
@@ -447,24 +444,24 @@ class Masters:
         self._low_of[id(high)] = parameter
         self._low.append(parameter)
         self._high.append(high)
-        # The first refresh compares values, so that writes through .data before it are seen.
+        # The parameter counts as written, so the first refresh compares values and sees earlier writes through .data.
         self._versions.add(parameter)
         self._high_versions.add(high)
         self._high_versions.record_one(self._index[id(parameter)], high)
-        # Until this pair is published, a write to all parameters through .data shows in any sample.
+        # Until this pair is published, every sample stands for it: a write through .data to all parameters changes them all.
         for sample in self._samples.values():
             sample.indices |= {self._index[id(parameter)]}
         return high
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:
-    """A gradient from before the master was made goes where the optimizer will read it."""
+    """Move the gradient of a parameter to its new master, where the optimizer reads it."""
     if parameter.grad is not None and master.grad is None:
         master.grad, parameter.grad = parameter.grad.to(master.dtype), None
 
 
 def _move_state(optimizer: Optimizer, parameter: Tensor, master: Tensor) -> None:
-    """Hand the optimizer's state of a parameter to its master; what was low becomes float32."""
+    """Move the optimizer state of a parameter to its master, with low tensors upcast to float32."""
     if parameter in optimizer.state and master not in optimizer.state:
         state = optimizer.state.pop(parameter)
         for key, value in state.items():

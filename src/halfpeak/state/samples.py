@@ -1,4 +1,4 @@
-"""Samples of values: a write in place through ``parameter.data`` leaves no other trace."""
+"""Samples of parameter values, which show in-place writes through ``parameter.data``; version counters do not."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
 
 EVERY: Final = 16
-"""On an accelerator values are compared once in this many steps."""
+"""Steps from one comparison of values to the next, on an accelerator."""
 
 
 class Sample:
-    """Some values of a parameter and its master when they were published.
+    """Copies of some values of a parameter and its master from when they were published.
 
-    Lookahead and its like write all masters at once, and averaging all parameters, often through ``.data``. On the host such
-    writes are seen and followed. On an accelerator the host would wait for the values: once in :data:`EVERY` steps they are
-    compared where they lie, and a warning follows when the result has arrived.
+    Optimizers like Lookahead write all masters at once, and weight averaging writes all parameters, often through ``.data``.
+    On the host the values show such a write, and :class:`~halfpeak.state.masters.Masters` updates the other side of the
+    pairs. On an accelerator the host would wait for the values, so the device compares them once in :data:`EVERY` steps, and
+    a warning follows when the result has arrived.
 
-    Copies are kept and no views: a view would count as another user of the memory.
+    The values are copied, because a view would count as another user of the memory.
 
     Args:
-        low: the parameter.
-        high: its master.
-        indices: of all pairs that were published with it, or made since.
+        indices: of the pairs that this sample stands for: all that were published with it, or made since.
     """
 
     def __init__(self, low: Tensor, high: Tensor, indices: Iterable[int]) -> None:
@@ -43,7 +42,7 @@ class Sample:
         self.record()
 
     def record(self) -> None:
-        """Take the values as they are now; on an accelerator only where the coming step is to compare them."""
+        """Copy the values as they are now; on an accelerator only if the coming step compares them."""
         self.record_high()
         if _is_on_host(self._low):
             self._low_values = _some_of(self._low).clone()
@@ -53,31 +52,31 @@ class Sample:
         self._low_values = _some_of(self._low).clone() if is_due else None
 
     def record_high(self) -> None:
-        """Take the values of the master alone: its parameter is about to be written."""
+        """Copy the values of the master alone, because the caller is about to write the parameter."""
         if _is_on_host(self._high):
             self._high_values = _some_of(self._high).clone()
 
     def forget(self) -> None:
-        """What was taken on an accelerator is out of date."""
+        """Discard the parameter's values on an accelerator, because they are out of date."""
         if not _is_on_host(self._low):
             self._low_values = None
 
     def is_low_written(self) -> bool:
-        """Whether the values of the parameter are others now, where the host knows."""
+        """Whether the values of the parameter have changed; False on an accelerator."""
         return _is_on_host(self._low) and not _equal(self._low, self._low_values)
 
     def is_high_written(self) -> bool:
-        """Whether the values of the master are others now, where the host knows."""
+        """Whether the values of the master have changed; False on an accelerator."""
         return _is_on_host(self._high) and not _equal(self._high, self._high_values)
 
     def warn_of_writes(self) -> None:
-        """Before a step on an accelerator: compare what was taken, and warn of what an earlier comparison has found."""
+        """Start a comparison before a step on an accelerator, and warn if an earlier comparison found a write."""
         if _is_on_host(self._low):
             return
         values, self._low_values = self._low_values, None
         if values is not None:
             self._written = self._written or AsyncScalar(values.device)
-            # Compared as bits, because nan is not equal to nan.
+            # Compare bits, because nan is not equal to nan.
             self._written.push((_some_of(self._low).view(torch.int16) != values.view(torch.int16)).any())
         if self._written is not None and self._written.value:
             self._written = None
@@ -90,7 +89,7 @@ class Sample:
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """About 64 of its values."""
+    """About 64 of the values of ``tensor``; all of them if it is not a plain dense tensor."""
     if type(tensor) not in (Tensor, nn.Parameter) or not foreach.is_dense(tensor):
         return tensor.detach()
     size = tensor.numel()
@@ -99,7 +98,7 @@ def _some_of(tensor: Tensor) -> Tensor:
 
 
 def _is_on_host(tensor: Tensor) -> bool:
-    """Whether the host can look at values without waiting. Tests replace it, to see on the CPU what an accelerator does."""
+    """Whether the host can read values without waiting. Tests replace this function, to test on the CPU as an accelerator."""
     return tensor.is_cpu
 
 
