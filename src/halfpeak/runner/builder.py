@@ -1,6 +1,6 @@
-"""What a configuration may name here, and build_runner: the call from a configuration to a runner.
+"""The registries of hooks and runners, and build_runner, which builds a runner from a configuration.
 
-Answers to mmcv 1.7.2. Each class registers itself where it is defined; importing ``halfpeak.runner`` imports them all.
+Compatible with mmcv 1.7.2. Each class registers itself where it is defined; ``import halfpeak.runner`` imports all.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.registry import Registry
 
 HOOKS: Final = Registry("hook")
-"""What ``type`` of a hook's configuration may name."""
+"""The classes that ``type`` in a hook's configuration may name."""
 
 RUNNERS: Final = Registry("runner")
-"""What ``type`` of a runner's configuration may name."""
+"""The classes that ``type`` in a runner's configuration may name."""
 
 RUNNER_BUILDERS: Final = Registry("runner constructor")
-"""What its ``constructor`` may name."""
+"""The classes that ``constructor`` in a runner's configuration may name."""
 
 
 @RUNNER_BUILDERS.register_module()
@@ -27,7 +27,7 @@ class DefaultRunnerConstructor:
 
     Args:
         runner_cfg: ``type`` and arguments of the runner.
-        default_args: arguments for what ``runner_cfg`` leaves out: the model, the optimizer, the logger.
+        default_args: arguments that ``runner_cfg`` leaves out: the model, the optimizer, the logger.
     """
 
     def __init__(self, runner_cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> None:
@@ -35,12 +35,12 @@ class DefaultRunnerConstructor:
         self.default_args = default_args
 
     def __call__(self) -> Any:
-        """The runner."""
+        """Build the runner."""
         return RUNNERS.build(self.runner_cfg, default_args=self.default_args)
 
 
 def build_runner_constructor(cfg: Mapping[str, Any]) -> Any:
-    """Build what a configuration with a registered constructor's name as ``type`` describes."""
+    """Build the runner constructor whose registered name is the ``type`` of ``cfg``."""
     return RUNNER_BUILDERS.build(cfg)
 
 
@@ -48,8 +48,8 @@ def build_runner(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None 
     """Build the runner that a configuration describes.
 
     Args:
-        cfg: left as it is. ``type`` names the runner; ``constructor`` names who reads this.
-        default_args: arguments for what ``cfg`` leaves out: the model, the optimizer, the logger.
+        cfg: not modified. ``type`` names the runner; ``constructor`` names the class that reads ``cfg``.
+        default_args: arguments that ``cfg`` leaves out: the model, the optimizer, the logger.
 
     Raises:
         RegistryError: a name that is not registered.

@@ -1,4 +1,4 @@
-"""Casting the tensors of one dtype inside nested values. Answers to mmcv 1.7.2."""
+"""Casting the tensors of one dtype inside nested values. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoint files: reading, writing, their paths, and the functions for scripts without a runner.
 
-Files are written in halfpeak's own format, and read also where mmcv wrote plain data. Answers to mmcv 1.7.2.
+Files are written in halfpeak's own format, and read also where mmcv wrote plain data. Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

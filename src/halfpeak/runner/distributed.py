@@ -1,6 +1,6 @@
 """The ranks of a run: start them, ask for them, average and broadcast tensors, gather plain data.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""auto_fp16 and force_fp32: methods that say in which dtype they compute. Answers to mmcv 1.7.2."""
+"""auto_fp16 and force_fp32: methods that say in which dtype they compute. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Hook: the methods that a runner calls at each stage of a run, and RunnerView: what they may use of it.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a training configuration to hooks: ``lr_config`` and its like. Answers to mmcv 1.7.2.
+"""From a training configuration to hooks: ``lr_config`` and its like. Compatible with mmcv 1.7.2.
 
 No configuration is changed.
 """

@@ -1,6 +1,6 @@
 """HookList: the hooks of a run, kept in order of priority, called by stage, saved by name. And Priority.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

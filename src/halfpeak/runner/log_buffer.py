@@ -1,4 +1,4 @@
-"""LogBuffer: the numbers of past iterations, and their averages for the log. Answers to mmcv 1.7.2."""
+"""LogBuffer: the numbers of past iterations, and their averages for the log. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LossScaler: a loss scale for loops that scale, check and step by themselves.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

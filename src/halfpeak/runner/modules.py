@@ -1,4 +1,4 @@
-"""BaseModule and the containers that have ``init_weights``. Answers to mmcv 1.7.2."""
+"""BaseModule and the containers that have ``init_weights``. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""build_optimizer: a model and a flat configuration make an optimizer. Answers to mmcv 1.7.2."""
+"""build_optimizer: a model and a flat configuration make an optimizer. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """MMDataParallel and MMDistributedDataParallel: torch's wrappers with the steps that a runner calls.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

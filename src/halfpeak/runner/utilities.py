@@ -1,4 +1,4 @@
-"""Small helpers that scripts of mmcv call around a run: seeds, loggers, folders. Answers to mmcv 1.7.2."""
+"""Small helpers that scripts of mmcv call around a run: seeds, loggers, folders. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CheckpointHook: save the run every so often. Answers to mmcv 1.7.2."""
+"""CheckpointHook: save the run every so often. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EMAHook: a moving average of the weights. Answers to mmcv 1.7.2."""
+"""EMAHook: a moving average of the weights. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EvalHook and DistEvalHook: evaluate during training and keep the best checkpoint. Answer to mmcv 1.7.2."""
+"""EvalHook and DistEvalHook: evaluate during training and keep the best checkpoint. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fp16OptimizerHook and GradientCumulativeFp16OptimizerHook: a half-precision step after each iteration, or after several.
+"""Fp16OptimizerHook and GradientCumulativeFp16OptimizerHook: a half-precision step after one or several iterations.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from halfpeak.state.loss_scaler import LossScaler as EngineScaler
 
 @HOOKS.register_module()
 class Fp16OptimizerHook(OptimizerHook):
-    """Scales the loss, runs backward, unscales, and steps unless a gradient is not finite.
+    """Scales the loss, runs backward, unscales the gradients, and steps unless one is not finite.
 
     ::
 
@@ -49,29 +49,29 @@ class Fp16OptimizerHook(OptimizerHook):
         autocast   float32   torch.autocast: in methods with auto_fp16, or     the weights
                              around train_step where the model has none
 
-    ``master`` is what mmcv documents: scale, backward in half, copy the gradients to float32, unscale and update, copy back.
-    ``autocast`` is what mmcv 1.7.2 does where torch is 1.6 or newer. With masters and no ``auto_fp16``, ``forward`` takes
-    and computes in the low dtype and returns float32, and what ``train_step`` computes outside of it is cast by autocast.
+    Low means ``dtype``. ``master`` is the mode that mmcv documents: scale, backward in half precision, copy gradients to
+    float32, unscale, update, copy back. ``autocast`` is what mmcv 1.7.2 does with torch 1.6 or newer. With masters and
+    no ``auto_fp16``, ``forward`` computes low and returns float32, and autocast casts the rest of ``train_step``.
 
-    ``runner.meta["fp16"]["loss_scaler"]`` shows the state of the loss scale; reading it waits for the device. A resumed run
-    takes the state from there in :meth:`before_run`.
+    ``runner.meta["fp16"]["loss_scaler"]`` shows the state of the loss scale; reading it waits for the device. A resumed
+    run restores the loss scale from this entry in :meth:`before_run`.
 
     Args:
         grad_clip: as in :class:`OptimizerHook`; unscaled gradients are clipped.
         coalesce: reduce gradients over the ranks in buckets.
-        bucket_size_mb: their size in MiB; -1 for one bucket per dtype and device.
+        bucket_size_mb: size of a bucket in MiB; -1 for one bucket per dtype and device.
         loss_scale: a number (a static scale), ``"dynamic"``, or a dict; see
             :func:`~halfpeak.optim.loss_scale.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
-            ``LossScaler`` (from 2**32 on) with ``mode="master"`` and torch's with ``mode="autocast"``.
-        distributed: with several ranks, average the gradients of a model without ``DistributedDataParallel``.
+            ``LossScaler`` (initial scale 2**32) with ``mode="master"`` and torch's with ``mode="autocast"``.
+        distributed: with several ranks, average the gradients of a model without DDP, FSDP or sharded parameters.
         mode: ``"master"`` or ``"autocast"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
 
     Attributes:
-        loss_scaler: the loss scale, as mmcv's :class:`~halfpeak.runner.LossScaler`; in a run it shows the engine's.
+        loss_scaler: a :class:`~halfpeak.runner.LossScaler`; during a run it shows the engine's loss scale.
 
     Raises:
-        ConfigError: a value out of range, an unknown key, mode or dtype; or a subclass that overrides what is not called.
+        ConfigError: a value out of range, an unknown key, mode or dtype, or an override that is never called.
 
     >>> Fp16OptimizerHook(loss_scale="dynamc")
     Traceback (most recent call last):
@@ -112,35 +112,35 @@ class Fp16OptimizerHook(OptimizerHook):
         """Prepare model and optimizer, and restore the loss scale of a resumed run.
 
         Raises:
-            StateError: ``runner.meta`` holds something else in its place.
+            StateError: the entry of ``runner.meta`` is not the state of a loss scaler.
         """
         super().before_run(runner)
         self._restore_scale(self._ready(runner), _meta_of(runner))
 
     def after_run(self, runner: RunnerView) -> None:
-        """Leave plain numbers in ``runner.meta``. Waits for the device."""
+        """Replace the live record in ``runner.meta`` by plain numbers. Waits for the device."""
         if self._record is not None:
             _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record.read()
         super().after_run(runner)
 
     def copy_grads_to_fp32(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
-        """Move the gradients of the model, still scaled, to the masters: for an ``after_train_iter`` of your own.
+        """Move the scaled gradients of the model to the masters, for an ``after_train_iter`` of user code.
 
-        With ``mode="autocast"`` they are there already.
+        With ``mode="autocast"`` there are no masters and nothing happens.
         """
         for parameter, master in [] if self._engine is None else self._engine.masters:
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.to(master.dtype), None
 
     def copy_params_to_fp16(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
-        """Nothing is left to do: ``optimizer.step()`` has rounded the masters into the weights."""
+        """Do nothing, because ``optimizer.step()`` has already rounded the masters into the weights."""
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Autocast for a model without ``auto_fp16``."""
         return self._casts(runner)
 
     def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
-        """The same autocast in validation: a model with ``auto_fp16`` casts there too."""
+        """The same autocast in validation, where a model with ``auto_fp16`` casts too."""
         return self._casts(runner)
 
     def _casts(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
@@ -162,7 +162,7 @@ class Fp16OptimizerHook(OptimizerHook):
             reducer=FoundInfReducer("world" if self._reduces else None),
         )
         if self._reduces:
-            # No wrapper makes the ranks equal at the start. Averaged gradients keep them equal.
+            # No wrapper broadcasts the initial weights. Averaged gradients then keep the ranks equal.
             masters = (master for _, master in engine.masters)
             broadcast_tensors((*inner.parameters(), *inner.buffers(), *masters))
         self._casts_all = not is_decorated(inner)
@@ -172,7 +172,7 @@ class Fp16OptimizerHook(OptimizerHook):
         return engine
 
     def _restore_scale(self, engine: Engine, meta: Mapping[str, Any]) -> None:
-        """Restore the loss scale from ``meta``. A static one keeps its configured value."""
+        """Restore the loss scale from ``meta``. A static scale keeps its configured value."""
         saved = (meta.get("fp16") or {}).get("loss_scaler")
         scaler = engine.scalers[0]
         if saved:
@@ -189,9 +189,9 @@ class Fp16OptimizerHook(OptimizerHook):
         self._report(runner, engine)
 
     def _report(self, runner: RunnerView, engine: Engine) -> None:
-        """Log a skipped step, as soon as the count of skipped steps has reached the host: this never waits."""
+        """Log a skipped step when the count of skipped steps has reached the host. Waits only after an overflow."""
         if self._skips is not None and self._skips.has_grown(engine):
-            scale = engine.read_scale()  # waits, and only after an overflow
+            scale = engine.read_scale()  # waits for the device
             did = "downscale loss scale to" if self._scale.dynamic else "skip a step at the static loss scale"
             runner.logger.warning(f"Check overflow, {did} {scale}")
 
@@ -200,7 +200,7 @@ class Fp16OptimizerHook(OptimizerHook):
 class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
     """The windows of :class:`GradientCumulativeOptimizerHook` with the steps of :class:`Fp16OptimizerHook`.
 
-    The gradients of a window are summed unscaled in float32. An overflow in any of its iterations skips its step.
+    The gradients of a window are summed in float32. An overflow in any iteration of the window skips its step.
 
     >>> hook = GradientCumulativeFp16OptimizerHook(cumulative_iters=4, loss_scale="dynamic", mode="master")
     >>> hook.cumulative_iters, hook.mode
@@ -209,13 +209,13 @@ class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16O
 
 
 class ScalerRecord(Mapping[str, Any]):
-    """A loss scaler's state as it is now, in the keys that mmcv wrote for it.
+    """The current state of a loss scaler, as a mapping with the keys that mmcv writes.
 
-    A copy of it, and what a file keeps of it, is a dict of plain numbers.
+    Copying or pickling the record gives a dict of plain numbers.
 
     Args:
-        scaler: the scaler; the record keeps a reference.
-        as_mmcv: the six keys of mmcv's ``LossScaler``; otherwise those of ``torch.amp.GradScaler``.
+        scaler: the scaler, kept by reference.
+        as_mmcv: use the six keys of mmcv's ``LossScaler``; otherwise those of ``torch.amp.GradScaler``.
 
     >>> import copy
     >>> from halfpeak.core.schedule import ScaleConfig
@@ -251,15 +251,15 @@ class ScalerRecord(Mapping[str, Any]):
         return self.read()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The one mapping that torch.load(weights_only=True) builds from a file.
+        # OrderedDict is a mapping that torch.load(weights_only=True) can rebuild.
         return OrderedDict, (), None, None, iter(self.read().items())
 
 
 def _refuse_overrides(cls: type) -> None:
-    """Refuse methods of mmcv's hook that a subclass overrides in vain, unless it calls them in its own step.
+    """Refuse a subclass that overrides a method of mmcv's hook that nothing calls without its own step.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the subclass overrides such a method.
     """
     if not cls.after_train_iter.__module__.startswith("halfpeak."):  # type: ignore[attr-defined]
         return
@@ -275,7 +275,7 @@ def _refuse_overrides(cls: type) -> None:
 
 
 def _meta_of(runner: RunnerView) -> dict[str, Any]:
-    """``runner.meta``; an empty one for a runner without it."""
+    """``runner.meta``, created empty for a runner without it."""
     if getattr(runner, "meta", None) is None:
         runner.meta = {}
     return runner.meta

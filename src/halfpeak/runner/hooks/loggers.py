@@ -1,4 +1,4 @@
-"""The loggers: lines of text and of JSON, and TensorBoard. Answer to mmcv 1.7.2."""
+"""The loggers: lines of text and of JSON, and TensorBoard. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """OptimizerHook and GradientCumulativeOptimizerHook: a float32 step after each iteration, or after several.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class OptimizerHook(Hook):
         zero_grad; backward of runner.outputs["loss"]; clip; step, unless a gradient is not finite
 
     The norm of the gradients before clipping goes to the log as ``grad_norm``, weighted with
-    ``runner.outputs["num_samples"]``. Nothing but the step itself waits for the device.
+    ``runner.outputs["num_samples"]``. Only the step waits for the device.
 
     Args:
         grad_clip: ``dict(max_norm=35, norm_type=2)``, ``dict(type="value", clip_value=0.2)``, or None.
         detect_anomalous_params: log, before each backward pass, the trainable parameters that the loss does not depend
-            on. For debugging: it walks the whole graph.
+            on. For debugging, because it walks the whole graph.
 
     Raises:
         ConfigError: an unknown key in ``grad_clip``, or a value out of range.
@@ -89,7 +89,7 @@ class OptimizerHook(Hook):
 
     @property
     def _engine_clip(self) -> Clip:
-        """The clip of the engine: none if a subclass overrides :meth:`clip_grads`, which is called instead."""
+        """The engine's clip: none if a subclass overrides :meth:`clip_grads`, because the hook calls the override."""
         return NoClip() if self._overrides_clip else self._clip
 
     @property
@@ -97,24 +97,24 @@ class OptimizerHook(Hook):
         return type(self).clip_grads is not OptimizerHook.clip_grads
 
     def before_run(self, runner: RunnerView) -> None:
-        """Prepare model and optimizer; later, if a subclass overrides ``after_train_iter``.
+        """Prepare model and optimizer; with an ``after_train_iter`` of user code, only at first use.
 
         Raises:
             ConfigTypeError: the runner has no optimizer, or several.
-            OrderError: another hook or engine steps the optimizer already.
+            OrderError: another hook or engine already steps the optimizer.
         """
-        # A subclass with its own after_train_iter may step by itself, for example an optimizer that halfpeak.amp prepared.
+        # User code in after_train_iter may step by itself, for example an optimizer that halfpeak.amp prepared.
         is_own = type(self).after_train_iter.__module__.startswith("halfpeak.")
         if is_own and not self._is_foreign(runner.optimizer):
             self._ready(runner)
 
     def after_run(self, runner: RunnerView) -> None:
-        """Release the optimizer for another runner. With masters it stays prepared, or their values would be lost."""
+        """Release the optimizer for another runner. With masters it stays prepared, to keep the master weights."""
         if self._engine is not None and not self._engine.masters.accumulates_fp32:
             self._release()
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Backward and step.
+        """Run backward and step the optimizer.
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss.
@@ -129,9 +129,9 @@ class OptimizerHook(Hook):
         self._update(runner, engine, keep_gradients=True)
 
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
-        """Clip the gradients of ``params``; their norm before that, None where there are none or nothing measures it.
+        """Clip the gradients of ``params``. Return their norm before clipping, or None if it is not computed.
 
-        An override is called before each step, if ``grad_clip`` is given, with the parameters that the optimizer steps.
+        If ``grad_clip`` is given, an override is called before each step with the optimizer's parameters.
         """
         grads = [param.grad for param in params if param.requires_grad and param.grad is not None]
         return self._clip(grads) if grads else None
@@ -145,7 +145,7 @@ class OptimizerHook(Hook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, beyond model, optimizer and ``runner.meta``: ``{}`` between two windows. Waits for the device."""
+        """The open window and the overflow counts that ``runner.meta`` lacks, or ``{}``. Waits for the device."""
         found = resume_state.save_resume_state(self._engine) if self._engine is not None else None
         return {} if found is None else {resume_state.RESUME_KEY: found}
 
@@ -165,13 +165,13 @@ class OptimizerHook(Hook):
             self._engine.load_window_buffers([])
 
     def _is_foreign(self, optimizer: Any) -> bool:
-        """Whether this has the methods of an optimizer, is no optimizer of torch, and this hook can step it."""
+        """Whether ``optimizer`` has ``zero_grad`` and ``step``, is not torch's, and this hook can step it."""
         if not self._steps_foreign or is_torch_optimizer(optimizer) or isinstance(optimizer, Mapping):
             return False
         return callable(getattr(optimizer, "zero_grad", None)) and callable(getattr(optimizer, "step", None))
 
     def _step_foreign(self, runner: RunnerView, loss: Tensor) -> None:
-        """mmcv's own steps, for an object with the methods of an optimizer that is no ``torch.optim.Optimizer``."""
+        """Step an object that is no ``torch.optim.Optimizer`` but has its methods, in the order of mmcv."""
         runner.optimizer.zero_grad()
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
@@ -182,7 +182,7 @@ class OptimizerHook(Hook):
         runner.optimizer.step()
 
     def _ready(self, runner: RunnerView) -> Engine:
-        """The engine of the runner's model and optimizer; built anew if the optimizer was replaced."""
+        """The engine of the runner's model and optimizer; rebuilt if the optimizer was replaced."""
         optimizer = require_optimizer(runner, self)
         if self._engine is None or self._engine.optimizers[0] is not optimizer:
             self._release()
@@ -192,7 +192,7 @@ class OptimizerHook(Hook):
                     "steps already; register one optimizer hook only, and let an earlier run come to its end"
                 )
             self._engine = engine = self._build(runner, optimizer)
-            # When this hook is deleted, another may prepare the optimizer.
+            # Deleting this hook releases the optimizer, so that another hook can prepare it.
             self._remove = weakref.finalize(self, engine.remove)
             self._remove.atexit = False
             if self._pending:
@@ -212,7 +212,7 @@ class OptimizerHook(Hook):
         return build(config, [unwrap(runner.model)], [optimizer])
 
     def _backward(self, runner: RunnerView, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
-        """Backward; with ``delay`` the gradients stay scaled and unreduced until the pass that ends the window."""
+        """Run backward; with ``delay`` gradients stay scaled and unreduced until the last pass of the window."""
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
         with engine.scaled(loss, delay=delay) as scaled:
@@ -232,15 +232,15 @@ class OptimizerHook(Hook):
 
 @HOOKS.register_module()
 class GradientCumulativeOptimizerHook(OptimizerHook):
-    """Takes one step, of the mean gradient, for every ``cumulative_iters`` iterations.
+    """Takes one step with the mean gradient of every ``cumulative_iters`` iterations.
 
-    Windows are counted from the first iteration of the run, whatever the epochs. The last one is shorter where the run
-    ends inside it, and its losses are divided by its own length. ``DistributedDataParallel`` reduces the sums of a window
-    at its end, not each iteration's gradients.
+    Windows are counted from the first iteration of the run, across epochs. A window that the run ends in is shorter,
+    and its losses are divided by its own length. ``DistributedDataParallel`` reduces the sum of a window at its end;
+    with float32 masters it reduces in every iteration.
 
     Args:
         cumulative_iters: iterations per step.
-        kwargs: those of the base class: ``grad_clip``, ``detect_anomalous_params``.
+        kwargs: arguments of the base class, such as ``grad_clip``.
 
     Raises:
         ConfigError: ``cumulative_iters`` is not an integer of 1 or more.
@@ -267,12 +267,12 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self._windows = None
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
-        """No reduction by ``DistributedDataParallel`` before the last iteration of a window."""
+        """Keep ``DistributedDataParallel`` from reducing before the last iteration of a window."""
         self._delays = self._can_delay(runner) and not self._windows_of(runner).is_boundary(runner.iter)
         return nested([synchronising(runner.model, not self._delays), super().around_train_step(runner)])
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Backward; step at the end of a window.
+        """Run backward; step at the end of a window.
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss.
@@ -289,7 +289,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             runner.step_result = StepResult(engine.accumulate(), engine.scale, boundary=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, and the iteration that it goes on with; ``{}`` where none is open. Waits for the device."""
+        """The state of :class:`OptimizerHook` and, unless that is ``{}``, the next iteration. Waits for the device."""
         state = super().state_dict()
         return {**state, "iter": self._next_iter} if state else {}
 
@@ -309,11 +309,11 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
     def _get_loss_factor(self, runner: RunnerView) -> int:
-        """What the loss of the iteration is divided by; the original's name for it."""
+        """The divisor of the iteration's loss. The name of this method is mmcv's."""
         return self._windows_of(runner).divisor(runner.iter)
 
     def _can_delay(self, runner: RunnerView) -> bool:
-        """Whether DDP may sum a window first. Low-precision gradients are added to float32 masters in every pass instead."""
+        """Whether DDP may reduce once per window. Not with masters, which add up gradients after every pass."""
         return (
             isinstance(runner.model, DistributedDataParallel)
             and not self._ready(runner).masters.accumulates_fp32
@@ -327,7 +327,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self._windows = windows = Accumulation(every=every, total=total)
         engine = self._ready(runner)
         if engine.is_open and self._next_iter != runner.iter:
-            engine.abort()  # the open window belongs to another iteration than the next one
+            engine.abort()  # the open window continues at another iteration
         if runner.iter % every != 0 and not engine.is_open:
             runner.logger.warning(
                 "Resume iter number is not divisible by cumulative_iters in "
@@ -352,7 +352,7 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
     """The runner's optimizer.
 
     Raises:
-        ConfigTypeError: it has none, several, or a wrapper.
+        ConfigTypeError: the runner has no optimizer, several, or a wrapper.
     """
     optimizer: Any = runner.optimizer
     name = type(hook).__name__
@@ -374,7 +374,7 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
 
 
 def _log_norm(runner: RunnerView, norm: Tensor) -> None:
-    """Log the norm: a tensor for our own buffer, which reads it when it is asked; a number for others, which cannot."""
+    """Log the norm: as a tensor to a :class:`LogBuffer`, which reads it later; as a number to any other buffer."""
     value = norm if isinstance(runner.log_buffer, LogBuffer) else float(norm)
     runner.log_buffer.update({"grad_norm": value}, runner.outputs.get("num_samples", 1))
 
@@ -396,9 +396,9 @@ def require_loss(runner: RunnerView) -> Tensor:
 
 
 def unreachable_parameters(loss: Tensor, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The trainable parameters that get no gradient from a backward pass of ``loss``, with their names.
+    """Yield the trainable parameters that a backward pass of ``loss`` gives no gradient, with their names.
 
-    Walks the graph without recursion, so its depth does not matter. Call it before ``backward``, which frees the graph.
+    Walks the graph without recursion, so any depth works. Call it before ``backward``, which frees the graph.
 
     >>> model = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "idle": nn.Linear(1, 1, bias=False)})
     >>> [name for name, _ in unreachable_parameters(model["used"](Tensor([1.0])).sum(), model)]

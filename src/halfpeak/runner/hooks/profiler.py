@@ -1,4 +1,4 @@
-"""ProfilerHook: ``torch.profiler`` over the first part of a run. Answers to mmcv 1.7.2."""
+"""ProfilerHook: ``torch.profiler`` over the first part of a run. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

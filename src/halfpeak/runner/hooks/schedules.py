@@ -1,4 +1,4 @@
-"""Schedules of the learning rate and of the momentum. Answers to mmcv 1.7.2.
+"""Schedules of the learning rate and of the momentum. Compatible with mmcv 1.7.2.
 
 :class:`UpdaterHook` says when a schedule acts, on what, and how it warms up. Curves that a rate and a
 momentum follow alike are in :mod:`halfpeak.runner.hooks.curves`.

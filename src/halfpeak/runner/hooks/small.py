@@ -1,6 +1,6 @@
 """Hooks of a few lines: a function at one stage, cached memory, times, the sampler's epoch, buffers over the ranks.
 
-Answer to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

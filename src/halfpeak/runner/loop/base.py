@@ -1,6 +1,6 @@
-"""BaseRunner: what every loop holds and offers to its hooks. Answers to mmcv 1.7.2.
+"""BaseRunner: the state and methods that both training loops share and hooks use. Compatible with mmcv 1.7.2.
 
-Longer than 500 lines because a runner is one object to the code written for mmcv: scripts call these methods, and
+Longer than 500 lines because code written for mmcv expects one runner object: scripts call these methods, and
 subclasses override them.
 """
 
@@ -48,36 +48,36 @@ from halfpeak.state import random_state
 
 
 class BaseRunner:
-    """Holds a run: model, optimizer, hooks, counters. Subclasses are the loops.
+    """The state of a run: model, optimizer, hooks and counters. Subclasses implement the loop.
 
-    The model takes the steps; the hooks do everything else, the optimizer's update included.
+    The runner calls ``model.train_step``; hooks do everything else, including backward and the optimizer step.
 
     Args:
-        model: has ``train_step(data, optimizer, **kwargs)`` and, to validate, ``val_step``. Both return a dict: ``loss``,
-            and if something is to be logged ``log_vars`` and ``num_samples``.
-        batch_processor: mmcv's old way to step a model that has no ``train_step``.
+        model: has ``train_step(data, optimizer, **kwargs)`` and, for validation, ``val_step``. Both return a dict with
+            ``loss`` and, for the log, ``log_vars`` and ``num_samples``.
+        batch_processor: deprecated: a function that the runner calls in place of ``train_step`` and ``val_step``.
         optimizer: an optimizer, an :class:`~halfpeak.optim.OptimWrapper`, a dict of optimizers, or None.
-        work_dir: where checkpoints and logs go; made if missing.
+        work_dir: directory of checkpoints and logs; created if missing.
         logger: None means ``logging.getLogger("halfpeak.runner")``.
         meta: plain data about the run, saved with every checkpoint.
-        max_iters: length of the run in iterations; or
-        max_epochs: in epochs.
+        max_iters: length of the run in iterations.
+        max_epochs: length of the run in epochs, instead of ``max_iters``.
 
     Attributes:
         hooks: the registered hooks, in the order of their calls.
         mode: ``"train"`` or ``"val"``.
-        outputs: what the last step of the model returned.
+        outputs: the dict that the last call of the model returned.
         step_result: the result of this iteration's step, set by the hook that steps; None counts as a step.
         log_buffer: numbers for the log.
         data_loader: the current loader.
 
     Raises:
-        ConfigTypeError: something is not of its type.
-        ConfigError: both lengths, or a length that is no positive integer.
+        ConfigTypeError: an argument has the wrong type, a length is no positive integer, or ``train_step`` is missing.
+        ConfigError: both lengths are given, or a ``batch_processor`` beside ``train_step``.
     """
 
     _kind: ClassVar[str]
-    """What a subclass counts: ``"epoch"`` or ``"iter"``."""
+    """The unit in which a subclass counts the run: ``"epoch"`` or ``"iter"``."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class BaseRunner:
         self._progress = StepCounter()
         self._resumed: dict[str, Any] | None = None
         self._flows: list[Flow] = []
-        self._flow = self._done = 0  # the place in the workflow: its entry, and the finished turns of it
+        self._flow = self._done = 0  # position in the workflow: the entry, and its finished turns
         self._stage: str | None = None
         self._deferred: list[Callable[[], None]] = []
 
     @property
     def model_name(self) -> str:
-        """The name of the model's class, without a wrapper's."""
+        """The class name of the model inside any wrapper."""
         return type(unwrap(self.model)).__name__
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
         return self._world_size
 
     @property
@@ -147,45 +147,45 @@ class BaseRunner:
 
     @property
     def iter(self) -> int:
-        """Finished training iterations; while hooks run, the current one is not counted."""
+        """Finished training iterations. While hooks run, the current iteration is not counted."""
         return self._iter
 
     @property
     def inner_iter(self) -> int:
-        """The iteration within its epoch."""
+        """The index of the iteration within its epoch."""
         return self._inner_iter
 
     @property
     def max_epochs(self) -> int | None:
-        """Length of the run in epochs, if it has one."""
+        """Length of the run in epochs, or None."""
         return self._max_epochs
 
     @property
     def max_iters(self) -> int | None:
-        """Length of the run in iterations, as soon as it is known."""
+        """Length of the run in iterations; None until it is known."""
         return self._max_iters
 
     @property
     def steps(self) -> int:
-        """Steps that changed the parameters. Waits for the device."""
+        """The number of steps that changed the parameters. Waits for the device."""
         return self._progress.read_steps()
 
     @property
     def scheduled_iter(self) -> int:
-        """:attr:`iter` without the iterations whose gradients a skipped step dropped: what schedules count. Waits."""
+        """:attr:`iter` minus the iterations that skipped steps dropped; schedules use it. Waits for the device."""
         return self._iter - self._progress.read_lost()
 
     @abstractmethod
     def train(self, data_loader: Any, **kwargs: Any) -> None:
-        """One turn of training."""
+        """Take one turn of training in the workflow."""
 
     @abstractmethod
     def val(self, data_loader: Any, **kwargs: Any) -> None:
-        """One turn of validation."""
+        """Take one turn of validation in the workflow."""
 
     @abstractmethod
     def run(self, data_loaders: Sequence[Any], workflow: Sequence[tuple[str, int]], **kwargs: Any) -> None:
-        """The whole run."""
+        """Run the workflow until the run's length is reached."""
 
     def run_iter(self, data_batch: Any, train_mode: bool, **kwargs: Any) -> None:
         """Call the model with one batch, keep its outputs in :attr:`outputs` and log them."""
@@ -197,11 +197,11 @@ class BaseRunner:
         self.outputs = outputs
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """The context of ``train_step``: the casts of the hooks, and no gradient reduction inside a window."""
+        """The context around ``train_step``: the hooks' casts, and no gradient reduction inside a window."""
         return nested(hook.around_train_step(self) for hook in self._hooks)
 
     def validation_step(self) -> AbstractContextManager[Any]:
-        """The context of ``val_step``; enter it to call the model for an evaluation of your own."""
+        """The context around ``val_step``; user code enters it to evaluate the model itself."""
         return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
@@ -218,16 +218,16 @@ class BaseRunner:
             self._hooks.call(fn_name, self)
         except BaseException:
             if before is None:
-                self._deferred.clear()  # the iteration or epoch that they waited for is not over
+                self._deferred.clear()  # the iteration or epoch that the actions wait for does not end
             raise
         finally:
             self._stage = before
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when the current iteration or epoch is over: every hook was called and the counters moved on.
+        """Call ``action`` after the current iteration or epoch: all hooks have run and the counters have moved on.
 
-        A checkpoint taken then is complete. Outside of a stage ``action`` is called at once, and in a stage before an epoch or
-        a run, before the next stage. It is never called where a hook or the model raises in between.
+        A checkpoint taken then is complete. Outside any stage, ``action`` is called at once. In a stage before a run or
+        an epoch, it is called before the next stage. If a hook or the model raises first, it is never called.
         """
         if self._stage is None:
             action()
@@ -235,16 +235,16 @@ class BaseRunner:
             self._deferred.append(action)
 
     def register_hook(self, hook: Hook, priority: int | str | Priority = "NORMAL") -> None:
-        """Add a hook; among equals the first that came is called first.
+        """Add a hook. Hooks of equal priority are called in the order of their registration.
 
         Raises:
             ConfigTypeError: not a hook, or not a priority.
-            ConfigError: it was registered before, or the priority does not exist.
+            ConfigError: the hook is registered already, or the priority does not exist.
         """
         self._hooks.register(hook, priority)
 
     def register_hook_from_cfg(self, hook_cfg: Mapping[str, Any]) -> None:
-        """Add the hook that a dict describes: ``type``, its arguments, and ``priority``."""
+        """Add the hook that a dict describes by ``type``, arguments and ``priority``."""
         hook, priority = hook_config.with_priority(hook_cfg)
         self.register_hook(hook, priority=priority)
 
@@ -257,15 +257,15 @@ class BaseRunner:
         self._add(hook_config.schedule_of("momentum_config", momentum_config, "MomentumUpdaterHook"), "HIGH")
 
     def register_optimizer_hook(self, optimizer_config: HookConfig) -> None:
-        """Add the hook that steps: ``dict(grad_clip=...)``, a dict with ``type``, or a hook.
+        """Add the hook that steps the optimizer: ``dict(grad_clip=...)``, a dict with ``type``, or a hook.
 
-        Without ``type``, it is ``OptimWrapperHook`` for a wrapper, and ``OptimizerHook`` for an optimizer.
+        The default ``type`` is ``OptimWrapperHook`` for an optimizer wrapper and ``OptimizerHook`` for an optimizer.
         """
         default = "OptimWrapperHook" if isinstance(self.optimizer, BaseOptimWrapper) else "OptimizerHook"
         self._add(hook_config.hook_of("optimizer_config", optimizer_config, default), "ABOVE_NORMAL")
 
     def register_checkpoint_hook(self, checkpoint_config: HookConfig) -> None:
-        """Add the hook that saves: ``dict(interval=1)``, or a hook."""
+        """Add the hook that saves checkpoints: ``dict(interval=1)``, or a hook."""
         self._add(hook_config.hook_of("checkpoint_config", checkpoint_config, "CheckpointHook"), "NORMAL")
 
     def register_timer_hook(self, timer_config: HookConfig) -> None:
@@ -282,7 +282,7 @@ class BaseRunner:
             self._add(hook, "VERY_LOW")
 
     def register_custom_hooks(self, custom_config: list[HookConfig] | HookConfig) -> None:
-        """Add any hooks: objects, or dicts with ``type`` and perhaps ``priority``."""
+        """Add hooks, given as objects or as dicts with ``type`` and optionally ``priority``."""
         for one in custom_config if isinstance(custom_config, (list, tuple)) else [custom_config]:
             if isinstance(one, Hook):
                 self.register_hook(one)
@@ -299,7 +299,7 @@ class BaseRunner:
         timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
         custom_hooks_config: list[HookConfig] | HookConfig = None,
     ) -> None:
-        """Add everything that a usual run needs. In a run by iterations, schedules, checkpoints and loggers go by them.
+        """Add the hooks of a usual run. An ``IterBasedRunner`` has schedules, checkpoints and loggers count iterations.
 
         ::
 
@@ -311,8 +311,8 @@ class BaseRunner:
             VERY_LOW 90      loggers
 
         Raises:
-            RegistryError: a hook that is not registered.
-            ConfigError: an argument that its hook refuses. No hook was added.
+            RegistryError: a hook's ``type`` is not registered. No hook was added.
+            ConfigError: a hook refuses an argument. No hook was added.
         """
         if isinstance(log_config, Mapping) and isinstance(log_config.get("hooks"), (list, tuple)):
             log_config = {**log_config, "hooks": [self._in_own_unit(one) for one in log_config["hooks"]]}
@@ -332,11 +332,11 @@ class BaseRunner:
             raise
 
     def get_hook_info(self) -> str:
-        """Which hooks act at which stage, in order."""
+        """The hooks that act at each stage, in the order of their calls, as text."""
         return self._hooks.describe()
 
     def current_lr(self) -> list[float] | dict[str, list[float]]:
-        """The learning rate of each group; by name where there are several optimizers.
+        """The learning rate of each parameter group; a dict by name where there are several optimizers.
 
         Raises:
             OrderError: there is no optimizer.
@@ -344,7 +344,7 @@ class BaseRunner:
         return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
 
     def current_momentum(self) -> list[float] | dict[str, list[float]]:
-        """The momentum of each group, its first beta, or 0; by name where there are several optimizers.
+        """The momentum, first beta, or 0 of each parameter group; a dict by name where there are several optimizers.
 
         Raises:
             OrderError: there is no optimizer.
@@ -358,7 +358,7 @@ class BaseRunner:
         strict: bool = False,
         revise_keys: ReviseKeys = ((r"^module\.", ""),),
     ) -> dict[str, Any]:
-        """Load the weights in a file into the model, and return everything in it.
+        """Load the weights in a checkpoint file into the model, and return everything in the file.
 
         See :func:`~halfpeak.runner.load_checkpoint`.
         """
@@ -368,20 +368,20 @@ class BaseRunner:
     def resume(
         self, checkpoint: StrPath, resume_optimizer: bool = True, map_location: Location = "default"
     ) -> None:
-        """Go on where a file was saved. Call it after the hooks are registered, and then :meth:`run`.
+        """Resume from a checkpoint file. Register the hooks first, and call :meth:`run` afterwards.
 
-        Hooks, data order and random generators are restored when the run begins. With another number of ranks the
-        iterations are converted in proportion. A file that mmcv wrote restores weights, optimizer, ``meta`` and
-        counters.
+        Hook states, data order and random generators are restored when the run begins. If the number of ranks has
+        changed, the iteration counter is rescaled in proportion. A file written by mmcv restores only weights,
+        optimizer, ``meta`` and counters.
 
         Args:
-            checkpoint: the file.
+            checkpoint: path of the file.
             resume_optimizer: whether to restore the optimizer too.
-            map_location: as in ``torch.load``; ``"default"`` reads on the host.
+            map_location: as in ``torch.load``; ``"default"`` means the CPU.
 
         Raises:
             CheckpointError: the file is damaged, missing, or holds something other than plain data.
-            StateError: it does not fit this runner. Nothing was loaded.
+            StateError: the file does not fit this runner. Nothing was loaded.
         """
         meta, state, own = run_checkpoint.parse(
             read_checkpoint(checkpoint, map_location),
@@ -410,10 +410,10 @@ class BaseRunner:
     def checkpoint(
         self, save_optimizer: bool = True, meta: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The run as plain data, with live tensors. Waits for the device.
+        """The state of the run as plain data, with uncopied tensors. Waits for the device.
 
-        Between two stages it is complete. In a stage after an iteration or an epoch it counts that one as over, but
-        hooks that come later in the stage have not done their part; :meth:`defer` waits for them.
+        Between two stages the state is complete. In a stage after an iteration or an epoch, that iteration or epoch
+        counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them.
 
         Raises:
             ConfigTypeError: ``meta`` is not a dict.
@@ -426,7 +426,7 @@ class BaseRunner:
         state: dict[str, Any] = {
             "meta": {
                 **(meta or {}),
-                # A copy, because hooks may keep values there that turn into plain data when they are copied.
+                # A copy, because hooks may store objects there that become plain data when copied (ScalerRecord).
                 **copy.deepcopy(self.meta),
                 "epoch": self._epoch + (self._kind == "epoch" and self._stage == "after_train_epoch"),
                 "iter": self._iter + (self._stage == "after_train_iter"),
@@ -461,18 +461,18 @@ class BaseRunner:
         create_symlink: bool = False,
         every_rank: bool = False,
     ) -> None:
-        """Save the run to a file of that name: whole or not at all, with a digest. Rank 0 writes.
+        """Save the run to a file, atomically and with a digest. Rank 0 writes.
 
         Args:
             path: its directory must exist.
             save_optimizer: whether to save the optimizer's state.
-            meta: to be saved beside the runner's ``meta``.
+            meta: data to save beside the runner's ``meta``.
             create_symlink: whether to make a link ``latest.pth`` in the same directory.
-            every_rank: keep the random generators, data positions and open accumulation windows of all ranks, each of
-                which must call this then; otherwise those of rank 0.
+            every_rank: save the random generators, data positions and open accumulation windows of all ranks; every
+                rank must then make this call. Otherwise the file holds rank 0's only.
 
         Raises:
-            CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
+            CheckpointError: some value is not plain data (the message names it), or the file cannot be written.
         """
         state = self.checkpoint(save_optimizer, meta)
         if every_rank and self._world_size > 1:
@@ -485,14 +485,14 @@ class BaseRunner:
 
     @abstractmethod
     def _data_state(self) -> dict[str, Any]:
-        """The place in the data where the loop goes on, once the stage that hooks are called for is over."""
+        """The position in the data at which a run resumed from a checkpoint of the current stage continues."""
 
     @abstractmethod
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
-        """Finished epochs and iterations, from the ``meta`` of a file that mmcv wrote."""
+        """Finished epochs and iterations, from the ``meta`` of a file written by mmcv."""
 
     def _in_own_unit(self, config: Any) -> Any:
-        """A configuration whose hook counts what the run has a length in, unless it says otherwise."""
+        """The configuration, with ``by_epoch=False`` as a default in a run counted by iterations."""
         return config
 
     def _add(self, hook: Hook | None, priority: str) -> None:
@@ -510,16 +510,16 @@ class BaseRunner:
 
     @property
     def _ends_turn(self) -> bool:
-        """Whether the stage that hooks are called for ends a turn of the workflow."""
+        """Whether the current stage ends a turn of the workflow."""
         return self._stage in (f"after_train_{self._kind}", f"after_val_{self._kind}")
 
     @property
     def _is_begun(self) -> bool:
-        """Whether a resumed run has to give the current batch again."""
+        """Whether a resumed run must repeat the current batch, because its iteration has not finished."""
         return self.data_batch is not None and self._stage not in _AFTER_ITER
 
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
-        """One training iteration and its hooks."""
+        """Run one training iteration and its hooks."""
         self.step_result = None
         self.data_batch = batch
         self.call_hook("before_train_iter")
@@ -530,7 +530,7 @@ class BaseRunner:
         self._iter += 1
 
     def _val_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
-        """One validation iteration and its hooks."""
+        """Run one validation iteration and its hooks."""
         self.data_batch = batch
         self.call_hook("before_val_iter")
         with torch.no_grad():
@@ -545,7 +545,7 @@ class BaseRunner:
 
     def _begin(self, flows: list[Flow], length: str) -> None:
         self._flows = flows
-        self._deferred.clear()  # of an iteration in which an earlier run was interrupted
+        self._deferred.clear()  # left from an earlier run that was interrupted
         self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
         self.logger.info("hooks, in the order of their calls: %s", ", ".join(self._hooks.by_name()))
         self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
@@ -554,7 +554,7 @@ class BaseRunner:
         self._restore()
 
     def _restore(self, *, hooks: bool = True) -> None:
-        """Restore hooks, log, counts and random generators from the file that the run was resumed from."""
+        """Restore hooks, log, counters and random generators from the checkpoint that the run was resumed from."""
         if self._resumed is None:
             return
         unknown = self._hooks.load_state_dict(self._resumed["hooks"]) if hooks else []
@@ -565,7 +565,7 @@ class BaseRunner:
         random_state.restore(self._resumed["random"])
 
     def _find_place(self) -> dict[str, Any] | None:
-        """Go to the saved place in the workflow; returns the one in the data, None where the workflow is another or new."""
+        """Go to the saved position in the workflow; return the saved ``loop``, or None for a new run or workflow."""
         self._go_to(0, 0)
         loop = None if self._resumed is None else self._resumed["loop"]
         if loop is None:
@@ -585,13 +585,13 @@ class BaseRunner:
         self._go_to(self._flow, self._done + 1)
 
     def _run_flows(self, kwargs: Mapping[str, Any]) -> None:
-        """Take the turns of the workflow until the run is over and the workflow at its end."""
+        """Repeat the workflow until the run is over and a round of the workflow is complete."""
         while not self._is_over() or self._flow or self._done:
             for loader, mode, times in self._flows[self._flow :]:
                 while self._done < times and not (mode == "train" and self._is_over()):
                     before = self._done
                     getattr(self, mode)(loader, **kwargs)
-                    if self._done == before:  # a subclass has a loop of its own
+                    if self._done == before:  # a subclass overrides train() or val() without _end_turn()
                         self._end_turn()
                     self._run_deferred()
                 self._go_to(self._flow + 1, 0)
@@ -625,4 +625,4 @@ def _check_lengths(**lengths: int | None) -> None:
 
 
 _AFTER_ITER: Final = ("after_train_iter", "after_val_iter")
-"""The stages that end an iteration: its batch has been used, and what was put off in it waits until the counters move on."""
+"""The stages that end an iteration: its batch has been used; deferred actions wait until the counters move on."""

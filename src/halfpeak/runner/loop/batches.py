@@ -1,6 +1,6 @@
 """The data of a run: passes that can be resumed, loaders without an end, and the workflow that says which is used when.
 
-Answers to mmcv 1.7.2.
+Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EpochBasedRunner: passes over the training data. Answers to mmcv 1.7.2."""
+"""EpochBasedRunner: passes over the training data. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IterBasedRunner: a number of iterations, whatever the epochs. Answers to mmcv 1.7.2."""
+"""IterBasedRunner: a number of iterations, whatever the epochs. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
