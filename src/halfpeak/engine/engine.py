@@ -1,7 +1,6 @@
 """Engine: the object that a user trains with. The order of a step is in :mod:`halfpeak.engine.step`.
 
-Longer than 500 lines because it is the whole public object, half of it docstrings, and a class cut in pieces can only be
-read together.
+Longer than 500 lines because one class is the whole public interface, and half of the lines are docstrings.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Optimizers = Iterable[Optimizer] | Optimizer | None
-"""One optimizer, several, or None for all of an engine."""
+"""One optimizer, several optimizers, or None for all optimizers of the engine."""
 
 
 AfterStep = Callable[["Engine", StepResult], None]
@@ -69,20 +68,20 @@ AfterStep = Callable[["Engine", StepResult], None]
 
 
 class Engine:
-    """Takes mixed-precision steps. Made by :func:`halfpeak.prepare`.
+    """Runs mixed-precision training steps. :func:`halfpeak.prepare` makes one.
 
     ::
 
-        forward    casts on; gradient synchronisation as the accumulation says
+        forward    turn casts on; reduce gradients over the ranks only in the last pass of an accumulation window
         backward   divide for accumulation, scale, backward, unscale into float32
-        step       clip, then step or skip, and move the loss scale
+        step       clip, then step or skip, and update the loss scale
 
-    Nothing waits for the device but ``step``, once, to learn whether to skip; and not even that with an optimizer that
-    takes ``found_inf`` itself (``torch.optim.AdamW(fused=True)`` and its like).
+    Of these, only ``step`` waits for the device: once, to learn whether to skip. It does not wait with an optimizer
+    that takes ``found_inf`` itself, such as ``torch.optim.AdamW(fused=True)``.
 
     Attributes:
-        context: the parts that the engine is made of.
-        compiled_step: of the compiled function that is running or being traced, or None.
+        context: the parts of the engine.
+        compiled_step: the step of the compiled function that is running or being traced, or None.
     """
 
     def __init__(
@@ -126,15 +125,15 @@ class Engine:
                 one.register_state_dict_pre_hook(refuse_access_by_params) for one in optimizers
             ]
         context.handles += [handle for model in models for handle in hook_loads(model, stats)]
-        # torch.autocast is for the forward pass alone: it would cast in the formulas of derivatives.
+        # Casts for recomputation in backward(). Not torch.autocast, which would cast inside derivative formulas.
         self._recasting = casting if isinstance(casting, OpCasts) else None
-        # An engine that steps by itself may be the only one to hold its optimizers.
+        # Keeps the optimizers alive: user code may hold no reference, and PreparedOptimizer holds a weak one.
         self._optimizers = tuple(optimizers) if config.engine_steps else ()
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._steps_begun = 0
         self._after_step: AfterStep | None = None
-        # At levels that cast per operation: whether the model computed since the last step, but never in forward().
+        # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
         self._has_forward = self._forward_uncast = False
         self.compiled_step: CompiledStep | None = None
 
@@ -142,15 +141,15 @@ class Engine:
 
     @contextmanager
     def forward(self, wrapped: nn.Module | None = None) -> Generator[None]:
-        """The forward pass and the loss: casts on, and no gradient synchronisation where accumulation makes it useless.
+        """Context for the forward pass and the loss: casts are on, and ``wrapped`` reduces gradients once per window.
 
-        Inside a function that :func:`torch.compile` traces, writes to batch-norm statistics since the last step are not
-        looked for; enter it outside of that function where something else writes them.
+        Inside a function that :func:`torch.compile` traces, the engine does not check whether other code wrote
+        batch-norm statistics since the last step. If other code does, enter the context outside of the traced function.
 
         Args:
-            wrapped: the ``DistributedDataParallel`` (or FSDP2) module around the model, if there is one. Inside a
-                window its gradients stay local and scaled until the last backward pass. The first time that it is seen, all
-                ranks get the masters of the first, as they get its weights when the model is wrapped.
+            wrapped: the ``DistributedDataParallel`` or FSDP2 module around the model, if there is one. Its gradients
+                stay local and scaled until the last backward pass of the accumulation window. When a DDP module is
+                first passed, rank 0 broadcasts its masters, because DDP has only broadcast the rounded weights.
         """
         config = self.context.config
         if wrapped is not None and wrapped is not self._wrapped and not is_dynamo_compiling():
@@ -160,7 +159,7 @@ class Engine:
         with ExitStack() as stack:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():
-                # Parts of the model may be called without the model, whose hook does the same.
+                # The model's forward hook does the same, but user code may call parts of the model directly.
                 self.context.catch_up()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
             synchronised = counts and (
@@ -176,10 +175,10 @@ class Engine:
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Forward passes that do not count: casts are on, and the engine takes no note of what its models do.
+        """Context for forward passes outside of training: casts are on, and the engine ignores what its models do.
 
-        For tools that run a batch once more, such as :func:`halfpeak.diagnose`. What the body does to weights, gradients and
-        buffers is its own affair. :meth:`forward` inside it only casts; there is no :meth:`backward` and no :meth:`step`.
+        For tools that run a batch again, such as :func:`halfpeak.diagnose`. The engine undoes nothing that the body
+        writes. Inside, :meth:`forward` only casts; :meth:`backward`, :meth:`scaled` and :meth:`step` raise OrderError.
         """
         before, self._is_replaying = self._is_replaying, True
         try:
@@ -196,14 +195,14 @@ class Engine:
 
         Args:
             loss: a scalar. With accumulation it is divided by the length of its window.
-            loss_id: which loss scaler it uses.
-            optimizers: those whose parameters get gradients here; None means all. The others keep the gradients they
-                have, whatever the loss depends on.
+            loss_id: index of the loss scaler to use.
+            optimizers: whose parameters get gradients; None means all. Parameters of the engine's other optimizers keep
+                the gradients they have, even if the loss depends on them.
             kwargs: passed to ``Tensor.backward``, such as ``retain_graph=True``.
 
         Raises:
             ConfigTypeError: the loss is not a tensor.
-            ConfigError: it is not a scalar, and there is no ``gradient=``.
+            ConfigError: the loss is not a scalar, and ``gradient=`` is not given.
             OrderError: at O1 and O4, the forward pass was not inside :meth:`forward`, so nothing was cast.
         """
         if is_dynamo_compiling() and self.compiled_step is not None:
@@ -232,7 +231,7 @@ class Engine:
         if divisor != 1:
             loss = loss / divisor
         prepared = self._prepared_of(optimizers)
-        # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
+        # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with (
             casts_on(self._recasting),
             self.context.train_step.backward(
@@ -256,19 +255,19 @@ class Engine:
         delay: bool = False,
         on_found_inf: OnFoundInf | None = None,
     ) -> AbstractContextManager[Tensor]:
-        """The loss times its scale, for a backward pass in the body; afterwards its gradients are unscaled.
+        """Context that yields the scaled loss for a backward pass in the body, and unscales the gradients afterwards.
 
-        This is :meth:`backward` for callers who run the pass themselves: nothing is divided for accumulation and nothing is
-        cast. If the body raises, gradients and state are as they were before it. Where gradients of the window wait scaled,
-        autograd may have added to them, and the window begins anew.
+        For callers that run the backward pass themselves: unlike :meth:`backward`, it neither divides for accumulation
+        nor casts. If the body raises, gradients and state are restored. The exception is a window whose gradients wait
+        scaled: it is dropped, because autograd may have added to them.
 
         Args:
             loss: any shape.
-            optimizers: those whose parameters get gradients in the body; None means all. They may belong to other engines.
-            loss_id: which loss scaler is used.
-            delay: leave the gradients scaled for a later pass, as where ``DistributedDataParallel`` is in ``no_sync``.
-            on_found_inf: called with the scaler, the ``found_inf`` of the pass, and the other optimizers whose parameters it
-                has reached; None keeps ``found_inf`` for the next step.
+            optimizers: whose parameters get gradients in the body; None means all. They may belong to other engines.
+            loss_id: index of the loss scaler to use.
+            delay: leave the gradients scaled for a later pass, as ``no_sync`` of ``DistributedDataParallel`` requires.
+            on_found_inf: called after a pass without ``delay``, with the scaler, the ``found_inf`` of the pass, and the
+                other optimizers that got gradients. None keeps ``found_inf`` for the next step.
 
         Raises:
             OrderError: an optimizer was not prepared by any engine.
@@ -288,22 +287,22 @@ class Engine:
         optimizers: Optimizers = None,
         keep_gradients: bool = False,
     ) -> StepResult:
-        """End a backward pass; at the end of an accumulation window clip, step or skip, and move the loss scale.
+        """End a micro-step; at the end of an accumulation window clip, step or skip, and update the loss scale.
 
-        Gradients are dropped afterwards, unless they are to be kept. Waits for the device once, or never with an
-        optimizer that takes ``found_inf``.
+        Drops the gradients of the window afterwards. Waits for the device once, or never with an optimizer that takes
+        ``found_inf``.
 
         Args:
-            closure: for optimizers such as LBFGS; it runs ``engine.backward(loss)`` and returns the loss. It needs no
-                ``zero_grad()``.
-            optimizers: those to step; None means all. With accumulation they must all be stepped together.
-            keep_gradients: leave the parameters' own gradients in place; masters never keep theirs, and a step that the host
-                knows to have skipped leaves none.
+            closure: for optimizers such as LBFGS. It must run ``engine.backward(loss)`` and return the loss; it needs
+                no ``zero_grad()``.
+            optimizers: which to step; None means all. With accumulation all must be stepped together.
+            keep_gradients: keep the gradients of parameters without a master. Gradients of masters are always dropped,
+                and so are all gradients if the host knows that the step was skipped.
 
         Raises:
-            OrderError: the last backward pass was not synchronised, so its gradients are still scaled; or it was
-                ``loss.backward()``, whose gradients never reach masters.
-            OrderError: some of several optimizers under accumulation, whose windows are counted in steps of all.
+            OrderError: the last backward pass was delayed (``delay=True``, ``no_sync``), so its gradients are still
+                scaled; or it was ``loss.backward()``, whose gradients never reach masters.
+            OrderError: ``optimizers`` leaves some out, but accumulation counts the steps of all together.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. The model is unchanged.
         """
         if is_dynamo_compiling() and self.compiled_step is not None:
@@ -328,7 +327,7 @@ class Engine:
             result = self.context.train_step.step(prepared, closure, keep_gradients=keep_gradients)
         except Exception:
             if compares:
-                self.check_ranks()  # The ranks that have not failed compare now, too, and would wait.
+                self.check_ranks()  # Ranks that did not fail compare now, and would wait for this one.
             raise
         if compares:
             self.check_ranks()
@@ -338,9 +337,9 @@ class Engine:
     # The open window.
 
     def accumulate(self) -> Tensor:
-        """Unscale and accumulate the gradients of the last backward pass now, if they were left for the step.
+        """Unscale and accumulate now the gradients that a backward pass left for the step of a fused optimizer.
 
-        Without a fused optimizer this is done after every backward pass. Gradients that wait for a later pass of the window
+        With other optimizers, every backward pass does so itself. Gradients that wait for a later pass of the window
         (``delay=True``) stay scaled.
 
         Returns:
@@ -351,18 +350,17 @@ class Engine:
         return self.found_inf
 
     def unscale(self) -> Tensor:
-        """:meth:`accumulate`, and require that all gradients of the window are unscaled, where the optimizers read them.
+        """Unscale all gradients of the window into ``.grad`` of the tensors in ``group["params"]``.
 
-        They are then in ``group["params"]``. One optimizer of :mod:`halfpeak.fused` reads gradients scaled in its step, and
-        a window over float32 weights is unscaled as a whole at its end: call this before you look at gradients or change
-        them.
+        Call it before you read or change gradients. They may still be scaled: one optimizer of :mod:`halfpeak.fused`
+        reads scaled gradients in its step, and a window over float32 weights is unscaled as a whole at its end.
 
         Returns:
             1 if one of them is not finite.  # f32[]
 
         Raises:
-            OrderError: the last backward pass was not synchronised, so its gradients wait for the next; or gradients were
-                edited while they waited scaled.
+            OrderError: the last backward pass was delayed, so its gradients wait for the next; or user code edited
+                gradients while they waited scaled.
         """
         prepared = self.context.prepared
         for one in prepared:
@@ -380,10 +378,10 @@ class Engine:
         return self.context.train_step.unscaled_found_infs(self.context.prepared)[0]
 
     def adopt_scaled_grads(self, *, loss_id: int = 0) -> None:
-        """Unscale the gradients that the caller's own backward pass, of a loss times :attr:`scale`, has left.
+        """Unscale the gradients of a backward pass that the caller ran itself, on a loss multiplied by :attr:`scale`.
 
         Args:
-            loss_id: whose scale it was.
+            loss_id: index of the loss scaler whose scale was used.
         """
         for one in self.context.prepared:
             if isinstance(one.window, Empty):
@@ -392,17 +390,18 @@ class Engine:
             pass
 
     def abort(self, optimizers: Optimizers = None) -> None:
-        """Drop the open window, which then begins anew: its gradients and its ``found_inf``. Scale and step counts stay.
+        """Drop the gradients and the ``found_inf`` of the open window, which begins again. Scale and step counts stay.
 
-        This is for after an exception, whatever raised it: the iteration counts if the optimizer had moved by then, and
-        otherwise it is as if it had never begun.
+        Call it after catching an exception. If the optimizer had already changed parameters, the interrupted step
+        counts; otherwise the iteration has not happened.
         """
         self.context.train_step.abort(self._prepared_of(optimizers))
 
     def close_windows_without_gradients(self, optimizers: Optimizers = None) -> None:
-        """Forget ``found_inf`` of optimizers whose parameters got no gradient.
+        """Clear ``found_inf`` of optimizers whose parameters got no gradient.
 
-        For a loop that does not say which optimizers a loss is for: an overflow of one loss must not skip the others.
+        For loops that do not pass ``optimizers=`` to each backward pass: an overflow must skip no optimizer that the
+        loss did not reach.
         """
         for one in self._prepared_of(optimizers):
             if isinstance(one.window, Unscaled) and not one.main_grads():
@@ -410,7 +409,7 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients of a step to come are held."""
+        """Whether the window holds gradients for the coming step."""
         return any(one.is_open for one in self.context.prepared)
 
     @property
@@ -420,20 +419,20 @@ class Engine:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether an optimizer has something to step on."""
+        """Whether any optimizer has a gradient to step."""
         return any(isinstance(one.window, Pending) or one.main_grads() for one in self.context.prepared)
 
     @property
     def found_inf(self) -> Tensor:
-        """1 if a gradient of the open window was not finite, as far as gradients have been read.  # f32[]"""
+        """1 if a gradient of the open window was not finite, among those read so far.  # f32[]"""
         return torch.stack([one.found_inf for one in self.context.prepared]).max()
 
     def main_params(self) -> list[Tensor]:
-        """What the optimizers step and whose ``grad`` they read: masters, and parameters without one."""
+        """The trainable tensors whose ``grad`` the optimizers read: masters, and parameters without a master."""
         return [pair.main for one in self.context.prepared for pair in one.pairs()]
 
     def main_grads(self) -> list[Tensor]:
-        """The unscaled gradients of :meth:`main_params`, where there is one."""
+        """The gradients of :meth:`main_params` that exist. Inside a window they may be scaled: see :meth:`unscale`."""
         return [grad for one in self.context.prepared for grad in one.main_grads()]
 
     def is_skipping(self, optimizer: Optimizer) -> bool:
@@ -444,13 +443,13 @@ class Engine:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bitwise resume needs, at any moment between two calls: plain values and live tensors.
+        """The state for a bitwise resume, as plain values and live tensors; callable between any two engine calls.
 
-        Models (float32, the masters' values), optimizers, loss scalers, counters, and the open accumulation window.
-        Waits for the device.
+        Contains models (the masters' float32 values), optimizers, loss scalers, counters, batch-norm statistics, and
+        the open accumulation window. Waits for the device.
 
         Raises:
-            OrderError: gradients of the window were edited while they waited scaled.
+            OrderError: user code edited gradients while they waited scaled; or a window is open over FSDP2 shards.
         """
         self.context.record.apply_pending()
         return save_state(self.context)
@@ -470,7 +469,7 @@ class Engine:
         return save_loop_state(self.context)
 
     def load_loop_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`loop_state_dict` gave. A static scale stays what it is; a window of None is left alone.
+        """Restore what :meth:`loop_state_dict` gave. A static scale stays; a saved window of None changes nothing.
 
         Raises:
             StateError: the state does not fit. Nothing was loaded.
@@ -478,11 +477,11 @@ class Engine:
         load_loop_state(self.context, state)
 
     def state_dict_optimizers(self) -> list[Optimizer]:
-        """The optimizers as :mod:`torch.distributed.checkpoint.state_dict` takes them, for one call of its functions.
+        """Wrappers of the optimizers, for one call of a function of :mod:`torch.distributed.checkpoint.state_dict`.
 
-        These look an optimizer's state up by the parameters of the model, in whose place the groups of the optimizers
-        themselves may hold masters. The model's state holds the masters' values and this one the moments, so with
-        :meth:`loop_state_dict` (loss scale, counters, open window) beside them a resume is bitwise::
+        These functions look up optimizer state by model parameter, but the groups of the optimizers may hold masters.
+        The model state contains the masters' values and the optimizer state the moments. Saved together with
+        :meth:`loop_state_dict` (loss scale, counters, open window), they make a resume bitwise::
 
             model_state, optimizer_state = get_state_dict(model, engine.state_dict_optimizers())
             set_state_dict(model, engine.state_dict_optimizers(), model_state_dict=..., optim_state_dict=...)
@@ -493,7 +492,7 @@ class Engine:
         ]
 
     def window_state(self) -> dict[str, Any]:
-        """The open window alone: gradients, where they stand, and what was found in them. Waits for the device."""
+        """The open window alone: its gradients, whether they are scaled, their ``found_inf``. Waits for the device."""
         return save_window(self.context)
 
     def check_window_state(self, state: object) -> None:
@@ -513,21 +512,21 @@ class Engine:
         load_window(self.context, state)
 
     def window_buffers(self) -> list[Tensor]:
-        """The batch-norm statistics that a skip of the open window goes back to: what belongs to :meth:`window_state`."""
+        """The batch-norm statistics that a skipped step would restore; save them with :meth:`window_state`."""
         return self.context.stats.saved()
 
     def load_window_buffers(self, saved: Sequence[Tensor]) -> None:
-        """Restore what :meth:`window_buffers` gave; what does not fit is replaced by the statistics as they are now."""
+        """Restore what :meth:`window_buffers` gave; for an entry of another size the current statistics are used."""
         self.context.stats.restore_saved(saved)
 
     def check_ranks(self) -> None:
-        """Compare counters, loss scales and weights with those of all ranks; every rank must call it. Waits for the device.
+        """Compare counters, loss scales and weights of all ranks; every rank must call it. Waits for the device.
 
-        Weights and masters are compared by a hash of their bits. Left out are shards, and with ``group=`` all
-        weights, since parameters may be a rank's own.
+        Weights and masters are compared by a hash of their bits. Shards are left out. With ``group=`` all weights are
+        left out, because a parameter may exist on one rank only.
 
         Raises:
-            RankMismatchError: on every rank, if one differs from rank 0; the message says which, in what.
+            RankMismatchError: on every rank, if one differs from rank 0; the message says which rank, and in what.
         """
         context = self.context
         record = context.record
@@ -553,7 +552,7 @@ class Engine:
         )
 
     def add_model(self, model: nn.Module) -> None:
-        """Restore batch-norm statistics after skips, and name parameters, of one more model that was not prepared."""
+        """Add a model that was not prepared: after skips restore its batch-norm statistics and name its parameters."""
         context = self.context
         if all(known is not model for known in context.models):
             context.models = (*context.models, model)
@@ -565,29 +564,29 @@ class Engine:
                 context.handles += hook_loads(model, context.stats)
 
     def tell(self, after_step: AfterStep, handles: Iterable[RemovableHandle] = ()) -> None:
-        """Call ``after_step`` with the engine and the result after every step. It replaces an earlier one.
+        """Call ``after_step`` with the engine and the result after every step, instead of an earlier ``after_step``.
 
         Args:
-            after_step: a function, such as the one that ``on_skip`` of :func:`halfpeak.prepare` stands for.
-            handles: of hooks on models that :meth:`remove` is to take off.
+            after_step: the new function. ``on_skip`` of :func:`halfpeak.prepare` sets one, too.
+            handles: of hooks on models; :meth:`remove` removes them.
         """
         self._after_step = after_step
         self.context.handles += handles
 
     def report(self, result: StepResult) -> None:
-        """Tell of a step that was taken in another way than by :meth:`step`, such as by a graph."""
+        """Call the function of :meth:`tell`; also for steps taken outside of :meth:`step`, such as by a CUDA graph."""
         if self._after_step is not None:
             self._after_step(self, result)
 
     def memory(self) -> Memory:
-        """How many bytes are held now, by what they are for; see :class:`halfpeak.Memory`."""
+        """The bytes held now, by purpose; see :class:`halfpeak.Memory`."""
         return measure(self.context)
 
     def remove(self) -> None:
-        """Take every hook off models and optimizers and give the optimizers the models' own parameters back.
+        """Remove every hook from models and optimizers, and put the models' own parameters back into the optimizers.
 
-        Models keep the dtypes they were converted to and the rounded values; what the masters knew beyond them is gone, as
-        are the gradients of an open window. Take :meth:`state_dict` before, to prepare again where this engine was.
+        Models keep their converted dtypes and rounded values. The extra precision of the masters is lost, and so are
+        gradients that are scaled or lie on masters. Save :meth:`state_dict` first to continue with another engine.
         """
         for handle in self.context.handles:
             handle.remove()
@@ -610,9 +609,9 @@ class Engine:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """An engine of its own over copies of models and optimizers, in the same state down to the open window.
+        """An independent engine over copies of models and optimizers, in the same state, open window included.
 
-        Learning-rate schedules and the user's step hooks stay with the old one.
+        Learning-rate schedules and step hooks of user code are not copied.
         """
         self.context.record.apply_pending()
         parts = copy_parts(self.context, memo)
@@ -639,18 +638,18 @@ class Engine:
     # Whole steps as graphs.
 
     def compile(self, function: Callable[P, R], **options: Any) -> CompiledFunction[P, R]:
-        """Compile a function that trains, from the forward pass to :meth:`step`, as one graph.
+        """Compile a training function, from the forward pass to :meth:`step`, as one graph.
 
-        What ``torch.compile`` alone breaks at ``engine.backward`` and ``engine.step`` is whole here: loss, scaled backward
-        pass, and one operator for all that the engine does, which Python runs as ever. So optimizers, hyper-parameters,
-        schedules, scale, clips and skips may do what they like without a new trace. What the function returns is detached.
+        ``torch.compile`` alone breaks the graph at ``engine.backward`` and ``engine.step``. Here one graph contains
+        loss, scaled backward pass, and operators that run the engine's part in Python. Skips and changes of optimizers,
+        hyper-parameters, schedules, scale or clip need no new trace. Tensors that the function returns are detached.
 
-        Gradients go to what the optimizers step, and are gone after the step. Weights must not be written otherwise inside
-        the function, and buffers of norms are put back after a skip as ever.
+        Gradients go to the parameters that the optimizers step, and are dropped after the step. Inside the function
+        nothing else may write weights. Batch-norm statistics are restored after a skip as usual.
 
         Args:
-            function: calls :meth:`forward`, :meth:`backward` and :meth:`step`, as often as it likes.
-            options: of ``torch.compile``, with ``fullgraph=True`` unless you say otherwise.
+            function: calls :meth:`forward`, :meth:`backward` and :meth:`step`, any number of times.
+            options: of ``torch.compile``; ``fullgraph`` is True by default.
 
         Raises:
             ConfigError: this torch cannot trace a backward pass, or there are several ranks. The message says what to write.
@@ -672,22 +671,22 @@ class Engine:
         return CompiledFunction(self, function, options)
 
     def capture(self, loss_function: Callable[..., Tensor], *inputs: Tensor) -> CapturedFunction:
-        """Forward, backward and step as one CUDA graph: a whole training step for the price of one launch.
+        """Capture forward, backward and step as one CUDA graph: a training step is then one launch.
 
-        The engine must be on a CUDA device, with one optimizer of :mod:`halfpeak.fused`, one loss, no accumulation, and a
-        clip by the 2-norm or none. Three iterations are run first, in which nothing moves: model, optimizer, loss scale,
-        batch-norm statistics and random generators are as before when this returns. What the model and the loss function
-        do must be the same in every step; see ``torch.cuda.graph``.
+        The engine must be on a CUDA device, with one optimizer of :mod:`halfpeak.fused`, one loss, no accumulation, and
+        a clip by the 2-norm or none. Three warm-up iterations run first. When this returns, model, optimizer, loss
+        scale, batch-norm statistics and random generators are as before. The model and the loss function must do the
+        same work in every step; see ``torch.cuda.graph``.
 
         Args:
-            loss_function: from inputs to the loss.
-            inputs: examples, of the shapes and dtypes that all others will have.
+            loss_function: computes the loss from the inputs.
+            inputs: examples, with the shapes and dtypes of all later inputs.
 
         Returns:
             A function of inputs that trains one step and returns the loss and its :class:`~halfpeak.StepResult`.
 
         Raises:
-            ConfigError: something that a graph cannot hold. The message says what to write.
+            ConfigError: a graph cannot hold this engine's configuration. The message says what to write.
             OrderError: a window is open.
         """
         # Warm-up iterations move nothing and are not reported.
@@ -697,11 +696,11 @@ class Engine:
         finally:
             self._after_step = told
 
-    # What can be read without changing anything; only read_scale waits for the device.
+    # Read-only access; only read_scale waits for the device.
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was asked to do."""
+        """The configuration."""
         return self.context.config
 
     @property
@@ -737,7 +736,7 @@ class Engine:
 
     @property
     def casting(self) -> AbstractContextManager[Any]:
-        """The re-entrant scope in which operations are cast (O1, O4); elsewhere a null context."""
+        """The re-entrant scope in which operations are cast (O1, O4); at other levels a null context."""
         return self.context.casting
 
     @property
@@ -746,10 +745,10 @@ class Engine:
         return self.context.scalers
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler with that number; negative numbers count from the end.
+        """The loss scaler with index ``loss_id``; negative indices count from the end.
 
         Raises:
-            LossIdError: there is none.
+            LossIdError: there is no such scaler.
         """
         scalers = self.context.scalers
         if not -len(scalers) <= loss_id < len(scalers):
@@ -761,7 +760,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the scalars of a step live."""
+        """The device of the scalars of a step, such as ``found_inf`` and the loss scale."""
         return self.context.device
 
     @property
@@ -820,7 +819,7 @@ class Engine:
         return getattr(self, new)
 
     def _catch_up(self, model: nn.Module) -> None:
-        """Called before the forward pass of a model."""
+        """Before the forward pass of a model: let the engine catch up, and note whether casts are missing."""
         if not self._is_replaying:
             self.context.catch_up()
             note_reduction(model, self.context.reduces)
@@ -828,7 +827,7 @@ class Engine:
                 self._forward_uncast = not is_casting(self.device.type)
 
     def _count_for_check(self) -> bool:
-        """Count a step that begins; whether ranks are compared after it. Steps that fail count: every rank has begun them."""
+        """Count a new step; return whether to compare ranks after it. Failed steps count: every rank began them."""
         every = self.context.config.check_ranks
         if every is None or not self.context.config.accumulation.is_boundary(self.micro_step):
             return False
@@ -845,7 +844,7 @@ class Engine:
         """The :class:`PreparedOptimizer` of each given optimizer, each once, in their order; None means all.
 
         Raises:
-            OrderError: one of them was not prepared by this engine, or there is none.
+            OrderError: an optimizer was not prepared by this engine, or the engine has no optimizer.
         """
         prepared = self.context.prepared
         if optimizers is None:
@@ -869,7 +868,7 @@ _RENAMED: Final = frozenset({"plan", "index", "taken", "skipped", "has_open_wind
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that has prepared a model, or None."""
+    """The engine that prepared a model, or None."""
     owner = owner_of(model)
     return owner if isinstance(owner, Engine) else None
 
