@@ -1,4 +1,4 @@
-"""Fused optimizers: one read and one pass over blocks of memory per step, on any device."""
+"""Fused optimizers: each step reads the gradients once and updates flat buffers in one pass, on any device."""
 
 from halfpeak.fused.rules.adagrad import FusedAdagrad
 from halfpeak.fused.rules.adam import FusedAdam, FusedAdamW

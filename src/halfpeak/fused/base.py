@@ -46,28 +46,28 @@ class FusedOptions(TypedDict, total=False):
 
 
 class FusedOptimizer(Optimizer, ABC):
-    """Base class of the fused optimizers. A subclass says by which rule a group is updated.
+    """Base class of the fused optimizers. A subclass names the update rule of a parameter group.
 
     Attributes:
-        num_steps: steps in which something was updated, since this object was made.
-        num_layouts: how often it has given its parameters other memory.
-        remainders: what its weights have rounded away, if it stores that.
+        num_steps: steps launched since construction or ``load_state_dict``; on an accelerator skipped ones, too.
+        num_layouts: how many flat layouts were built.
+        remainders: the rounding remainders of bfloat16 weights; None if the optimizer stores none.
 
-    Its state is torch's: ``state_dict`` has torch's layout and goes into torch's optimizer of the same rule and back.
+    ``state_dict`` has torch's layout and loads into torch's optimizer of the same rule, and the other way round.
 
     Args:
-        params: parameters or groups, as for every torch optimizer. Dense, real, floating point.
+        params: dense real floating-point parameters or groups, as for every torch optimizer.
         defaults: hyper-parameters.
         state_format: how weights and state are stored.
         maximize, backend, road: see :class:`FusedOptions`.
     """
 
     copied: ClassVar[tuple[str, ...]] = ("_requested", "_state_format")
-    """Attributes that a copy or a pickle has too, beside the state. Those of all base classes count."""
+    """Attributes that a copy or a pickle keeps beside the state, added to the ``copied`` of all base classes."""
 
     num_layouts: int = 0
     _masters: Mapping[Tensor, Tensor] = MappingProxyType({})
-    """What is stepped in the place of parameters."""
+    """Float32 masters that a subclass steps in place of their parameters."""
     _step_supports_amp_scaling = True
     profile_hook_step = staticmethod(with_step_hooks)
 
@@ -98,8 +98,8 @@ class FusedOptimizer(Optimizer, ABC):
 
         Raises:
             ConfigError: a hyper-parameter is out of its range.
-            ParameterError: a parameter is sparse, complex or of integers, or is sharded and the rule needs all of it. The group
-                was not added.
+            ParameterError: a parameter is sparse, complex or integer, or is sharded and the rule needs the whole
+                parameter. The group is not added.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -114,8 +114,8 @@ class FusedOptimizer(Optimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
-        Nothing is updated where a gradient scaler has set ``found_inf`` on the optimizer to anything but zero. On an
-        accelerator the host does not wait for it: the kernels read it there.
+        The step is skipped if a gradient scaler has set the optimizer's ``found_inf`` to a value other than zero. On an
+        accelerator the kernels read ``found_inf``, so the host does not wait.
         """
         loss = None
         if closure is not None:
@@ -123,7 +123,7 @@ class FusedOptimizer(Optimizer, ABC):
                 loss = closure()
         inputs = self._step_inputs or self._own_inputs()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        # On the CPU it is read at once.
+        # On the CPU, reading found_inf here does not wait.
         is_known = found_inf is None or (found_inf.device.type == "cpu" and self._requested != "triton")
         if found_inf is None or not is_known or not bool(found_inf):
             self._update(inputs, None if is_known else found_inf)
@@ -136,7 +136,7 @@ class FusedOptimizer(Optimizer, ABC):
             self.remainders.zero_grad(set_to_none=set_to_none)
 
     def measure(self, inputs: StepInputs) -> GradStats:
-        """The sum of squares of the gradients that a step would read, and whether one is not finite."""
+        """Return the sum of squares of the gradients that a step would read, and whether one of them is not finite."""
         with torch.no_grad():
             slices = self._slices(inputs)
             self._measured = (inputs.grads, slices)
@@ -153,12 +153,12 @@ class FusedOptimizer(Optimizer, ABC):
             return GradStats(squares, (found_inf != 0).to(squares))
 
     def decide(self, inputs: StepInputs, decision_inputs: DecisionInputs) -> StepDecision | None:
-        """:meth:`measure`, and decide about the step where the gradients are, without waiting for the device.
+        """Measure the gradients and decide on their device whether to step, without waiting for that device.
 
-        The coming step reuses the result if it is given the ``multiplier`` and the ``found_inf`` of the decision.
+        The next step reuses the result if it gets the ``multiplier`` and the ``found_inf`` of the decision.
 
         Returns:
-            None, with nothing done, where this optimizer has no kernel for it.
+            None for sharded parameters, without gradients, before the first step, or without a kernel that decides.
         """
         if self._backend is None:
             return None
@@ -174,24 +174,24 @@ class FusedOptimizer(Optimizer, ABC):
             return self._backend_for(slices).decide(step, decision_inputs) if slices else None
 
     def matches_layout(self, slices: Sequence[BufferSlice], model_params: Sequence[Tensor]) -> bool:
-        """Whether weights and state are still where ``slices`` have them."""
+        """Whether weights and state are still in the memory of ``slices``."""
         layout = self._layout
         rules = [self.rule(group) for group in self.param_groups]
         return layout is not None and layout.last is slices and layout.is_current(self, rules, model_params)
 
     def detach_tables(self) -> AddressTables | None:
-        """The address tables of the Triton backend, for a captured graph that reads them. Further steps make new ones."""
+        """Hand the Triton backend's address tables to a captured graph that reads them; later steps build new ones."""
         return self._backend.detach_tables() if isinstance(self._backend, TritonBackend) else None
 
     def set_step_inputs(self, inputs: StepInputs | None) -> None:
-        """Set what the coming steps read; None for the parameters' own gradients."""
+        """Set the inputs of the next steps; None for the parameters' own gradients."""
         self._step_inputs = inputs
         if inputs is None:
             self._invalidate_grads()
 
     @property
     def backend(self) -> str:
-        """The backend that runs the kernels; what was asked for until a step has been taken."""
+        """The backend that runs the kernels; before the first step, the requested one."""
         return self._requested if self._backend is None else self._backend.name
 
     @property
@@ -203,7 +203,7 @@ class FusedOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, with a step count for each parameter."""
         state, idle = super().state_dict(), self._idle_rows()
-        # Parameters that step together share one count here; torch's optimizers would increment it once for each of them.
+        # Parameters that step together share one count, which torch's optimizers would increment once per parameter.
         state["state"] = {
             key: {**row, "step": row["step"].clone()} if "step" in row else row
             for key, row in state["state"].items()
@@ -212,11 +212,11 @@ class FusedOptimizer(Optimizer, ABC):
         return state
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Check what :meth:`load_state_dict` would load.
+        """Check a state before :meth:`load_state_dict` loads it.
 
         Raises:
-            StateError: a hyper-parameter is out of its range; a tensor has another shape than its parameter, or a dtype that
-                cannot be read here.
+            StateError: a hyper-parameter is out of its range, or a tensor has another shape than its parameter or a
+                dtype that this optimizer cannot read.
         """
         check_optimizer_state(self, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -229,10 +229,10 @@ class FusedOptimizer(Optimizer, ABC):
             check_row(index, row, rule, target)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's of the same rule. What is loaded is copied, in its own dtype.
+        """Load a state of this optimizer or of torch's optimizer of the same rule. Tensors are copied with their dtype.
 
         Raises:
-            StateError: a tensor has another shape than its parameter, or a dtype that cannot be read here.
+            StateError: see :meth:`check_state`.
         """
         self.check_state(state_dict)
         targets, rules = params_of(self), self._rules_of_targets()
@@ -278,7 +278,7 @@ class FusedOptimizer(Optimizer, ABC):
         self.num_steps = 0
 
     def _invalidate_grads(self) -> None:
-        """Forget what was computed from gradients: they change from here on."""
+        """Forget results computed from the gradients, because the gradients are about to change."""
         self._measured = None
         if self._backend is not None:
             self._backend.invalidate_grads()
@@ -294,7 +294,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
         measured = self._measured
-        # Between measuring and stepping only the engine has run, so the layout need not be checked again.
+        # Only engine code runs between measure and step, so the layout needs no second check.
         slices = self._slices(inputs) if measured is None or measured[0] is not inputs.grads else measured[1]
         if not slices:
             return
@@ -303,9 +303,9 @@ class FusedOptimizer(Optimizer, ABC):
             self._run(cast(FlatLayout, self._layout), run)
 
     def _run(self, layout: FlatLayout, run: Callable[[], object]) -> None:
-        """Take a step. An exception within leaves it half done, as in any optimizer of torch's."""
+        """Take a step. An exception leaves the step half done, as in torch's optimizers."""
         self.num_steps += 1
-        # Kernels write through their own views of the memory; autograd must still see that these tensors change.
+        # Kernels write through other views of the memory; autograd must still see that these tensors changed.
         torch.autograd.graph.increment_version(layout.written)
         inside, outside = [view for _, view in layout.guests], [guest for guest, _ in layout.guests]
         if inside:
@@ -323,7 +323,7 @@ class FusedOptimizer(Optimizer, ABC):
         return BackendStep(slices, self.param_groups, inputs.grads, inputs.multiplier, found_inf)
 
     def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
-        """The slices of the parameters that have a gradient, laid out anew if something has moved."""
+        """The slices of the parameters with a gradient. A new layout is built if a tensor has moved or was replaced."""
         if self.remainders is not None:
             self.remainders.refresh()
         rules = [self.rule(group) for group in self.param_groups]

@@ -1,1 +1,1 @@
-"""The backends of the fused optimizers: each measures gradients and updates weights with other kernels."""
+"""The backends of the fused optimizers: each has its own kernels to measure gradients and to update weights."""

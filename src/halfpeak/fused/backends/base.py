@@ -1,4 +1,4 @@
-"""What a backend is: an implementation of the two kernels of a step, measure and update, over slices of buffers."""
+"""Backend: an implementation of the two kernels of a step, measure and update, over slices of buffers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from halfpeak.fused.rules.base import Rule
 
 
 class GradStats(NamedTuple):
-    """What one read of the gradients gives.
+    """The result of reading all gradients once.
 
     Attributes:
         sum_squares: the sum of squares of the unscaled gradients.  # f32[]
-        found_inf: 1 if one of them is not finite.                  # f32[]
+        found_inf: 1 if a gradient is not finite.                   # f32[]
     """
 
     sum_squares: Tensor
@@ -32,13 +32,13 @@ class GradStats(NamedTuple):
 
 
 class UpdateArgs(NamedTuple):
-    """The update of one slice.
+    """The arguments for updating one slice.
 
     Attributes:
-        slice_: what is updated.
+        slice_: the slice.
         rule: the formula.
         group: hyper-parameters.
-        numbers: what gradients are multiplied by, then the rule's constants.  # f32[1 + k]
+        numbers: the factor of the gradients, then the rule's constants.  # f32[1 + k], f64 for a float64 weight
     """
 
     slice_: BufferSlice
@@ -48,15 +48,15 @@ class UpdateArgs(NamedTuple):
 
 
 class BackendStep(NamedTuple):
-    """What a backend reads to take a step.
+    """The inputs of a backend's step.
 
     Attributes:
-        slices: what is updated.
-        groups: hyper-parameters.
-        grads: of all parameters.
-        multiplier: what gradients are multiplied by.                       # f32[]
-        found_inf: any value but zero skips the step; None is zero.  # f32[]
-        max_norm: the largest norm of all gradients times ``multiplier``; they are clipped to it. None does not clip.
+        slices: the slices to update.
+        groups: hyper-parameters, one dict per parameter group.
+        grads: the gradients of all parameters.
+        multiplier: the factor that unscales and clips the gradients.  # f32[]
+        found_inf: a value other than zero skips the step; None means zero.  # f32[]
+        max_norm: the norm to which all gradients, times ``multiplier``, are clipped together. None does not clip.
     """
 
     slices: Sequence[BufferSlice]
@@ -68,7 +68,7 @@ class BackendStep(NamedTuple):
 
 
 class Backend(ABC):
-    """The kernels of a step. Only a :class:`HostBackend` knows step counts and skips: elsewhere they are data on the device."""
+    """The kernels of a step. Only a :class:`HostBackend` reads step counts and found_inf on the host."""
 
     name: str
 
@@ -80,22 +80,22 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, step: BackendStep) -> Callable[[], None] | None:
-        """What updates all weights once and counts the step, or does neither; None where the host knows that it is skipped."""
+        """Return a function that updates all weights and counts the step, or skips both; None for a known skip."""
 
     def decide(self, step: BackendStep, inputs: DecisionInputs) -> StepDecision | None:
-        """Read all gradients once and decide about the step; None if there is no kernel for that."""
+        """Read all gradients once and decide whether to step; None if the backend has no kernel that decides."""
         return None
 
     @abstractmethod
     def invalidate_grads(self) -> None:
-        """Forget what was computed from gradients: they change from here on."""
+        """Forget results computed from the gradients, because the gradients are about to change."""
 
     @abstractmethod
     def invalidate_layout(self) -> None:
-        """Forget what was made for the buffers: they change from here on."""
+        """Forget objects made for the buffers, because the buffers are about to change."""
 
     def clipped(self, step: BackendStep) -> BackendStep:
-        """``step`` with gradients clipped to its ``max_norm`` by what they are multiplied by."""
+        """``step`` with the clip coefficient for its ``max_norm`` multiplied into its ``multiplier``."""
         if step.max_norm is None:
             return step
         norm = self.measure(step.slices, step.grads, step.multiplier).sum_squares.sqrt()
@@ -103,7 +103,7 @@ class Backend(ABC):
 
 
 class HostBackend(Backend):
-    """A backend whose step is decided by the host."""
+    """A backend where the host decides whether to step."""
 
     def __init__(self) -> None:
         self._packer = GradPacker()
@@ -118,7 +118,7 @@ class HostBackend(Backend):
             return None
         if self._updates is None or not self._updates.matches(step.slices, step.groups):
             self._updates = UpdateList(step.slices, step.groups)
-        # Everything that may raise comes first: a bad learning rate must not have counted a step.
+        # Before counting, because this may raise: a bad learning rate must not count a step.
         updates = self._updates.for_step(self.clipped(step).multiplier)
         return partial(self._run, self._updates.step_counts, updates, step.grads)
 
@@ -138,14 +138,14 @@ class HostBackend(Backend):
 
 
 class UpdateList:
-    """The arguments for updating some slices, which are the same in every step but for their numbers.
+    """The arguments for updating some slices. Between steps only their ``numbers`` change.
 
     Args:
-        slices: what is updated.
-        groups: hyper-parameters, read anew in every step.
+        slices: the slices.
+        groups: hyper-parameters, read again in every step.
 
     Attributes:
-        step_counts: those of the slices, each once.
+        step_counts: the step counts of the slices, each once.
     """
 
     def __init__(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> None:
@@ -166,7 +166,7 @@ class UpdateList:
         self.step_counts = {id(one.step_count): one.step_count for one in slices}.values()
 
     def matches(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether this list was made for these very slices and groups."""
+        """Whether this list was made for these slices and groups, compared by identity."""
         return (
             self._slices is slices
             and len(groups) == len(self._groups)
@@ -174,13 +174,13 @@ class UpdateList:
         )
 
     def for_step(self, multiplier: Tensor) -> list[UpdateArgs]:
-        """The arguments of the coming step. They share memory with those of the step before.
+        """The arguments of the next step, which overwrite the arguments of the previous step.
 
         Args:
-            multiplier: what gradients are multiplied by.  # f32[]
+            multiplier: the factor of the gradients.  # f32[]
         """
         number = float(multiplier)
-        # Everything that may raise comes first: a bad learning rate must not have changed some of the numbers.
+        # Before any write, because this may raise: a bad learning rate must not change some of the numbers.
         values = [source.values(number) for source in self._sources]
         for source, one in zip(self._sources, values, strict=True):
             source.numbers.copy_(torch.tensor(one, dtype=source.numbers.dtype, device="cpu"))
@@ -188,7 +188,7 @@ class UpdateList:
 
 
 class _Source(NamedTuple):
-    """What numbers are computed from, and the tensor that holds them."""
+    """The inputs of the numbers that slices share, and the tensor that holds these numbers."""
 
     rule: Rule
     group: dict[str, Any]

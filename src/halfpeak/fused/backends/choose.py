@@ -1,4 +1,4 @@
-"""Which backend runs an optimizer's kernels: chosen by device, by sizes and by what is installed."""
+"""Chooses the backend of an optimizer by device, by sizes and by what is installed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from halfpeak.ops.triton import is_installed, kernels
 BackendName = Literal["auto", "eager", "compiled", "triton"]
 
 MIN_COMPILED = 2**18
-"""Elements from which compiling pays: below, a step takes less than a millisecond on any backend."""
+"""Compile from this many elements on: with fewer, a step takes less than a millisecond on any backend."""
 
 
 def check_backend(backend: BackendName, road: BackendName | None = None) -> BackendName:
-    """The backend that a constructor was asked for.
+    """The backend that a constructor's arguments name.
 
     Args:
         backend: the argument of that name.
-        road: the deprecated argument that ``backend`` has replaced; None where it was not given.
+        road: the deprecated name of the argument; it wins over ``backend``. None if it was not given.
 
     Raises:
         ConfigError: an unknown backend.
@@ -52,10 +52,10 @@ def check_backend(backend: BackendName, road: BackendName | None = None) -> Back
 
 
 def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend:
-    """The backend for some slices. It depends on them and on the machine alone, so a resumed run gets the same.
+    """The backend for some slices. A resumed run gets the same one: only request, slices and machine decide.
 
     Raises:
-        ConfigError: the backend asked for does not support these slices.
+        ConfigError: the requested backend does not support these slices.
     """
     devices = {slice_.buffer.weight.device for slice_ in slices}
     on_host = {device.type for device in devices} == {"cpu"}
@@ -80,7 +80,7 @@ def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend:
 
 
 def still_fits(backend: Backend, slices: Sequence[BufferSlice]) -> bool:
-    """Whether a backend that was chosen earlier supports the slices of now."""
+    """Whether a backend that was chosen for earlier slices supports these."""
     if isinstance(backend, TritonBackend):
         return backend.device == slices[0].buffer.weight.device and all(map(has_kernel, slices))
     on_host = all(slice_.buffer.weight.device.type == "cpu" for slice_ in slices)
@@ -89,7 +89,7 @@ def still_fits(backend: Backend, slices: Sequence[BufferSlice]) -> bool:
 
 def has_compiler() -> bool:
     """Whether torch.compile finds a C++ compiler."""
-    # Not at the top: it takes longer to import than all of halfpeak.
+    # Not at the top, because this import takes longer than importing all of halfpeak.
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -100,7 +100,7 @@ def has_compiler() -> bool:
 
 
 def _why_not_triton(slices: Sequence[BufferSlice], devices: set[torch.device]) -> str | None:
-    """What keeps some slices from the Triton backend; None if nothing does."""
+    """The reason why the Triton backend cannot update the slices; None if it can."""
     if not is_installed():
         return "triton is not installed"
     if len(devices) > 1:

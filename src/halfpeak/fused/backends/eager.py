@@ -1,4 +1,4 @@
-"""The eager backend: the kernels as torch operations, a cache's worth of elements at a time."""
+"""The eager backend on the CPU: the kernels as torch operations on chunks that fit the cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from halfpeak.fused.backends.kernels import store
 from halfpeak.fused.flat.layout import BufferSlice
 
 CHUNK = 2**17
-"""Elements at a time: their intermediate results stay in the cache and in memory that the allocator keeps."""
+"""Elements per chunk: intermediate results of this size stay in the cache and in memory that the allocator keeps."""
 
 
 class EagerBackend(HostBackend):
-    """Runs everywhere, with torch's own fused kernel for a chunk where there is one."""
+    """Updates parameters on the CPU, chunk by chunk, with torch's own fused kernel for rules that have one."""
 
     name = "eager"
 
@@ -33,7 +33,7 @@ class EagerBackend(HostBackend):
             vector = self._packer(slice_.buffer, grads)
             for at in _chunks(len(vector), CHUNK):
                 true = self._widened(vector[at], multiplier.dtype)
-                # One kernel multiplies and checks each element: a sum may overflow although all elements are finite.
+                # This kernel checks each element, because a sum may overflow although all elements are finite.
                 torch._amp_foreach_non_finite_check_and_unscale_([true], found_inf, multiplier)
                 squares.append(torch.dot(true, true))
         return GradStats(torch.stack(squares).sum() if squares else torch.zeros_like(multiplier), found_inf)
@@ -57,7 +57,7 @@ class EagerBackend(HostBackend):
         store(rule, moved, constants, weight, low, slots)
 
     def _widened(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy in ``dtype``, valid until the next."""
+        """A copy in ``dtype``, valid until the next call."""
         scratch = self._scratch.get((dtype, chunk.device))
         if scratch is None or len(scratch) < len(chunk):
             scratch = self._scratch[dtype, chunk.device] = chunk.new_empty(len(chunk), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The eager backend on a device: torch operations that skip by data, so that the host does not wait."""
+"""The eager backend on an accelerator: torch operations that read ``found_inf`` there, so the host does not wait."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.rules.base import Rule
 
 CHUNK = 2**22
-"""Elements at a time: enough to keep a device busy, and intermediate results take little beside what is held."""
+"""Elements per chunk: enough to keep a device busy, with intermediate results that are small beside the buffers."""
 
 
 class EagerDeviceBackend(Backend):
-    """Runs on every accelerator, and updates what has no Triton kernel: float64, layer-wise rules, several devices."""
+    """Runs on every accelerator, for slices without a Triton kernel: float64, rules of user code, several devices."""
 
     name = "eager"
 
@@ -66,9 +66,9 @@ class EagerDeviceBackend(Backend):
 
 
 def _numbers(slice_: BufferSlice, step: BackendStep, wide: torch.dtype) -> Tensor:
-    """What a gradient is multiplied by, then the rule's constants.  # wide[1 + k]"""
+    """The factor of the gradients, then the rule's constants.  # wide[1 + k]"""
     device, group = slice_.buffer.weight.device, step.groups[slice_.group]
-    # A float32 would lose most of 1 - 0.999**t; Metal has nothing wider.
+    # In float32, 1 - 0.999**t would lose most of its bits; Metal has no wider dtype.
     exact = torch.float32 if device.type == "mps" else torch.float64
     constants = slice_.rule.constants(group, slice_.step_count.step.to(device, exact) + 1)
     sign = -1.0 if group.get("maximize") else 1.0
@@ -80,7 +80,7 @@ def _numbers(slice_: BufferSlice, step: BackendStep, wide: torch.dtype) -> Tenso
 def _there(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.reshape(()).to(device, dtype)
-    # Filled in by a kernel: a copy from ordinary host memory would wait.
+    # A kernel fills the tensor, because a copy from pageable host memory would make the host wait.
     return torch.full((), float(value), dtype=dtype, device=device)
 
 
@@ -94,7 +94,7 @@ def _update(slice_: BufferSlice, grad: Tensor, at: slice, numbers: Tensor, found
     moved = slice_.rule(whole, grad[at].to(wide) * multiplier, state, constants)
     skips = None if found_inf is None else found_inf.to(grad.device) != 0
     written = zip((weight, *slots), slice_.rule.encode(moved, constants), strict=True)
-    # Compute everything before writing anything: an encoding may depend on all of the old values.
+    # All values are computed before any write, because an encoding may read all of the old values.
     ends = [
         (end, value if skips is None else torch.where(skips, end, value.to(end.dtype)))
         for end, value in written

@@ -11,41 +11,41 @@ from torch import Tensor
 from halfpeak.fused.rules.base import Rule
 
 Update: TypeAlias = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], None]
-"""``update(weight, low, state, grad, numbers)`` updates all but the last two in place."""
+"""``update(weight, low, state, grad, numbers)`` updates ``weight``, ``low`` and ``state`` in place."""
 
 
 def measure(grad: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of squares of the unscaled gradients, and whether one is not finite, in one read.
+    """The sum of squares of the unscaled gradients, and whether a gradient is not finite, in one read.
 
     Args:
-        grad: in any dtype, scaled.
-        multiplier: what unscales it; it is applied first, because the square of a scaled gradient may overflow. # f32[]
+        grad: scaled gradients in any dtype.
+        multiplier: unscales; applied before squaring, because the square of a scaled gradient may overflow.  # f32[]
 
     Returns:
-        ``sum((grad * multiplier)**2)``, and a flag that stays false where only the sum overflows.  # f32[], bool[]
+        ``sum((grad * multiplier)**2)``, and a flag that stays false if only the sum overflows.  # f32[], bool[]
     """
     unscaled = grad.float() * multiplier
     return unscaled.square().sum(), torch.isfinite(unscaled).logical_not().any()
 
 
 def squares(grad: Tensor, multiplier: Tensor) -> tuple[Tensor]:
-    """The first number of :func:`measure`, but for the last elements, ``len(grad) % 4`` of them.
+    """The first result of :func:`measure`, without the last ``len(grad) % 4`` elements.
 
-    The vector is cut into four quarters that are added up side by side: in a compiled sum over one vector each addition
-    depends on the one before, and it takes three times as long as reading.
+    The four quarters of the vector are summed side by side. In a compiled sum over one vector each addition waits for
+    the previous one, so the sum takes three times as long as reading the vector.
     """
-    quarter = grad.shape[0] // 4  # len() would be a number of the trace
+    quarter = grad.shape[0] // 4  # len() would be a constant of the trace
     a, b, c, d = ((grad[i * quarter : (i + 1) * quarter].float() * multiplier).square() for i in range(4))
     return (((a + b) + (c + d)).sum(),)
 
 
 def clip_coef_without_eps(norm: Tensor, max_norm: float) -> Tensor:
-    """``max_norm / norm`` where the norm is larger, else 1: LAMB's own clipping, which adds nothing to the norm.  # f32[]"""
+    """``max_norm / norm`` if the norm is larger, else 1: LAMB clips without adding an epsilon to the norm.  # f32[]"""
     return torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
 def update_of(rule: Rule) -> Update:
-    """The second pass over one buffer: unscale and clip, apply ``rule``, round into the model's weight."""
+    """Return the second pass over one buffer: unscale and clip, apply ``rule``, round into the model's weight."""
 
     def update(
         weight: Tensor, low: Tensor | None, state: Sequence[Tensor], grad: Tensor, numbers: Tensor
@@ -67,7 +67,7 @@ def store(
     low: Tensor | None,
     state: Sequence[Tensor],
 ) -> None:
-    """Store the new weight and state that ``rule`` has computed for a buffer."""
+    """Write the new weight and state that ``rule`` has computed (``updated``) into the memory of a buffer."""
     for place, value in zip((weight, *state), rule.encode(updated, constants), strict=True):
         place.copy_(value)
     if low is not None:

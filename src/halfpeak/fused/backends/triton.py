@@ -21,10 +21,10 @@ class _Measured(NamedTuple):
     """The result of reading the gradients.
 
     Attributes:
-        multiplier: what they were multiplied by.                          # f32[]
-        squares: of each program.                                      # f32[programs]
-        flags: of each program.                                        # i32[programs]
-        each: of each chunk, for rules that take norms of it.   # f32[chunks]
+        multiplier: the factor of the gradients.                              # f32[]
+        squares: the sum of squares of each program.                          # f32[programs]
+        flags: whether each program has met a gradient that is not finite.    # i32[programs]
+        each: a sum or maximum of each chunk, for rules that take norms.      # f32[chunks]
     """
 
     multiplier: Tensor
@@ -34,7 +34,7 @@ class _Measured(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """The numbers of a step that has been decided, and what they were computed from."""
+    """The results of the control kernel for a step, and the inputs that they were computed from."""
 
     step: BackendStep
     found_inf: Tensor
@@ -45,14 +45,14 @@ class _Ready(NamedTuple):
 
 
 class TritonBackend(Backend):
-    """Kernels of our own over tables of addresses: gradients are read where autograd has left them.
+    """Runs halfpeak's Triton kernels over tables of addresses: gradients are read where autograd has left them.
 
-    A step that an engine accounts for is measure, control, update; one that it does not is control, update. Each key of
-    parameter (dtypes, rule) has a measure and an update of its own. NovoGrad measures in any case and has a launch more,
-    for its norms. LAMB measures where it clips, and takes three launches for an update with trust.
+    A step that was decided before launches measure, control, update; any other step launches control, update. Each
+    launch key (dtypes and rule) has its own measure and update. NovoGrad always measures and launches one kernel more,
+    for its norms. LAMB measures if it clips, and its update with trust takes three launches.
 
     Args:
-        device: where all parameters are.
+        device: the device of all parameters.
     """
 
     name = "triton"
@@ -98,18 +98,18 @@ class TritonBackend(Backend):
             counters = len(ready.rows)
             for key, chunks in tables.chunks(step.grads):
                 self._update(key, chunks, ready, counters)
-                # The first launch has counted the step.
+                # Only the first launch counts the step.
                 counters = 0
 
     def _made_ready(self, tables: AddressTables, step: BackendStep) -> _Ready:
-        """The numbers of a step: those of its decision, if nothing has changed since."""
+        """The numbers of a step: those of :meth:`decide` if nothing has changed since, else new ones."""
         ready = self._ready
         rows, hyper = tables.rows(step.groups), tables.hyper(step.groups)
         if (
             ready is not None
             and ready.step.multiplier is step.multiplier
             and ready.found_inf is step.found_inf
-            # A hook may have changed them since.
+            # A step hook may have changed the clipping or the hyper-parameters.
             and ready.step.max_norm == step.max_norm
             and ready.hyper is hyper
             and ready.rows is rows
@@ -141,7 +141,7 @@ class TritonBackend(Backend):
         self._tables = None
 
     def detach_tables(self) -> AddressTables | None:
-        """The tables, for a captured graph that reads them; further steps make new ones."""
+        """Hand the tables to a captured graph that reads them; later steps build new tables."""
         tables = self._tables
         self.invalidate_layout()
         return tables
@@ -152,7 +152,7 @@ class TritonBackend(Backend):
         return self._tables
 
     def _read(self, tables: AddressTables, step: BackendStep) -> _Measured:
-        """Read all gradients once, and take sums per chunk for the rules that need norms."""
+        """Launch measure for every key, with results per chunk for rules that need norms."""
         launches = tables.chunks(step.grads)
         many = sum(chunks.programs() for _, chunks in launches)
         squares = torch.empty(many, dtype=torch.float32, device=self.device)

@@ -1,4 +1,4 @@
-"""Address tables: where everything is that the Triton kernels read and write, as numbers on the device."""
+"""Address tables: the addresses of all memory that the Triton kernels read and write, as integers on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNEL_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 def has_kernel(slice_: BufferSlice) -> bool:
-    """Whether the Triton kernels can update a slice: they know its rule, the dtypes of its weights and of its states."""
+    """Whether the Triton kernels support the rule of a slice and the dtypes of its weights and states."""
     buffer, rule = slice_.buffer, slice_.rule
     weights = {buffer.weight.dtype} if buffer.low is None else {buffer.weight.dtype, buffer.low.dtype}
     storage = zip(buffer.states, rule.storage, strict=True)
@@ -35,7 +35,7 @@ def has_kernel(slice_: BufferSlice) -> bool:
 
 
 def hyper_row(rule: Rule, group: Mapping[str, Any], width: int) -> list[float]:
-    """The row of a group: sign, lr (0 if the device has it), weight decay, and what the rule adds."""
+    """The row of a group: sign, lr (0 if lr is on the device), weight decay, then :meth:`Rule.hyper_params`."""
     sign = -1.0 if group.get("maximize") else 1.0
     lr = 0.0 if device_lr(group) is not None else float(group["lr"])
     row = [sign, lr, float(group["weight_decay"]), *rule.hyper_params(group)]
@@ -43,7 +43,7 @@ def hyper_row(rule: Rule, group: Mapping[str, Any], width: int) -> list[float]:
 
 
 def device_lr(group: Mapping[str, Any]) -> Tensor | None:
-    """The learning rate as a float32 on the device, where it is kept there; None where the host has it.  # f32[]"""
+    """The learning rate as float32 on the device if the group keeps it there; None if it is on the host.  # f32[]"""
     lr = group["lr"]
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return None
@@ -51,12 +51,12 @@ def device_lr(group: Mapping[str, Any]) -> Tensor | None:
 
 
 class DeviceTable:
-    """Host numbers on a device, copied only when they have changed, from pinned memory and asynchronously.
+    """A table of host numbers on a device, copied asynchronously from pinned memory when a number has changed.
 
     Args:
-        device: where to.
-        dtype: of the numbers.
-        width: how many make a row.
+        device: the device of the copy.
+        dtype: the dtype of the numbers.
+        width: numbers per row.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -66,7 +66,7 @@ class DeviceTable:
         self._is_late = False
 
     def put(self, values: list[Any]) -> Tensor:
-        """The tensor that holds ``values``; while a graph is being captured they are copied by :meth:`flush`."""
+        """The tensor that holds ``values``. While a graph is being captured, :meth:`flush` copies them later."""
         if values != self._values or self._tensor is None:
             self._values = values
             self._is_late = is_capturing(self._device)
@@ -78,13 +78,13 @@ class DeviceTable:
         return self._tensor
 
     def rewrite(self, values: list[Any]) -> None:
-        """Write ``values`` over the last ones, at the address where a graph reads them."""
+        """Overwrite the last values in place, at the address where a captured graph reads them."""
         if values != self._values:
             self._values, self._is_late = values, True
             self.flush()
 
     def flush(self) -> None:
-        """Copy what could not be copied while a graph was being captured."""
+        """Copy the values that could not be copied while a graph was being captured."""
         if self._is_late and self._tensor is not None:
             self._is_late = False
             self._tensor.copy_(self._on_host(), non_blocking=True)
@@ -96,13 +96,13 @@ class DeviceTable:
 
 
 class LaunchKey(NamedTuple):
-    """What one launch of a kernel serves.
+    """The properties that parameters of one kernel launch have in common.
 
     Attributes:
-        weight: dtype of what the rule updates.
-        low: dtype of the model's weight; None where they are one.
+        weight: dtype of the weights that the rule updates.
+        low: dtype of the model's weights; None if the rule updates these.
         grad: dtype of the gradients.
-        rule: how they are updated.
+        rule: the update rule.
     """
 
     weight: torch.dtype
@@ -112,14 +112,14 @@ class LaunchKey(NamedTuple):
 
     @property
     def config(self) -> KernelConfig:
-        """The rule, as the kernels are told of it."""
+        """The rule in the form that the kernels take."""
         config = self.rule.kernel_config()
         assert config is not None
         return config
 
 
 class TensorRow(NamedTuple):
-    """A parameter: its number, shape and stride, and its row of the table but for its chunks."""
+    """A parameter: index, stride and shape, and its row of the table, which later gets the columns of its chunks."""
 
     param: int
     stride: tuple[int, ...]
@@ -129,7 +129,7 @@ class TensorRow(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The parameters of one key: the range of rows that they have, and their chunks, those that a parameter fills first."""
+    """The parameters of one key: their range of rows, and their chunks, of which the first ``full`` ones are full."""
 
     key: LaunchKey
     first: int
@@ -143,12 +143,9 @@ class AddressTables:
     """The address tables of some slices.
 
     Args:
-        kernels: the module of kernels that read them.
-        slices: all on one device.
-        grads: of all parameters. Only their dtypes count.
-
-    Attributes:
-        slices: see there.
+        kernels: the module of kernels that read the tables.
+        slices: the slices, all on one device.
+        grads: the gradients of all parameters. Only their dtypes matter.
     """
 
     def __init__(self, kernels: Any, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None]) -> None:
@@ -184,13 +181,13 @@ class AddressTables:
         self._chunks: list[tuple[LaunchKey, Any]] = []
 
     def fits(self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None]) -> bool:
-        """Whether these are the tables of ``slices`` with gradients of these dtypes."""
+        """Whether these tables were made for ``slices`` and for gradients of these dtypes."""
         return slices is self.slices and (
             grads is self._last or list(map(_DTYPE, [grads[i] for i in self._order])) == self._dtypes
         )
 
     def chunks(self, grads: Sequence[Tensor | None]) -> list[tuple[LaunchKey, Any]]:
-        """The chunks of each key, with the addresses of these gradients."""
+        """The chunks of each key, with the addresses of ``grads``."""
         if grads is self._last:
             return self._chunks
         own = cast(list[Tensor], [grads[i] for i in self._order])
@@ -227,7 +224,7 @@ class AddressTables:
         ]
 
     def rows(self, groups: Sequence[dict[str, Any]]) -> Tensor:
-        """Group, address of the step count and of the learning rate, for each row of numbers.  # i64[rows, 3]"""
+        """Group, address of the step count, address of the learning rate or 0, for each step count.  # i64[rows, 3]"""
         self._lrs = [device_lr(group) for group in groups]
         places = [0 if lr is None else lr.data_ptr() for lr in self._lrs]
         return self._rows.put(
@@ -243,17 +240,17 @@ class AddressTables:
         return self._hyper.put(self._hyper_rows(groups))
 
     def invalidate_grads(self) -> None:
-        """The gradients change from here on."""
+        """Forget the gradients, because they are about to change."""
         self._last = None
         self._held = []
 
     def flush(self) -> None:
-        """Copy what could not be copied while a graph was being captured."""
+        """Copy the values that could not be copied while a graph was being captured."""
         for table in (self._grads, self._rows, self._hyper):
             table.flush()
 
     def rewrite(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Write the hyper-parameters as they are now where a graph reads them."""
+        """Write the current hyper-parameters to the address where a captured graph reads them."""
         self._hyper.rewrite(self._hyper_rows(groups))
 
     def _hyper_rows(self, groups: Sequence[dict[str, Any]]) -> list[float]:
@@ -291,7 +288,8 @@ class AddressTables:
 def _rows_of(slice_: BufferSlice, number: int) -> list[TensorRow]:
     """The rows of a slice's parameters.
 
-    Numel, row of numbers, then the addresses of weight, low weight, remainder, and state tensors beside their scales.
+    A row is numel, its row of numbers, then the addresses of weight, low weight, remainder, and of three state tensors
+    each followed by its scales; 0 stands for none.
     """
     buffer = slice_.buffer
     vectors: list[tuple[Tensor | None, int]] = [(None, 1)] * 9

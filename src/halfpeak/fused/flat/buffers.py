@@ -1,4 +1,4 @@
-"""Flat buffers: one-dimensional memory of several parameters, on which one kernel of a fused optimizer works."""
+"""Flat buffers: one-dimensional memory of one or several parameters, on which the kernels of a fused optimizer work."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 MIN_STANDALONE = 2**16
-"""A parameter of this many elements or more is a buffer by itself and keeps its own memory."""
+"""A parameter of at least this many elements is a buffer by itself and keeps its own memory."""
 
 MAX_BUCKET = 2**19
-"""Smaller ones are joined in buckets of at most this many elements, so that a packed gradient stays in the cache."""
+"""Smaller parameters share buckets of at most this many elements, so that a packed gradient stays in the cache."""
 
 ALIGN = 16
 """Parameters begin at a multiple of this many elements, so that vector loads are aligned in every dtype."""
@@ -20,19 +20,19 @@ ALIGN = 16
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class FlatBuffer:
-    """Parameters in one piece of memory: every tensor is one-dimensional, and all have the same length.
+    """Parameters in one piece of memory, as one-dimensional tensors.
 
     Attributes:
-        weight: what the rule updates: float32, or a low-precision weight without a master.  # [n]
-        low: the model's weight, written with it; None if they are the same.                # f16[n] or bf16[n]
-        states: the rule's state: f32[n] each, or as ``block_sizes`` says; the last ``per_param_scalars`` are f32[members].
-        members: indices of the parameters in the order of their groups.
-        spans: start and end of each of them.
-        shapes: the shape and the stride of each.
+        weight: the vector that the rule updates: float32 or float64, or low-precision weights without masters.  # [n]
+        low: the model's low-precision weights, written with their masters; None without masters.  # f16[n] or bf16[n]
+        states: the rule's state vectors, [n] or as ``block_sizes`` says; the last ``per_param_scalars`` are [members].
+        members: indices of the parameters in the order of the groups.
+        spans: start and end of each member.
+        shapes: shape and stride of each member.
         per_param_scalars: how many of the states hold one number per parameter.
-        block_sizes: elements of the weight for each element of a state tensor; empty if all are 1.
-        length: of the vectors.
-        is_alone: whether this is all of one parameter, whose gradient can be read in place.
+        block_sizes: for each state, elements of the weight per element of the state; empty if all are 1.
+        length: of ``weight``.
+        is_alone: whether the buffer is exactly one whole parameter, whose gradient can be read in place.
         has_gaps: whether there is padding between the parameters.
         is_row: whether its parameters are vectors, one after the other without gaps.
     """
@@ -62,7 +62,7 @@ class FlatBuffer:
         return self.length
 
     def part(self, first: int, last: int) -> FlatBuffer:
-        """The block of the members ``first`` to ``last - 1`` alone, over the same memory."""
+        """The buffer of the members ``first`` to ``last - 1`` alone, over the same memory."""
         if (first, last) == (0, len(self.members)):
             return self
         start, stop = self.spans[first][0], self.spans[last - 1][1]
@@ -80,16 +80,16 @@ class FlatBuffer:
         )
 
     def chunk(self, at: slice) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Weight, low weight and slots of some neighbours, which begin at a multiple of every block_size."""
+        """Weight, low weight and states of a range of elements, which begins at a multiple of every block_size."""
         low = None if self.low is None else self.low[at]
         block_sizes = self.block_sizes or (1,) * len(self.states)
         slots = zip(self.states, block_sizes, strict=True)
         return self.weight[at], low, [slot[at.start // g : -(-at.stop // g)] for slot, g in slots]
 
     def views(self, vector: Tensor, block_size: int = 1) -> list[Tensor]:
-        """``vector``, of this buffer's length or more, seen as tensors of the members' shapes and strides.
+        """View ``vector``, of this buffer's length or more, as one tensor per member with its shape and stride.
 
-        With a block_size it has one element for that many, and is seen as vectors.
+        With a block_size above 1, ``vector`` has one element per block, and the views are one-dimensional.
         """
         if block_size > 1:
             return [vector[start // block_size : -(-stop // block_size)] for start, stop in self.spans]
@@ -101,12 +101,12 @@ class FlatBuffer:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor as a vector, in the order in which it lies."""
+    """View a dense tensor as a vector in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def buckets_of(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
-    """Indices of ``sizes`` in runs that share a bucket, the large ones alone.
+    """Indices of ``sizes`` grouped into buckets. A size of at least :data:`MIN_STANDALONE` is alone.
 
     >>> list(buckets_of([MIN_STANDALONE - 1, MIN_STANDALONE, *[MIN_STANDALONE - 1] * 8, 4]))
     [[1], [0, 2, 3, 4, 5, 6, 7, 8], [9, 10]]
@@ -127,7 +127,7 @@ def buckets_of(sizes: Sequence[int], align: int = ALIGN) -> Iterator[list[int]]:
 
 
 def shares_storage(tensors: Sequence[Tensor]) -> set[int]:
-    """The ``id`` of tensors whose memory is somebody else's, too: another tensor's, or another process's.
+    """The ``id`` of tensors that share memory with another of ``tensors`` or with another process.
 
     >>> import torch
     >>> first, second, third = torch.zeros(6).split(2)
@@ -148,7 +148,7 @@ def shares_storage(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
-    """The ``id`` of tensors whose memory somebody beside ``tensors`` holds, or has lent: a view, a numpy array, a mapped file.
+    """The ``id`` of tensors whose memory is also held or owned outside ``tensors``: by a view, numpy, a mapped file.
 
     >>> import torch
     >>> first, second = torch.zeros(3), torch.zeros(3)
@@ -162,7 +162,7 @@ def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
         by_storage.setdefault(storage._cdata, (storage, set()))[1].add(id(tensor))
     found: set[int] = set()
     for address, (storage, own) in by_storage.items():
-        # One holder more is ``storage`` itself. Memory that torch did not allocate has owners that it does not count.
+        # ``storage`` itself is one reference more. Torch does not count the owners of memory that it did not allocate.
         if torch._C._storage_Use_Count(address) > len(own) + 1 or not storage.resizable():
             found |= own
     return found

@@ -1,4 +1,4 @@
-"""FlatLayout: where the weights and states of one optimizer are in memory, and whether they are still there."""
+"""FlatLayout: places the weights and states of one optimizer in flat buffers, and notices when they have moved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BufferSlice:
-    """A buffer, or a part of one, whose parameters are all updated in this step, by one rule and with one step count."""
+    """A buffer or a part of one. All its parameters are updated in this step, by one rule and with one step count."""
 
     buffer: FlatBuffer
     step_count: StepCount
@@ -46,29 +46,29 @@ class BufferSlice:
 class FlatLayout:
     """The flat buffers of an optimizer's parameters.
 
-    Small parameters are moved into shared buffers: their ``data`` and the tensors of their state become views. Parameters
-    that share memory with each other or with another process stay where they are and are stepped there. One whose memory
-    somebody else holds stays, too, and :attr:`guests` has it with a copy in the buffer, so that what a kernel computes does
-    not depend on who else looks. If a parameter or a state is replaced
-    (``load_state_dict``, ``parameter.data = ...``, a new group), :meth:`is_current` is False, and the next layout starts
-    from the new tensors. Addresses are enough to notice that: this layout holds the memory that it has laid out, so no
-    other tensor can come to have the same address.
+    Small parameters are moved into shared buffers: their ``data`` and their state tensors become views. Parameters that
+    share memory with each other or with another process keep their memory and are stepped there. A small parameter
+    whose memory other code holds is a *guest*: it keeps its memory, and the buffer has a copy, so that the result of a
+    kernel does not depend on references held elsewhere.
+
+    :meth:`is_current` is False after a parameter or a state was replaced (``load_state_dict``, ``parameter.data =
+    ...``, a new group), and the next layout starts from the new tensors. Comparing addresses is enough, because a
+    layout keeps its memory allocated.
 
     Attributes:
-        written: every tensor that a step of the last :meth:`slices` writes.
-        guests: those of them that are not in the buffers, and their places there: copied in before the step, out after it.
+        written: every tensor that a step over the last :meth:`slices` writes.
+        guests: (guest, its view in the buffer) for each guest among these; copied in before a step and out after it.
 
     Args:
         optimizer: its state gets a row for every parameter laid out.
         rules: one per group.
-        model_params: the model's weight for each parameter that is a master of one, else the parameter itself; in the
-            order of the groups.
-        has_gradient: which of them are to be laid out now, beside those that have a state.
-        before: the layout that this one follows, which gives its buffers up.
-        masters: what is stepped in the place of parameters.
+        model_params: in the order of the groups, the model's weight of each master, and each other parameter itself.
+        has_gradient: which parameters to lay out now, beside those that have a state.
+        before: the previous layout, which gives up its buffers.
+        masters: float32 masters that are stepped in place of their parameters.
 
     Raises:
-        ParameterError: a parameter that no kernel here can step.
+        ParameterError: no kernel can step a parameter.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FlatLayout:
             before._release()
         self._guests: list[tuple[Tensor, Tensor]] = []
         self._held = held_elsewhere([t for i in wanted for t in (self._memory[i], self._low_memory[i])])
-        # Shards: FSDP2 holds their memory.
+        # FSDP2 holds the memory of shards.
         self._held |= {id(self._memory[i]) for i in wanted if is_shard(self.targets[i])}
         self._buffers: list[tuple[int, FlatBuffer]] = []
         bound = shares_storage([*self._memory, *self._low_memory])
@@ -116,7 +116,7 @@ class FlatLayout:
         self._row_of = {index: optimizer.state[self.params[index]] for index in wanted}
         self._rows = list(optimizer.state.values())
         self._row_values = _values_of(self._rows)
-        # Memory may be given to the same tensors, too: optimizer.state[p]["exp_avg"].data = ...
+        # A state tensor can stay the same object and get other memory: optimizer.state[p]["exp_avg"].data = ...
         self._states = [
             row[part.name] for index, row in self._row_of.items() for part in self._rule(index).storage
         ]
@@ -146,7 +146,7 @@ class FlatLayout:
         )
 
     def slices(self, mask: list[bool]) -> list[BufferSlice] | None:
-        """The slices to update, given which parameters have a gradient; None if one of these is not laid out."""
+        """The slices to update; None if a parameter that has a gradient (``mask``) is not laid out."""
         if mask == self._mask:
             return self._slices
         if any(has and i not in self._counters for i, has in enumerate(mask)):
@@ -168,29 +168,29 @@ class FlatLayout:
         return self._slices
 
     def check_counts(self) -> None:
-        """Before anything is read of the states.
+        """Check the shared step counts before a step reads the states.
 
         Raises:
-            StateError: somebody has written into a step count that several parameters share.
+            StateError: user code has written in place to a step count that several parameters share.
         """
         for counter in self._counts:
             counter.check(self._rows)
 
     def by_split(self, slices: Sequence[BufferSlice]) -> dict[Any, list[BufferSlice]]:
-        """Slices by the dimensions of the mesh over which their parameters are cut; None where they are whole."""
+        """Group slices by the mesh and the mesh dimensions over which their parameters are sharded; None if whole."""
         return dict(_sorted_groups(slices, lambda slice_: split_of(self.targets[slice_.buffer.members[0]])))
 
     @property
     def last(self) -> list[BufferSlice]:
-        """What :meth:`slices` returned last."""
+        """The last result of :meth:`slices`."""
         return self._slices
 
     def counted_rows(self) -> Iterator[tuple[Any, StepCount]]:
-        """The states of parameters laid out, with the step count of each."""
+        """The state row and the step count of each parameter laid out."""
         return ((row, self._counters[index]) for index, row in self._row_of.items())
 
     def idle_rows(self) -> set[int]:
-        """The ``id`` of each state that holds only initial values: its first step was skipped, and its rule keeps no count."""
+        """The ``id`` of each row with initial values only: its rule keeps no count, and its first step was skipped."""
         return {
             id(row)
             for index, row in self._row_of.items()
@@ -200,7 +200,7 @@ class FlatLayout:
     def _runs(
         self, buffer: FlatBuffer, mask: Sequence[bool], *, each: bool
     ) -> Iterator[tuple[StepCount, list[int]]]:
-        """Runs of neighbours in a buffer that have a gradient and share a step count; ``each`` for one at a time."""
+        """Runs of neighbours in a buffer with a gradient and one step count; with ``each``, one parameter per run."""
         keyed = [
             (self._counters[member] if mask[member] else None, i) for i, member in enumerate(buffer.members)
         ]
@@ -213,7 +213,7 @@ class FlatLayout:
                 yield counter, [i for _, i in pairs]
 
     def _split_counts(self, mask: Sequence[bool]) -> None:
-        """Give parameters without a gradient a step count of their own."""
+        """Give parameters without a gradient a step count apart from the parameters that step."""
         moving = {id(counter) for i, counter in self._counters.items() if mask[i]}
         left: dict[int, StepCount] = {}
         for index, counter in self._counters.items():
@@ -227,13 +227,13 @@ class FlatLayout:
                     self._state[self.params[index]]["step"] = own.step
 
     def _merge_counts(self, mask: Sequence[bool]) -> bool:
-        """Let parameters of a group that have taken the same number of steps share a count again, as they do after a load.
+        """Merge the counts of parameters of one group that have taken the same number of steps, as a load does.
 
-        Torch's loops on a CPU round by the place in a slice, so a resumed run must have the same slices. Our kernels on an
-        accelerator do not, and there the host would have to wait for the numbers.
+        A resumed run must have the same slices, because torch's CPU loops round an element by its place in a slice. Our
+        kernels on an accelerator do not, and reading the counts there would make the host wait.
 
         Returns:
-            False before a first step by a rule that keeps no count, after which the slices may be others.
+            False before the first step of a rule that keeps no count, because the slices may change after that step.
         """
         found: dict[tuple[int, float], StepCount] = {}
         is_final = True
@@ -310,7 +310,7 @@ class FlatLayout:
     def _join(
         self, tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]], strides: Sequence[tuple[int, ...]]
     ) -> Tensor:
-        """One tensor as a vector in its own memory, or several moved into one new buffer."""
+        """View one dense tensor as a vector in its own memory, or move several into one new buffer."""
         if len(tensors) == 1 and tensors[0].stride() == strides[0]:
             return flat(tensors[0])
         buffer = tensors[0].new_zeros(padded(spans[-1][1]))
@@ -325,7 +325,7 @@ class FlatLayout:
         return buffer
 
     def _release(self) -> None:
-        """Hold no memory any more: who else does can then be counted."""
+        """Drop all references to memory, so that :func:`held_elsewhere` counts only references of other code."""
         self._buffers, self._slices, self._mask, self._places = [], [], [], []
         self._guests, self.guests = [], []
 
@@ -346,12 +346,12 @@ class FlatLayout:
 
 
 def _values_of(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The states of all parameters one after another. Asked in every step, so in a loop that runs in C."""
+    """All values of all state rows in one list. Runs in every step, so the loop runs in C (``map``)."""
     return list(chain.from_iterable(map(dict[str, Any].values, rows)))
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a kernel works on: the tensors, or of shards the memory of this rank."""
+    """The memory that kernels work on: the tensors themselves, or this rank's part of each shard."""
     return local_of(tensors) if has_shards(tensors) else tensors
 
 
@@ -360,14 +360,14 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The stride of a tensor; if it has gaps, that of a contiguous tensor of its shape."""
+    """The stride of a dense tensor; for a tensor with gaps, the stride of a contiguous tensor of its shape."""
     return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
 def _vector(
     targets: Sequence[Tensor], known: Sequence[Tensor | None], length: int, start: float, part: StateTensor
 ) -> Tensor:
-    """Memory for one state tensor of all members: the tensor that is there if it fits, else a new vector."""
+    """Memory for one state tensor of all members: a single member's present tensor if it fits, else a new vector."""
     target, there = targets[0], known[0]
     dtype = part.dtype or torch.promote_types(target.dtype, torch.float32)
     if len(targets) == 1 and there is not None:
@@ -378,7 +378,7 @@ def _vector(
 
 
 def _alignment(rule: Rule) -> int:
-    """Parameters begin at a multiple of this, so that no element of a state tensor belongs to two of them."""
+    """The alignment of parameters in elements: no element of a state tensor may belong to two parameters."""
     return max(ALIGN, *(part.block_size for part in rule.storage)) if rule.storage else ALIGN
 
 

@@ -16,13 +16,13 @@ from halfpeak.fused.flat.buffers import FlatBuffer, flat
 class GradPacker:
     """Copies the gradients of a buffer's parameters side by side into a scratch vector, one buffer at a time.
 
-    The scratch is as long as the longest buffer. The gradient of a parameter that is alone in its buffer is read where it
-    lies. What was gathered last is not gathered again until :meth:`invalidate_grads`.
+    The scratch vector is as long as the longest buffer. The gradient of a parameter that is alone in its buffer is read
+    in place. The buffer packed last is not packed again until :meth:`invalidate_grads`.
     """
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
-        # Weak: with other gradients present, buffers are cut into other slices.
+        # Weak keys, because another set of gradients makes other slices, and the old buffers are deleted.
         self._destinations: WeakKeyDictionary[FlatBuffer, _Destination] = WeakKeyDictionary()
         self._last: tuple[FlatBuffer, Sequence[Tensor | None], Tensor] | None = None
 
@@ -34,11 +34,11 @@ class GradPacker:
         """The gradients of ``buffer``, packed.
 
         Args:
-            buffer: whose gradients.
-            grads: of all parameters, those of the buffer's members among them.
+            buffer: the buffer.
+            grads: the gradients of all parameters.
 
         Returns:
-            A dense tensor in the order of the buffer's memory, valid until the next call.  # of the gradients' dtype
+            A dense tensor in the buffer's memory order, valid until the next call; float32 if the dtypes differ.
         """
         last = self._last
         if last is not None and last[0] is buffer and last[1] is grads:
@@ -53,7 +53,7 @@ class GradPacker:
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         vector, views = self._destination(buffer, dtype, own[0].device)
         if buffer.is_row and len(dtypes) == 1:
-            # Three times as fast as copies one by one.
+            # Three times as fast as one copy per gradient.
             torch.cat(own, out=vector)
         else:
             torch._foreach_copy_(views, own)
@@ -61,18 +61,18 @@ class GradPacker:
         return vector
 
     def in_place(self, buffer: FlatBuffer, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of a standalone parameter if it has the parameter's memory order already; else None."""
+        """The gradient of a buffer's only parameter if it has the parameter's memory order; else None."""
         if not buffer.is_alone:
             return None
         grad = cast(Tensor, grads[buffer.members[0]])
         return grad if _is_in_order(grad, *buffer.shapes[0]) else None
 
     def invalidate_grads(self) -> None:
-        """Forget what was packed: the gradients change from here on."""
+        """Forget the packed gradients, because the gradients are about to change."""
         self._last = None
 
     def invalidate_layout(self) -> None:
-        """Forget the scratch memory: the buffers change from here on."""
+        """Forget the scratch memory, because the buffers are about to change."""
         self._destinations.clear()
         self._scratch.clear()
         self._last = None
@@ -89,13 +89,13 @@ class GradPacker:
             vector = scratch[: buffer.length]
             known = self._destinations[buffer] = _Destination(dtype, vector, buffer.views(vector))
         if buffer.has_gaps:
-            # The padding holds what other buffers have left there.
+            # The padding still holds gradients of other buffers.
             known.vector.zero_()
         return known.vector, known.views
 
 
 class _Destination(NamedTuple):
-    """Scratch memory for the gradients of a buffer, as a whole and as views. It holds no reference to the buffer."""
+    """Scratch memory for a buffer's gradients: one vector, a view per parameter. Holds no reference to the buffer."""
 
     dtype: torch.dtype
     vector: Tensor
@@ -106,12 +106,12 @@ _DTYPE: Final = attrgetter("dtype")
 
 
 def in_order(grad: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A gradient in the order of its parameter's memory."""
+    """The gradient itself if it has the memory order of its parameter, else a copy that has."""
     if _is_in_order(grad, shape, stride):
         return grad
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _is_in_order(grad: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    # Kernels read memory, where a lazily negated tensor has the other sign.
+    # Kernels read memory, in which a tensor with the negative bit set has the opposite sign.
     return grad.shape == shape and grad.stride() == stride and not grad.is_neg()

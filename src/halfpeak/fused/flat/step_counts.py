@@ -18,7 +18,7 @@ class StepCount:
     """The number of steps of parameters that have always stepped together.
 
     Attributes:
-        step: how many; each of these parameters, or their group, has this tensor in its state.  # f32[]
+        step: the number. The rows of these parameters, or their group, refer to this tensor.  # f32[]
     """
 
     step: Tensor
@@ -28,18 +28,18 @@ class StepCount:
         self._version = _version_of(self.step)
 
     def increment(self, by: Tensor | int = 1) -> None:
-        """Add one, or what a tensor says."""
+        """Add one, or the value of a tensor."""
         self.step += by
         self._version = _version_of(self.step)
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse a count that several parameters share and that was written in place: it may be meant for one of them.
+        """Refuse an in-place write to a count that several parameters share, because it may be meant for one of them.
 
         Args:
-            rows: the states of all parameters.
+            rows: the state rows of all parameters.
 
         Raises:
-            StateError: it was written.
+            StateError: the count was written in place.
         """
         if _version_of(self.step) == self._version:
             return
@@ -57,14 +57,14 @@ def step_counts_of(
     rules: Sequence[Rule],
     before: Iterable[tuple[Any, StepCount]],
 ) -> dict[int, StepCount]:
-    """A step count for each parameter; those of one group with the same number share one.
+    """A step count for each parameter. Parameters of one group and device with the same number of steps share a count.
 
     Args:
-        targets: parameters and their groups, by their index.
-        rows: the state of each.
-        groups: of the optimizer; a group whose rule counts by group gets its ``step``.
+        targets: by index, each parameter and the index of its group.
+        rows: the state row of each parameter.
+        groups: the optimizer's groups. A group whose rule counts by group gets its ``step``.
         rules: one per group.
-        before: states that have been counted until now, with their counters.
+        before: the state rows of the previous layout, each with its step count.
     """
     past = {id(row): counter for row, counter in before}
     counters: dict[tuple[Any, ...], StepCount] = {}
@@ -87,5 +87,5 @@ def step_counts_of(
 
 
 def _version_of(step: Tensor) -> int:
-    # What was made under inference_mode is not counted.
+    # Tensors made under inference_mode have no version counter.
     return 0 if step.is_inference() else step._version
