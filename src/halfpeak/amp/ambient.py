@@ -1,8 +1,8 @@
 """Per-operation casts for the whole thread, as scripts written for apex expect at O1.
 
 Such scripts compute losses outside the model, where casts that end with ``forward`` would not apply. So the casts of the
-latest O1 or O4 run stay on until its models are gone. Where several runs with different casts are alive, each model runs
-its ``forward`` under the casts of its own run.
+latest O1 or O4 run stay on until its models are deleted. If several runs with different casts are alive, each model
+runs its ``forward`` under the casts of its own run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from halfpeak.core.torch_compat import traced_inline
 
 @contextmanager
 def disable_casts() -> Generator[None]:
-    """Run the block without casts on this thread, also in models that have casts of their own.
+    """Run the block without casts on this thread, also in models that enter casts of their own.
 
     Nests, restores the casts after an exception, and does nothing where no casts are on.
     """
@@ -37,11 +37,11 @@ def disable_casts() -> Generator[None]:
 
 
 class Handle:
-    """Casts that are on for the thread; ``amp.init`` returns one, and ``amp._amp_state.handle`` holds it."""
+    """Switches casts on and off for the thread. ``amp._amp_state.handle`` is the handle of the active casts."""
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
-        self.token = uuid.uuid4().hex  # finds it again for a pickle that is loaded in this process
+        self.token = uuid.uuid4().hex  # by which a pickle loaded in this process finds the handle
         self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
@@ -88,16 +88,16 @@ def enter_ambient(run: Run) -> None:
 
 
 def keep_casts_out(models: Iterable[nn.Module]) -> None:
-    """Let models for which amp is disabled compute without casts, whatever run is alive."""
+    """Make models for which amp is disabled compute without casts, whatever casts are on for the thread."""
     _amp_state.models.update(dict.fromkeys(models))
     _separate()
 
 
 def casts_in_backward(run: Run | None) -> AbstractContextManager[None]:
-    """What is computed again in a backward pass is cast as it was in the forward pass, whatever casts are on.
+    """Return a context for a backward pass: recomputation in it is cast like the forward pass of ``run``.
 
     Args:
-        run: whose loss it is; None where amp is disabled for it.
+        run: the run of the loss; None if amp is disabled for the loss.
     """
     handle, casts = _amp_state.handle, None if run is None else run.casts
     if handle is None or handle.casts is casts or _amp_state.suspended.depth:
@@ -106,7 +106,7 @@ def casts_in_backward(run: Run | None) -> AbstractContextManager[None]:
 
 
 def _separate() -> None:
-    """Give every model casts of its own, where some are on for the thread that are not those of all models."""
+    """Make every model enter its own casts, if the casts of the thread are not right for all models."""
     known = list(_amp_state.models.items())
     if _amp_state.handle is not None and any(own is not _amp_state.handle for _, own in known):
         for model, own in known:
@@ -114,7 +114,7 @@ def _separate() -> None:
 
 
 def _end_if_unused(handle: weakref.ref[Handle]) -> None:
-    """End the casts of a run whose last model is gone; those of the latest run that still has a model come back."""
+    """Switch off casts whose last model is deleted, and switch on the casts of the latest live model, if any."""
     ended, alive = handle(), [own for own in _amp_state.models.values() if own is not None]
     if ended is None or not ended.is_active() or ended in alive:
         return
@@ -124,7 +124,7 @@ def _end_if_unused(handle: weakref.ref[Handle]) -> None:
 
 
 def suspend_casts_in_step(run: Run) -> None:
-    """Run every ``optimizer.step()`` without casts, because the products in an optimizer's update are meant in float32.
+    """Run every ``optimizer.step()`` without casts, because an optimizer's update computes in float32.
 
     A step with a closure keeps the casts, because the closure computes a loss.
     """
@@ -137,7 +137,7 @@ def suspend_casts_in_step(run: Run) -> None:
 
 def _suspend(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _has_closure(args, kwargs):
-        # If the step raises, its post-hook never runs; then casts come back when this frame is left.
+        # If the step raises, its post-hook never runs; then casts resume when the frame that called this hook ends.
         suspend.suspend_until_return(sys._getframe(1))
 
 
@@ -151,13 +151,13 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _OwnCasts:
-    """Forward hooks of a model that enter the casts of its own run, and leave them even if it raises.
+    """Forward hooks of a model that enter the casts of its own run, and leave them even if ``forward`` raises.
 
-    A deep copy has the same casts, and so has a pickle that is loaded in this process while they exist. Loaded elsewhere, a
-    model computes as any other: with the casts that are on.
+    A deep copy enters the same casts. So does a pickle, if it is loaded in this process while a model of the run is
+    alive; otherwise it computes with the active casts.
 
     Attributes:
-        handle: of its casts; None casts nothing.
+        handle: the handle of the model's casts; None disables casts.
     """
 
     def __init__(self, handle: Handle | None) -> None:
@@ -174,7 +174,7 @@ class _OwnCasts:
 
     @traced_inline
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before forward."""
+        """Enter the casts before ``forward``."""
         casts = None if _amp_state.suspended.depth or self.handle is None else self.handle.casts
         scope = suspend.disable_casts() if casts is None else casts
         scope.__enter__()
@@ -182,20 +182,20 @@ class _OwnCasts:
 
     @traced_inline
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After forward, also when it raised."""
+        """Leave the casts after ``forward``, even if it raised."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
 
 class _NoOwnCasts(_OwnCasts):
-    """Stands for casts that do not exist here: the model computes with those that are on."""
+    """Replaces casts that do not exist in this process: the model computes with the active casts."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before forward."""
+        """Do nothing."""
 
 
 def _found_casts(token: str) -> _OwnCasts:
-    """What a pickle of :class:`_OwnCasts` is loaded as."""
+    """Load a pickle of :class:`_OwnCasts`."""
     for handle in _amp_state.models.values():
         if handle is not None and handle.token == token:
             return _OwnCasts(handle)

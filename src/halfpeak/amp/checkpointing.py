@@ -16,8 +16,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss scaler.
 
     Together with ``model.state_dict()``, which holds the masters' values, and ``optimizer.state_dict()``, this is
-    everything that a bitwise resume needs. The scalers of several runs are listed in the order of the ``initialize`` calls;
-    before the first there are none. Waits for the device.
+    everything that a bitwise resume needs. The scalers of several runs are listed in the order of the ``initialize``
+    calls. Before the first call there are none. Waits for the device.
 
     Args:
         destination: filled and returned, if given.
@@ -31,8 +31,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restore what :func:`state_dict` returned, or what apex saved.
 
-    Entries are loaded into the scalers in order. If their number differs, a warning is printed and what fits is loaded, as in
-    apex. A static scale keeps its configured value.
+    Entries are loaded in order into the scalers of all runs, or of the last ``initialize`` if the numbers differ. If
+    they still differ, a warning is printed and as many as fit are loaded, as in apex. A static scale keeps its value.
 
     Raises:
         StateError: an unknown key, or an entry with a missing or impossible value. Nothing was loaded.

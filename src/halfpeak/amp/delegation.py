@@ -1,4 +1,4 @@
-"""delegated: an attribute of a wrapper that is an attribute of what it wraps."""
+"""delegated: a property of a wrapper that reads and writes an attribute of the wrapped object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def delegated(path: str) -> Any:
-    """A property that is read and set at ``path``, from the object on.
+    """Return a property that reads and writes the dotted ``path``, which begins at the object itself.
 
     >>> class Wrapper:
     ...     lr = delegated("inside.lr")

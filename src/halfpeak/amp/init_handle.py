@@ -29,15 +29,15 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
 ) -> InitHandle:
-    """Switch per-operation casts on for this thread, without a model: apex's entry point before ``initialize``.
+    """Switch per-operation casts on for this thread, without a model; apex's predecessor of ``initialize``.
 
     Args:
         enabled: False returns a handle that does nothing.
-        loss_scale: of the optimizers that the handle wraps: a number, or ``"dynamic"``.
+        loss_scale: the loss scale of the optimizers that the handle wraps: a number, or ``"dynamic"``.
         enable_caching: share the cast of a weight among its uses.
         verbose: print every cast.
-        allow_banned: compute binary cross-entropy of low input in float32 rather than raise an error.
-        patch_type: the low dtype.
+        allow_banned: compute binary cross-entropy of low-precision input in float32 instead of raising an error.
+        patch_type: the low-precision dtype of the casts.
     """
     if loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
         raise ConfigError(f"loss_scale={short_repr(loss_scale)} must be 'dynamic' or a number")
@@ -62,17 +62,17 @@ class InitHandle(Handle):
         self.loss_scale = loss_scale
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer that scales its own losses: ``with optimizer.scale_loss(loss) as scaled_loss: ...``.
+        """Wrap an optimizer to scale its losses: ``with optimizer.scale_loss(loss) as scaled_loss: ...``.
 
         Args:
-            optimizer: wrapped in place.
-            num_loss: backward passes per step; each has a loss scaler of its own.
+            optimizer: prepared in place.
+            num_loss: backward passes per step; each has its own loss scaler.
         """
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Generator[Tensor]:
-        """The loss times the scale of an optimizer that need not be wrapped, with one loss per step."""
+        """Yield the loss times its scale. The optimizer need not be wrapped and has one loss per step."""
         if not self.enabled:
             yield loss
             return
@@ -93,7 +93,7 @@ class InitHandle(Handle):
             num_losses=count,
             verbosity=0,
         )
-        # The table that initialize prints would describe another entry point, but skipped steps are reported.
+        # initialize must not print its table, which describes another entry point; skipped steps are reported.
         run = _amp_state.run_of(optimizer)
         if run is not None:
             run.verbosity = 1
@@ -102,8 +102,8 @@ class InitHandle(Handle):
 class OptimWrapper:
     """An optimizer with one loss scaler for each loss of a step; the losses must come in the same order each step.
 
-    ``step`` runs without casts. If one of the losses overflowed, it is skipped and a line is printed. Every other attribute
-    is the optimizer's own.
+    ``step`` runs without casts, unless it gets a closure. If one of the losses overflowed, the step is skipped and a
+    line is printed. Every other attribute is the optimizer's own.
     """
 
     def __init__(self, optimizer: Optimizer, handle: InitHandle, num_loss: int = 1) -> None:
@@ -116,10 +116,10 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Generator[Tensor]:
-        """The next loss of this step, times its scale.
+        """Yield the next loss of this step times its scale.
 
         Raises:
-            LossIdError: there are more of them than ``num_loss``.
+            LossIdError: the step has more than ``num_loss`` losses.
         """
         if not self._handle.enabled:
             yield loss
@@ -142,6 +142,6 @@ class OptimWrapper:
             return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # before __init__, as copy and pickle ask
+        if name == "_optimizer":  # copy and pickle look up attributes before __init__
             raise AttributeError(name)
         return getattr(self._optimizer, name)

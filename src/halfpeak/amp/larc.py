@@ -30,9 +30,9 @@ class LARC(Optimizer):
     Where |p| or |g| is 0, g stays and nothing decays, as in apex. Norms are computed in float32 at least, without waiting for
     the device. With weight decay, a sparse gradient becomes dense, because every row decays.
 
-    It is an :class:`~torch.optim.Optimizer` without groups or state of its own: ``param_groups``, ``state``,
-    ``defaults``, state dicts and their hooks are those of the optimizer inside, :attr:`optim`. Step hooks are its own
-    and run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` accept it.
+    LARC is an :class:`~torch.optim.Optimizer` without groups or state of its own: ``param_groups``, ``state``,
+    ``defaults``, state dicts and their hooks belong to the optimizer inside, :attr:`optim`. LARC has step hooks of its
+    own, which run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` accept LARC.
 
     Args:
         optimizer: the optimizer inside.
@@ -92,25 +92,25 @@ class LARC(Optimizer):
     defaults: dict[str, Any] = delegated("optim.defaults")
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside, so a run can be resumed with or without LARC."""
+        """Return the state of the optimizer inside, so a run can be resumed with or without LARC."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it into the optimizer inside."""
+        """Load a state into the optimizer inside."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer inside does it."""
+        """Call ``zero_grad`` of the optimizer inside."""
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add it to the optimizer inside."""
+        """Add a group to the optimizer inside."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Adapt the gradients, after each call of the closure if there is one, and step the optimizer inside.
 
-        Weight decay is back in its groups afterwards, also when the optimizer inside raises.
+        The groups get their weight decay back afterwards, even if the optimizer inside raises.
         """
         with self._without_decay() as decays:
             if closure is None:
@@ -126,7 +126,7 @@ class LARC(Optimizer):
 
     @contextmanager
     def _without_decay(self) -> Generator[list[float]]:
-        """Set weight decay to 0 in the body; yields its former values."""
+        """Set the weight decay of every group to 0 in the body, and yield the former values."""
         groups = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:

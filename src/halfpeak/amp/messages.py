@@ -1,4 +1,4 @@
-"""Whether ``amp`` prints, warns or raises."""
+"""Messages of ``amp``: printing by verbosity and rank, and raising or warning about contradictions."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from halfpeak.core.step_result import StepResult
 
 
 def last_step(optimizer: Optimizer) -> StepResult:
-    """The result of the last ``optimizer.step()``: whether it was skipped, and the loss scale afterwards.
+    """Return the result of the last ``optimizer.step()``: whether it was skipped, and the loss scale afterwards.
 
-    For a learning-rate schedule that should count real updates only::
+    For a learning-rate schedule that counts only real updates::
 
         optimizer.step()
         if amp.last_step(optimizer).stepped():
@@ -48,7 +48,7 @@ def report_steps(run: Run) -> None:
 
 
 class _StepReport:
-    """Step hooks of one optimizer. They run after the engine's own hooks, so it is known whether the step is skipped."""
+    """Step hooks of one optimizer. They run after the engine's step hooks, which decide whether the step is skipped."""
 
     def __init__(self, run: weakref.ref[Run]) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Properties and opt_levels under apex's names: options that check what is set, and levels that set them."""
+"""``Properties`` and ``opt_levels`` of apex: options that check each assignment, and levels that assign them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from halfpeak.core.messages import option_names
 
 
 class Properties:
-    """The options of a run, as attributes; what is set is checked as an override of ``initialize`` is.
+    """The options of a run as attributes; an assignment is checked like an override of ``initialize``.
 
     Attributes:
-        options: them, in the order in which they are printed.
+        options: names and values, in the order in which they are printed.
 
     Raises:
         ConfigError: an unknown option, or a value that contradicts the level.
@@ -57,22 +57,22 @@ class UnknownOptionError(ConfigError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class OptLevel:
-    """One level: called with properties, it sets them."""
+    """One opt level; calling it with properties assigns the values of the level."""
 
     level: levels.Level
 
     @property
     def brief(self) -> str:
-        """What it is, in a line."""
+        """The name of the level and a short description."""
         return f"{self.level.name}:  {self.level.brief}"
 
     @property
     def more(self) -> str:
-        """Where its values stand."""
+        """The description of the level and the page that lists its values."""
         return f"{self.level.brief.strip()} See docs/levels.md."
 
     def __call__(self, properties: Properties) -> Properties:
-        """``properties`` with the values of this level."""
+        """Assign the values of this level to ``properties``, and return them."""
         vars(properties)["options"] = Properties(self.level.properties).options
         return properties
 

@@ -11,16 +11,16 @@ from halfpeak.casting.casts import OpCasts
 from halfpeak.casting.registry import CastRule, dispatched_paths, low_function
 
 half_function = low_function
-"""Decorator: cast the function's floating arguments to the low dtype of the casts that are on."""
+"""Decorator: cast the function's floating arguments to the low-precision dtype of the active casts."""
 bfloat16_function = low_function
-"""Decorator, for scripts of the ROCm fork: the same as :data:`half_function`; the casts that are on determine the dtype."""
+"""Decorator for scripts of the ROCm fork: the same as :data:`half_function`; the active casts determine the dtype."""
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Run ``module.name`` in the low dtype at O1 and O4. Call it before ``initialize``.
 
-    For a torch function it replaces the built-in rule; a function of another module is replaced there while casts are
-    on.
+    A torch function gets this rule in place of its built-in one. Any other function is replaced in ``module`` while
+    casts are on.
 
     Raises:
         ConfigError: ``module`` has no such function.
@@ -52,7 +52,7 @@ def _register(module: Any, name: str, rule: CastRule) -> None:
 def make_casts(
     dtype: torch.dtype | None, verbosity: int, *, cache: bool = True, allow_banned: bool = False
 ) -> OpCasts | None:
-    """A casting scope with everything registered so far; None without a dtype."""
+    """Return a casting scope with the functions registered so far; None without a dtype."""
     if dtype is None:
         return None
     return OpCasts(

@@ -16,13 +16,13 @@ from halfpeak.state import loss_scaler
 class LossScaler:
     """A view of one loss scaler of a run under apex's names, as in ``amp._amp_state.loss_scalers``.
 
-    Reading a value waits for the device; a step of halfpeak reads none of them.
+    Reading a value waits for the device; a step reads none.
     """
 
     def __init__(self, scaler: loss_scaler.LossScaler) -> None:
         self.part = scaler
         self.found_inf: Tensor = torch.zeros_like(scaler.state.scale)
-        """1 if the last backward pass that was not yet counted overflowed.  # f32[]"""
+        """1 if a backward pass since the last update of the scale overflowed.  # f32[]"""
 
     def loss_scale(self) -> float:
         """The scale, as a number."""
@@ -76,17 +76,17 @@ class LossScaler:
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
-        # A script that sets its own flag for one update restores the old one, which must not be counted then.
+        # A script may set its own flag for one update and then restore the old one. Zeroed, the old one counts nothing.
         given = value.detach().reshape(()).to(self.found_inf, copy=True)
         self.found_inf.zero_()
         self.found_inf = given
 
     def clear_overflow_state(self) -> None:
-        """Forget an overflow that was not counted yet."""
+        """Drop an overflow that has not updated the scale yet."""
         self.found_inf = torch.zeros_like(self.found_inf)
 
     def update_scale(self) -> bool:
-        """Count the backward passes since the last update as one; returns whether they overflowed. Waits.
+        """Update the scale once for all backward passes since the last update; return whether one overflowed. Waits.
 
         Needed only after blocks with ``delay_overflow_check=True``.
         """
@@ -95,12 +95,12 @@ class LossScaler:
         return skip
 
     def take(self, found_inf: Tensor, *, delay: bool) -> None:
-        """Update the scale with the ``found_inf`` of a backward pass, or keep that for a later update. Does not wait."""
+        """Update the scale with the ``found_inf`` of a backward pass, or keep it for the next update. Does not wait."""
         found_inf = torch.maximum(self.found_inf, found_inf)
         if delay:
             self.found_inf = found_inf
             return
-        # First, so that an exception between the two cannot count an overflow twice.
+        # Cleared first, so that an exception in the update cannot make an overflow count twice.
         self.clear_overflow_state()
         self.part.update(found_inf)
 
@@ -109,7 +109,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def parse(self, state: object) -> dict[str, float | int]:
-        """The entry in the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
+        """Translate an entry into the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
 
         Raises:
             StateError: a key is missing, or a value is out of range.

@@ -1,7 +1,7 @@
-"""The session of ``amp`` in this process: the one place in halfpeak with mutable global state.
+"""The session of ``amp``: its global state in this process.
 
 apex has one configuration, which a second ``initialize`` replaces while the first run is training. Here each call makes
-its own :class:`Run`, found through its optimizers. The session holds those weakly, so a run ends with them.
+its own :class:`Run`. The session refers weakly to the optimizers of each run, so a run ends with its optimizers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Run:
     """One call of ``initialize``.
 
     Attributes:
-        engine: the engine that takes its steps.
+        engine: the engine of the run's models and optimizers.
         verbosity: as given to ``initialize``.
         scalers: its loss scalers under apex's names.
         casts: its casting scope (O1, O4), or None.
-        overflows: per optimizer, the scalers of the ``scale_loss`` blocks since its last step, each with its ``loss_id`` and
-            its ``found_inf``. A block over optimizers of several runs uses the scalers of the first run.
-        results: per optimizer, the result of its last step.
+        overflows: by ``id`` of the optimizer, the scalers of the ``scale_loss`` blocks since its last step, each with
+            ``loss_id`` and ``found_inf``. A block over optimizers of several runs uses the scalers of the first run.
+        results: by ``id`` of the optimizer, the result of its last step.
     """
 
     engine: Engine
@@ -56,18 +56,18 @@ class AmpState:
     """The session, under the names that code written for ``apex.amp._amp_state`` reads and writes.
 
     Attributes:
-        hard_override: print a warning instead of refusing an override that makes no sense.
-        allow_incoming_model_not_fp32: let ``initialize`` accept a model in a low dtype.
+        hard_override: print a warning instead of refusing an override that contradicts the level.
+        allow_incoming_model_not_fp32: let ``initialize`` accept a model in low precision.
         verbosity: of the last ``initialize``.
         opt_properties: of the last ``initialize``, a :class:`~halfpeak.amp.properties.Properties`; None before the first.
         loss_scalers: of the last ``initialize`` that was enabled.
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
-        handle: of the last O1 or O4 ``initialize`` or ``init`` whose model is alive, or None.
+        handle: the handle of the active casts, from ``init`` or an O1 or O4 ``initialize``; or None.
         suspended: counts the open ``disable_casts()`` blocks.
-        models: every model alive that was initialised at O1 or O4, with the handle of its casts, or with None where amp was
-            disabled for it.
-        registered: functions that the user registered, with their rules. They apply to casts made later, not to earlier ones.
+        models: every live model that was initialised at O1 or O4, with the handle of its casts, and every live model
+            for which amp is disabled, with None.
+        registered: functions that the user registered, with their rules. They apply to casts made later, not before.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class AmpState:
     def add(self, run: Run, optimizers: list[Any]) -> None:
         """Register a run and its optimizers; its scalers become :attr:`loss_scalers`."""
         for optimizer in optimizers:
-            self._runs.pop(optimizer, None)  # the order is that of the calls
+            self._runs.pop(optimizer, None)  # keeps the runs in the order of the calls
             self._runs[optimizer] = run
         self.loss_scalers = run.scalers
 
@@ -102,10 +102,10 @@ class AmpState:
         return list(self._runs)
 
     def run_of(self, optimizer: object) -> Run | None:
-        """The run of an optimizer; None where amp was disabled for it.
+        """Return the run of an optimizer; None if amp is disabled for the optimizer.
 
         Raises:
-            KeyError: it was never passed to ``initialize``.
+            KeyError: the optimizer was never passed to ``initialize``.
         """
         try:
             return self._runs[optimizer]
@@ -113,7 +113,7 @@ class AmpState:
             raise KeyError(optimizer) from None
 
     def overflows_of(self, optimizer: Any) -> Overflows:
-        """What the ``scale_loss`` blocks since the last step of an optimizer found, to be added to."""
+        """Return the overflows of an optimizer since its last step, for ``scale_loss`` to add to."""
         run = self._runs.get(optimizer)
         return {} if run is None else run.overflows.setdefault(id(optimizer), {})
 
@@ -122,15 +122,15 @@ class AmpState:
         return list(dict.fromkeys(run for run in self._runs.values() if run is not None))
 
     def all_scalers(self) -> list[LossScaler]:
-        """The loss scalers of every run that is alive, oldest first."""
+        """Return the loss scalers of every live run and of the last enabled ``initialize``, oldest first."""
         scalers = [scaler for run in self.runs() for scaler in run.scalers]
         return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
 
     def require_started(self) -> Any:
-        """The properties of the last ``initialize``.
+        """Return the properties of the last ``initialize``.
 
         Raises:
-            ConfigError: there was none.
+            ConfigError: ``initialize`` was never called.
         """
         if self.opt_properties is None:
             raise ConfigError(
