@@ -1,7 +1,7 @@
-"""The running statistics of batch and instance norms, put back when a step is skipped.
+"""Saves the running statistics of batch and instance norms, and restores them when a step is skipped.
 
-An overflow in the forward pass reaches the running statistics before it is known that the step will be skipped, and
-evaluation is ruined from then on (pytorch/pytorch#88474, #90342).
+An overflow in the forward pass reaches the running statistics before the step is skipped, and makes every later evaluation
+wrong (pytorch/pytorch#88474, #90342).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from halfpeak.ops.versions import TensorVersions
 
 
 class BatchNormStats:
-    """Keeps a copy of every running statistic of some models; the end of a step keeps the new ones or puts back the copy.
+    """The running statistics of some models, with a copy that the end of a skipped step restores.
 
-    A skipped step goes back to the statistics before its first forward pass, also where somebody else wrote them after the
-    last step: a loaded checkpoint, ``update_bn``. A step concerns the models whose parameters its optimizers have: a skip of
-    the discriminator's leaves the generator its new statistics, unless the skipped step made them infinite.
+    The copy is from before the step's first forward pass, and contains what user code wrote after the last step (a loaded
+    checkpoint, ``update_bn``). A step affects the models whose parameters its optimizers hold: a skipped step of the
+    discriminator keeps the generator's new statistics, unless these are not finite.
 
-    A few launches per (model, device, dtype) and no wait for the device, whatever the number of layers.
+    A step takes a few launches per (model, device, dtype), whatever the number of layers, and no wait for the device.
 
     Args:
-        modules: the models whose batch norms, and instance norms that track statistics, are looked after.
+        modules: the models whose batch norms, and instance norms that track statistics, are saved.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -37,30 +37,30 @@ class BatchNormStats:
             self.add_model(module)
 
     def add_model(self, module: nn.Module) -> None:
-        """Look after the norms of one more model, from its statistics as they are now."""
+        """Add the norms of one more model, and save their statistics."""
         known = {id(norm) for model in self._models for norm in model.norms}
         norms = [norm for norm in norms_of(module) if id(norm) not in known]
         if norms:
             self._models.append(ModelStats(module, norms))
 
     def save(self) -> None:
-        """Remember the statistics as they are now."""
+        """Save the statistics as they are now."""
         for model in self._models:
             model.save()
 
     def begin_forward(self) -> None:
-        """Before a forward pass with gradients, the first since a step: what was written since that step is kept."""
+        """Before the first forward pass with gradients since a step, save what user code wrote since that step."""
         if torch.is_grad_enabled():
             for model in self._models:
                 model.begin_forward()
 
     def mark_forward_begun(self) -> None:
-        """A forward pass has begun where :meth:`begin_forward` was not called, from the statistics that were saved."""
+        """Record that a forward pass began from the saved statistics, without a call of :meth:`begin_forward`."""
         for model in self._models:
             model.has_begun = True
 
     def after_load(self) -> None:
-        """After a checkpoint was loaded: a skipped step must not put back what was there before it."""
+        """Save the statistics after a checkpoint was loaded, so that a skipped step does not restore older ones."""
         for model in self._models:
             model.after_load()
 
@@ -70,11 +70,11 @@ class BatchNormStats:
         return frozenset(number for number, model in enumerate(self._models) if model.has_any(wanted))
 
     def end_step(self, found_inf: Tensor | bool, models: frozenset[int] | None = None) -> None:
-        """Keep the new statistics if the step was clean, else put back the saved ones.
+        """Keep the new statistics if the step was clean, else restore the saved ones.
 
         Args:
-            found_inf: a scalar on the device, which is not waited for, or a bool where the host knows already.
-            models: which models the step was of (:meth:`models_of`); None means all.
+            found_inf: a scalar on the device, for which the host does not wait, or a bool if the host already knows.
+            models: the models whose parameters were stepped (:meth:`models_of`); None means all.
         """
         if isinstance(found_inf, Tensor) and (known := host_values(found_inf)) is not None:
             found_inf = bool(known[0])
@@ -89,20 +89,19 @@ class BatchNormStats:
         return [buffer for model in self._models for buffer in model.live()]
 
     def saved(self) -> list[Tensor]:
-        """What a skipped step would go back to: one flat tensor per (model, device, dtype), in the order of the layers."""
+        """What a skipped step would restore: one flat tensor per (model, device, dtype), in the order of the layers."""
         return [flat for model in self._models for flat in model.saved()]
 
     def use_saved(self, saved: Sequence[Tensor]) -> None:
-        """Remember the statistics in these very tensors, of the form that :meth:`saved` gives."""
+        """Make these tensors themselves the saved statistics. They have the shapes that :meth:`saved` returns."""
         rest = iter(saved)
         for model in self._models:
             model.use_saved(rest)
 
     def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool = False) -> None:
-        """Restore what :meth:`saved` gave; what does not fit is replaced by the statistics as they are now.
+        """Restore what :meth:`saved` returned; the present statistics replace tensors that do not fit.
 
-        It holds until the next step, whether the model is loaded before or afterwards; where it ``is_loaded``, only until
-        something else is.
+        Unless ``is_loaded``, :meth:`after_load` keeps them until the next step, because the model may be loaded after this.
         """
         rest = list(saved)
         for model in self._models:
@@ -132,23 +131,23 @@ class ModelStats:
         return any(id(parameter) in parameters for parameter in self._module.parameters())
 
     def save(self) -> None:
-        """Remember the statistics as they are now."""
+        """Save the statistics as they are now."""
         by_key = self._by_key()
         self._saved = {key: _flat(live) for key, live in by_key.items()}
         self._versions.record(list(chain.from_iterable(by_key.values())))
 
     def begin_forward(self) -> None:
-        """Follow what was written since the last step."""
+        """Save what user code wrote since the last step, if this is the first forward pass since."""
         self._follow_writes()
         self.has_begun = True
 
     def after_load(self) -> None:
-        """Remember what was loaded, unless the saved statistics came from a checkpoint themselves."""
+        """Save what was loaded, unless the saved statistics themselves are from a checkpoint."""
         if not self._from_checkpoint:
             self.save()
 
     def end_step(self, found_inf: Tensor | bool) -> None:
-        """Keep the new statistics, or put back the saved ones."""
+        """Keep the new statistics, or restore the saved ones."""
         if found_inf is not False:
             for live, saved in self._pairs():
                 _put_back(live, saved, found_inf)
@@ -156,7 +155,7 @@ class ModelStats:
         self.has_begun = self._from_checkpoint = False
 
     def end_step_of_others(self, found_inf: Tensor | bool) -> None:
-        """After a step of other models: put back what it left infinite, if it was skipped."""
+        """After a skipped step of other models, restore the saved statistics if the new ones are not finite."""
         if found_inf is not False:
             for live, saved in self._pairs():
                 lost = ~torch.isfinite(_flat(live)).all()
@@ -168,24 +167,24 @@ class ModelStats:
         return list(chain.from_iterable(self._by_key().values()))
 
     def saved(self) -> list[Tensor]:
-        """What a skipped step would go back to, one flat tensor per (device, dtype)."""
-        # A forward pass without gradients has left its statistics: they are in a copy or a file as they are in this run.
+        """What a skipped step would restore: one flat tensor per (device, dtype)."""
+        # No skip undoes what a forward pass without gradients wrote, so copies and files must contain it, too.
         self._follow_writes()
         return [self._saved[key] for key in self._by_key() if key in self._saved]
 
     def use_saved(self, saved: Iterator[Tensor]) -> None:
-        """Remember the statistics in the next of these very tensors."""
+        """Make the next of these tensors themselves the saved statistics."""
         self._saved.update({key: next(saved) for key in self._by_key() if key in self._saved})
 
     def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool) -> int:
-        """Take as many of ``saved`` as this model has; returns how many these are."""
+        """Restore the first tensors of ``saved``, as many as this model has; returns their number."""
         self.save()
         live = dict(self._saved)
         for key, flat in zip(live, saved, strict=False):
             if flat.shape == live[key].shape:
                 self._saved[key] = flat.to(key[0], key[1], copy=True)
         self._from_checkpoint = not is_loaded
-        # Where both are the same, no forward pass had begun.
+        # If the live statistics of a loaded model equal the saved ones, no forward pass had begun.
         self.has_begun = not is_loaded or any(not torch.equal(live[key], self._saved[key]) for key in live)
         return len(live)
 
@@ -194,7 +193,7 @@ class ModelStats:
             self.save()
 
     def _pairs(self) -> list[tuple[list[Tensor], Tensor]]:
-        """What is live and what it was, where the one still fits the other."""
+        """Pairs of live and saved statistics, where their sizes still match."""
         pairs = [(live, self._saved.get(key)) for key, live in self._by_key().items()]
         return [
             (live, saved)
@@ -223,8 +222,8 @@ def _put_back(live: list[Tensor], saved: Tensor, found_inf: Tensor | bool) -> No
     if isinstance(found_inf, Tensor):
         saved = torch.where(found_inf.to(saved.device) != 0, saved, _flat(live))
     parts = saved.split([buffer.numel() for buffer in live])
-    # Through .data, which counts no version, as the kernels do that write them: a forward pass may still await its
-    # backward pass, such as the generator's when the discriminator's step is skipped.
+    # .data leaves version counters as they are, like the batch-norm kernels: a forward pass may still wait for its backward
+    # pass, such as the generator's when the discriminator's step is skipped.
     torch._foreach_copy_(
         [buffer.data for buffer in live],
         [part.view_as(buffer) for part, buffer in zip(parts, live, strict=True)],

@@ -17,7 +17,7 @@ from halfpeak.ops import foreach
 
 
 class Clip(Protocol):
-    """Something that limits unscaled gradients in place and may say what their norm was."""
+    """A callable that limits unscaled gradients in place and may return their norm."""
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Clip ``grads`` in place; return their norm before that, or None."""
@@ -80,7 +80,7 @@ class NoClip:
 
 
 def is_own(parameter: Tensor) -> bool:
-    """Whether a parameter is one that other ranks do not have: Megatron and DeepSpeed mark experts by ``allreduce = False``.
+    """Whether other ranks do not have this parameter: Megatron and DeepSpeed mark experts by ``allreduce = False``.
 
     >>> import torch
     >>> expert = torch.nn.Parameter(torch.ones(2))
@@ -101,16 +101,16 @@ def limit_of_norm(clip: Clip) -> float | None:
 
 
 def is_by_norm(clip: Clip) -> bool:
-    """Whether a clip needs nothing of the gradients but the sum of their squares."""
+    """Whether a clip needs only the sum of squares of the gradients, or nothing."""
     return isinstance(clip, NoClip) or limit_of_norm(clip) is not None
 
 
 def parse_clip(clip: Clip | float | None) -> Clip:
-    """A number means :class:`ClipNorm` with that ``max_norm``; None means no clipping.
+    """The clip that an argument means: for a number a :class:`ClipNorm` with that ``max_norm``, for None no clipping.
 
     Raises:
         ConfigError: the number is not above zero.
-        ConfigTypeError: something that cannot clip.
+        ConfigTypeError: the argument cannot clip.
 
     >>> parse_clip(1.0)
     ClipNorm(max_norm=1.0, norm_type=2.0)

@@ -54,16 +54,16 @@ class FoundInfReducer:
         return total
 
     def all_reduce_in_step(self, found_infs: Tensor, num_dropped: int, norm: Tensor | None) -> Tensor:
-        """``found_infs`` over the group, and with them what must be the same on every rank.
+        """The maximum of ``found_infs`` over the group. The same all-reduce checks that the ranks dropped and clipped alike.
 
         Args:
             found_infs: of this rank.
-            num_dropped: passes and windows that an exception or ``abort()`` has ended on this rank.
-            norm: by which its gradients were clipped, or None.
+            num_dropped: the number of passes and windows that this rank has dropped, by an exception or ``abort()``.
+            norm: the norm by which this rank clipped its gradients, or None.
 
         Raises:
-            RankMismatchError: a rank has caught an exception and gone on alone, or gradients of a rank's own were clipped by
-                a norm. On an accelerator a step or two late, because nothing waits for the value.
+            RankMismatchError: the ranks dropped different numbers of passes, as when one of them caught an exception, or
+                clipped by different norms. On an accelerator it comes a step or two late, because nothing waits.
         """  # f32[1 + losses]
         if self.is_local:
             return found_infs
@@ -72,7 +72,7 @@ class FoundInfReducer:
             if norm is None
             else norm.nan_to_num(0, 0, 0).reshape(1).to(found_infs)
         )
-        # The number and the rank in one, exact below 2**24, so that their maximum says whose it is.
+        # One number (exact below 2**24) holds num_dropped and the rank, so its maximum also tells the rank.
         rank, count = rank_and_count()
         dropped = num_dropped * count + rank
         reduced = torch.cat([found_infs, size, -size, found_infs.new_tensor([dropped, -dropped])])
@@ -99,7 +99,7 @@ class FoundInfReducer:
 
 
 _NORMS: Final = -1.0
-"""Stands for norms that differ, where other numbers are of a rank and its windows."""
+"""The value of ``_differs`` for norms that differ. Values above 0 encode a rank and its number of dropped windows."""
 
 
 def is_multi_rank() -> bool:
@@ -108,7 +108,7 @@ def is_multi_rank() -> bool:
 
 
 def rank_and_count() -> list[int]:
-    """The number of this process, and how many there are."""
+    """The rank of this process, and the number of ranks."""
     return [dist.get_rank(), dist.get_world_size()] if is_multi_rank() else [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""Memory for the float32 gradients of masters, kept from one step to the next."""
+"""A pool of memory for the float32 gradients of masters, which reuse it in every step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class GradBufferPool:
-    """Gives the gradient of a master the memory that it had in the step before, unless somebody still holds it.
+    """Gives the gradient of a master the memory that it had in the step before, unless that memory is still in use.
 
-    A CPU's allocator returns large tensors to the system, and touching memory that is mapped anew takes several times as
-    long as what is then done with it. Small gradients of a device share one buffer. The values in the memory are undefined.
+    The CPU allocator returns large tensors to the system, and the first access to newly mapped memory takes several times as
+    long as the arithmetic on it. Small gradients of a device share one buffer. The values in the memory are undefined.
 
-    A gradient that somebody keeps (the tensor, a view, an array, another process) stays as it is: the next one gets new
-    memory.
+    A gradient that other code keeps (the tensor, a view, an array, another process) is not overwritten: the next gradient
+    gets new memory.
 
     Example:
         >>> import torch
@@ -32,14 +32,14 @@ class GradBufferPool:
 
     def __init__(self) -> None:
         self._known: dict[int, _Gradient] = {}
-        # A gradient that only this pool holds: one with more references than it is still in use.
+        # Only this pool holds this gradient. A gradient with more references than this one is still in use.
         self._unused = _Gradient(torch.empty(0), _Buffer(torch.empty(0)), torch.empty(0))
         self._keys: list[int] = []
         self._given: list[_Gradient] = []
         self._buffers: list[_Buffer] = []
 
     def take(self, masters: Sequence[Tensor]) -> list[Tensor]:
-        """A tensor like each of ``masters``."""
+        """Memory for the gradient of each master: a tensor of its shape, with undefined values."""
         keys = list(map(id, masters))
         if keys != self._keys:
             self._look_up(keys, masters)
@@ -70,7 +70,7 @@ class GradBufferPool:
         return [index for index, gradient in enumerate(self._given) if gradient.buffer in in_use]
 
     def _allocate(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
-        """New memory for the gradients of some masters, by ``id``."""
+        """Allocate memory for the gradients of some masters, given as pairs (``id``, master)."""
         large = [[pair] for pair in wanted if pair[1].numel() >= MIN_STANDALONE]
         small: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for pair in wanted:
@@ -96,26 +96,26 @@ class _Buffer:
         self.count_users()
 
     def tensor_like(self, like: Tensor, start: int) -> Tensor:
-        """A tensor of the shape of another one, with its strides where it is dense, and a version of its own."""
+        """A tensor in this memory with the shape of ``like``, its strides if it is dense, and its own version counter."""
         strides = torch.empty_like(like, device="meta").stride()
         return self._vector.new_empty(0).set_(self._storage, start, like.shape, strides)
 
     def count_users(self) -> None:
-        """All gradients in it have been made: the users of now are the pool's."""
+        """Store the number of users after all gradients in this memory were made, when only the pool holds them."""
         self._count = self._users()
 
     def is_free(self) -> bool:
         """Whether only the pool uses this memory."""
-        # A tensor that a queue has sent to another process is used there, which no count here tells.
+        # Another process may use a tensor that a queue has sent it, which no count in this process shows.
         return self._users() == self._count and not (self._is_on_host and self._storage.is_shared())
 
     def _users(self) -> tuple[int, int]:
-        """Tensors, and Python's references."""
+        """The number of tensors on the storage, and of Python references to it."""
         return torch._C._storage_Use_Count(self._storage._cdata), getrefcount(self._storage)
 
 
 class _Gradient(NamedTuple):
-    """A gradient, its buffer, and its master, which is held so that its ``id`` stays its own."""
+    """A gradient, its buffer, and its master, which stays alive so that no other object gets its ``id``."""
 
     tensor: Tensor
     buffer: _Buffer
@@ -123,7 +123,7 @@ class _Gradient(NamedTuple):
 
 
 MIN_STANDALONE: Final = 2**14
-"""Elements from which a gradient has memory of its own."""
+"""The number of elements from which a gradient has its own buffer."""
 
 ALIGN: Final = 16
 """Gradients begin at a multiple of this many elements."""

@@ -1,6 +1,6 @@
 """The private attributes of ``torch.amp.GradScaler``, as properties over a loss scaler of halfpeak.
 
-torch's getters, setters and ``state_dict`` read them, and so does code that reaches into a scaler.
+torch's getters, setters and ``state_dict`` read these attributes, and so does user code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from halfpeak.state.loss_scaler import LossScaler
 class GradScalerAttrs(torch.cuda.amp.GradScaler):
     """torch's class without its constructor: the methods inherited from it read and write the loss scaler.
 
-    The older name of the two, which is a subclass of the other: code asks ``isinstance`` of either.
+    ``torch.cuda.amp.GradScaler`` is a subclass of ``torch.amp.GradScaler``, so ``isinstance`` is true for both.
     """
 
     _scaler: LossScaler
@@ -58,5 +58,5 @@ class GradScalerAttrs(torch.cuda.amp.GradScaler):
         self._scaler.config = replace(self._scaler.config, interval=value)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """accelerate calls this under FSDP2, to have the scale where the shards are before a state is loaded."""
+        """Move the scale to ``dev``; accelerate calls this under FSDP2 before it loads a state."""
         self._scaler.to(torch.device(dev))

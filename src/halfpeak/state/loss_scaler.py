@@ -44,7 +44,7 @@ class LossScaler:
         return scale_loss(loss, self.state.scale)
 
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale by one update whose gradients were finite (0) or not. Does not wait."""
+        """Move the scale after an update whose gradients were finite (``found_inf`` 0) or not. Does not wait."""
         self.state = advance(self.config, self.state, found_inf.to(self.state.scale.device))
 
     def to(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class LossScaler:
         self.state = self.state._replace(scale=torch.full_like(self.state.scale, number))
 
     def __repr__(self) -> str:
-        """Its scale, and whether it moves. Waits for the device."""
+        """The scale, and whether it is dynamic. Waits for the device."""
         return f"{type(self).__name__}(scale={self.read_scale():g}, {'dynamic' if self.config.dynamic else 'static'})"
 
     def read_scale(self) -> float:
@@ -83,7 +83,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
@@ -113,17 +113,14 @@ class LossScaler:
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """``loss`` in float32 or wider, times ``scale``; differentiable.
 
-    Widening first keeps a float16 loss from overflowing when it is multiplied.
+    The upcast comes first, so that the product of a float16 loss does not overflow.
     """
     wide = loss if loss.dtype in (torch.float64, torch.complex64, torch.complex128) else loss.float()
     return wide * scale.to(loss.device)
 
 
 def nonfinite_loss(loss: Tensor) -> Tensor | None:
-    """``NONFINITE_LOSS`` where a scalar loss is not finite, else 0; None where the host knows that it is.
-
-    Does not wait.
-    """  # f32[]
+    """``NONFINITE_LOSS`` if a scalar loss is not finite, else 0; None if the host knows it is finite. Never waits."""  # f32[]
     known = host_values(loss)
     if known is not None and math.isfinite(known[0]):
         return None

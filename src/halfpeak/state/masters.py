@@ -411,7 +411,7 @@ class Masters:
             self._master_for(cast("nn.Parameter", parameter), {id(parameter): value.to(parameter.device)})
 
     def set_before_write(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor."""
+        """Like :meth:`set_value`, before a write: returns the tensor that the caller must write to the parameter next."""
         store = self.store_of(parameter)
         if store is not None and parameter.shape == value.shape and value.is_floating_point():
             return store.split(parameter, value)

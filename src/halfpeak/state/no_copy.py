@@ -1,4 +1,4 @@
-"""Refusing to copy an optimizer apart from the model whose masters it steps."""
+"""Refuses to copy or pickle an optimizer without the model whose masters it steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from halfpeak.core.errors import OrderError
 class NoCopyDefaults(dict[str, Any]):
     """The ``defaults`` of an optimizer that steps masters: a plain dict that can be neither deep-copied nor pickled.
 
-    An optimizer that is copied or pickled takes its groups along, but no model: the copy would step masters that
-    no model reads. Its ``defaults`` are the one part that every copy of an optimizer takes along and that no state dict
-    contains; masters themselves stay plain tensors, which scripts save and clone.
+    A copy of an optimizer contains its groups and no model, so it would step masters that no model reads. Every copy also
+    contains ``defaults``, and no state dict does. Masters themselves stay plain tensors, because scripts save and clone them.
 
     >>> dict(NoCopyDefaults(lr=0.1))
     {'lr': 0.1}

@@ -14,7 +14,7 @@ import torch
 from halfpeak.core.errors import StateError
 
 _NUMPY_WORDS: Final = 624
-"""Of a Mersenne Twister. NumPy takes any place among them, and reads the memory there."""
+"""The words of a Mersenne Twister's state. NumPy accepts any position in them, and reads the memory there."""
 
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
@@ -50,14 +50,13 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]] = ()) -> None:
-    """Restore the states that :func:`capture` returned. Devices that this machine does not have are left out.
+    """Restore the states that :func:`capture` returned, without devices that this machine does not have.
 
     Args:
-        state: what was captured.
-        generators: more of them, each with its state.
+        generators: further generators, each with its state.
 
     Raises:
-        StateError: a part is missing, or no state of that generator. Nothing was restored.
+        StateError: a part is missing, or is not a state of its generator. Nothing was restored.
     """
     for put_back in parse(state, generators):
         put_back()
@@ -66,10 +65,10 @@ def restore(state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator
 def parse(
     state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]] = ()
 ) -> list[Callable[[], object]]:
-    """Check what :func:`restore` takes, on generators that nobody uses; the calls that restore it.
+    """Check the arguments of :func:`restore` on new generators; returns the calls that restore the states.
 
     Raises:
-        StateError: a part is missing, or no state of that generator.
+        StateError: a part is missing, or is not a state of its generator.
     """
     calls: list[Callable[[], object]] = []
     try:
@@ -84,9 +83,9 @@ def parse(
 def _parts(
     state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]]
 ) -> Iterator[tuple[Callable[[Any], object], Callable[[Any], object], Any]]:
-    """For each generator: how to set an unused one of its kind, how to set it, and its state."""
+    """For each generator: how to set a new one of its kind, how to set the generator itself, and its state."""
     version, words, gauss = state["python"]
-    if not (gauss is None or isinstance(gauss, float)):  # Python takes anything, and adds to it later
+    if not (gauss is None or isinstance(gauss, float)):  # Python accepts anything, and adds to it later
         raise TypeError(f"the next number of random.gauss is of {type(gauss).__name__}")
     yield random.Random().setstate, random.setstate, (version, tuple(words), gauss)
     yield torch.Generator().set_state, torch.set_rng_state, state["cpu"].cpu()

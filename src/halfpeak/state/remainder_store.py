@@ -1,4 +1,4 @@
-"""RemainderStore: an optimizer that keeps what low parameters have rounded away, in place of float32 masters."""
+"""RemainderStore: the interface of an optimizer that stores the rounding remainders of low parameters, not masters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class RemainderStore(Protocol):
-    """What such an optimizer has as ``optimizer.remainders``.
+    """The attribute ``remainders`` of such an optimizer.
 
-    Its groups hold the low parameters themselves. A parameter and its remainder together are its float32 value, which can
-    be asked for and set, and is stored nowhere.
+    The optimizer's groups hold the low parameters themselves. The float32 value of a parameter is computed from the parameter
+    and its remainder, and not stored.
     """
 
     def has(self, parameter: Tensor) -> bool:
@@ -25,19 +25,19 @@ class RemainderStore(Protocol):
         ...
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the float32 value of a parameter, and write it."""
+        """Set the float32 value of a parameter: writes the parameter and its remainder."""
         ...
 
     def split(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor."""
+        """Write the remainder for a float32 value; returns the low tensor that the caller must write to the parameter next."""
         ...
 
     def grad_placeholder(self, parameter: Tensor) -> Tensor:
-        """A float32 placeholder of its shape without memory, whose ``grad`` the optimizer steps if there is one."""
+        """A float32 tensor of the parameter's shape without memory; the optimizer steps its ``grad`` if there is one."""
         ...
 
 
 def remainder_store_of(optimizer: Optimizer) -> RemainderStore | None:
-    """The remainders of an optimizer that keeps some."""
+    """The store of an optimizer; None if it has none."""
     store = getattr(optimizer, "remainders", None)
     return store if isinstance(store, RemainderStore) else None

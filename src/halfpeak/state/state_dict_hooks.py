@@ -1,4 +1,4 @@
-"""What a low model's ``state_dict`` says and what loading one does: float32 values, exact through the masters."""
+"""Hooks by which ``state_dict`` of a low model gives the float32 values of its masters, and loading sets them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfpeak.state.masters import Masters
 
 
 def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]:
-    """Make ``state_dict`` of ``model``, and of each of its parts, give float32 values, and ``load_state_dict`` take them.
+    """Make ``state_dict`` of ``model`` and of each submodule give float32 values, and ``load_state_dict`` set them.
 
     >>> import torch
     >>> model = nn.Linear(2, 2, bias=False).to(torch.bfloat16)
@@ -30,7 +30,7 @@ def hook_state_dict(model: nn.Module, masters: Masters) -> list[RemovableHandle]
     out, into = ValuesOut(masters), ValuesIn(masters)
     handles: list[RemovableHandle] = []
     for module in model.modules():
-        # On every module: a refusal comes before anything below it was loaded, and what is put below it later is seen.
+        # On every module, so that one refuses before its submodules are loaded, and handles submodules added later.
         handles.append(module.register_state_dict_post_hook(out))
         handles.append(module.register_load_state_dict_pre_hook(into))
     return handles
@@ -42,7 +42,7 @@ def has_fp32_state_dict(module: nn.Module) -> bool:
 
 
 class _Hook:
-    """A module hook that knows the masters. A deep copy or a pickle of the model lets go of them."""
+    """A module hook that refers to the masters. Its copy in a deep copy or a pickle of the model has none."""
 
     def __init__(self, masters: Masters | None) -> None:
         self._masters = Masters() if masters is None else masters
@@ -55,12 +55,12 @@ class _Hook:
 
 
 class ValuesOut(_Hook):
-    """For a low parameter ``state_dict`` gives its master's value; without a master, itself widened.
+    """Puts into a state dict, for each low parameter, the value of its master, or without a master the parameter upcast.
 
     With ``keep_vars=True`` the live parameter stays.
     """
 
-    # What Module.register_state_dict_post_hook sets; also needed on copies and after unpickling.
+    # Module.register_state_dict_post_hook sets this attribute; copied and unpickled hooks need it, too.
     _from_public_api = True
 
     def __init__(self, masters: Masters | None) -> None:
@@ -68,7 +68,7 @@ class ValuesOut(_Hook):
         self._given: dict[int, tuple[Tensor | None, int, bool]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        """Let go of the masters; say so where what is copied is to be averaged, in the low dtype that the copy has."""
+        """A hook without masters. Warns if the copy is for torch's AveragedModel, which would average in the low dtype."""
         if _is_for_a_low_average():
             warnings.warn(
                 "AveragedModel(model) copies low parameters and averages in their dtype, where small steps are lost to "
@@ -83,7 +83,7 @@ class ValuesOut(_Hook):
         """Replace the low values in ``state``.
 
         Raises:
-            OrderError: what was given twice before was written in place, which reaches no weight.
+            OrderError: user code wrote in place to the values of the last two calls, which changes no weight.
         """
         for name, tensor in _tensors(module):
             value = state.get(prefix + name)
@@ -94,7 +94,7 @@ class ValuesOut(_Hook):
     def _widened(self, tensor: Tensor, value: Tensor) -> Tensor:
         counter, version, was_written = self._given.pop(id(tensor), (None, 0, False))
         is_written = counter is not None and counter._version != version
-        # Once is what torch.distributed.checkpoint does: it reads files into values, asks for others, and loads the first.
+        # torch.distributed.checkpoint writes once: it reads files into values, calls state_dict() again, and loads the first.
         if is_written and was_written:
             self._given.clear()
             raise OrderError(
@@ -104,19 +104,19 @@ class ValuesOut(_Hook):
             )
         wide = value.float()
         if type(wide) is Tensor and not wide.is_inference():
-            # Counts the writes to it, without its memory.
+            # A detached tensor shares the version counter of ``wide``, and with empty data keeps no memory alive.
             counter = wide.detach()
             counter.data = counter.new_empty(0)
             self._given[id(tensor)] = (counter, counter._version, is_written)
         return wide
 
     def forget(self, tensor: Tensor) -> None:
-        """The values given for a tensor are being loaded, so writes to them were not lost."""
+        """Forget the values given for a tensor: they are being loaded, so in-place writes to them are not lost."""
         self._given.pop(id(tensor), None)
 
 
 class ValuesIn(_Hook):
-    """Before ``load_state_dict`` rounds a value into a low parameter, the master takes it in float32."""
+    """Sets the master to the float32 value before ``load_state_dict`` rounds that value into the low parameter."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Give the values in ``state`` to the masters.
@@ -137,12 +137,12 @@ class ValuesIn(_Hook):
                 for out in given:
                     out.forget(tensor)
                 value = self._masters.set_before_write(tensor, value)
-                # What ValuesOut has widened; a copy is rounded by itself.
+                # With ``assign`` torch makes the value itself the parameter; otherwise ``copy_`` rounds it.
                 state[prefix + name] = value.to(tensor.dtype) if assigns and is_low(tensor) else value
 
 
 def _is_for_a_low_average() -> bool:
-    """Whether torch's AveragedModel asks for the copy of a low model: nothing else of it can be seen, then or later."""
+    """Whether torch's AveragedModel makes this copy of a low model. Only the call stack shows that."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not AveragedModel.__init__.__code__:
         frame = frame.f_back
@@ -150,7 +150,7 @@ def _is_for_a_low_average() -> bool:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of ``module``, and of modules that were put below it later: a parametrization, another layer."""
+    """The tensors of ``module``, and of submodules without these hooks, added later: a parametrization, another layer."""
     own = chain(module._parameters.items(), module._buffers.items())
     yield from ((name, tensor) for name, tensor in own if tensor is not None)
     for name, child in module._modules.items():
