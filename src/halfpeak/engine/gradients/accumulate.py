@@ -1,4 +1,4 @@
-"""Unscale the gradients that a backward pass has left, and add them to what the optimizer reads."""
+"""Unscale the gradients of a backward pass and add them to the gradients that the optimizer reads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from halfpeak.state.grad_buffers import GradBufferPool
 class GradAccumulator:
     """``main.grad += model.grad / scale``, in the dtype of the main parameter.
 
-    Each parameter by itself: the order in which they are accumulated changes no bit of the sums.
+    Each parameter is accumulated by itself, so the order of the parameters changes no bit of the sums.
 
     Attributes:
         inv_scale: 1 / scale.                                  # f32[]
-        found_inf: set to 1 where a gradient is not finite.    # f32[]
-        kernels: what divides and adds.
-        buffers: where the gradients of masters lie; None for new memory.
+        found_inf: set to 1 if a gradient is not finite.       # f32[]
+        kernels: the operations that unscale and add.
+        buffers: memory for the gradients of masters; None allocates new memory.
     """
 
     inv_scale: Tensor
@@ -40,10 +40,10 @@ class GradAccumulator:
     buffers: GradBufferPool | None = None
 
     def accumulate(self, pairs: ParamPairs, stashed: Mapping[int, Tensor]) -> None:
-        """Accumulate what lies in the gradients of the model's parameters; those with a master then have none.
+        """Accumulate ``.grad`` of the model parameters, and set it to None on parameters with a master.
 
         Args:
-            pairs: all that the backward pass may have reached.
+            pairs: every pair that the backward pass may have reached.
             stashed: earlier unscaled gradients of parameters without a master, by ``id`` of the parameter.
         """
         plain, none = pairs.unmastered, [None] * len(pairs.unmastered)
@@ -56,7 +56,7 @@ class GradAccumulator:
     def _accumulate(
         self, models: Sequence[Tensor], mains: Sequence[Tensor], earlier: Sequence[Tensor | None]
     ) -> None:
-        """:meth:`accumulate`, of parameters that all have masters or all have none."""
+        """:meth:`accumulate` for parameters that all have a master, or that all have none."""
         fresh = gradients_of(models)
         has_masters = models is not mains
         if are_dense(fresh):
@@ -87,7 +87,7 @@ class GradAccumulator:
     def _unscale(
         self, mains: Sequence[Tensor], grads: Sequence[Tensor], *, has_masters: bool, dense: bool
     ) -> None:
-        """Gradients that nothing is added to: unscaled where they lie, or into a tensor like the master."""
+        """Unscale gradients that have no earlier sum: in place, or for masters into a tensor like the master."""
         if not has_masters:
             foreach.unscale_(grads, self.inv_scale, self.found_inf)
         elif self.buffers is not None and dense and set(map(type, mains)) == {Tensor}:
@@ -99,13 +99,13 @@ class GradAccumulator:
             set_grads(mains, self.kernels.unscaled(grads, dtypes, self.inv_scale, self.found_inf))
 
     def _with_graph(self, total: Tensor | None, fresh: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum as a function of the parameters: after ``create_graph=True`` a gradient penalty may depend on it."""
+        """The sum with its graph, because a gradient penalty may depend on it after ``create_graph=True``."""
         (unscaled,) = reference.unscaled([fresh], [dtype], self.inv_scale, self.found_inf)
         return unscaled if total is None else total + unscaled
 
 
 class AccumulateKernels(Protocol):
-    """The operations that accumulate gradients: those of :mod:`halfpeak.ops.foreach`, or :class:`CompiledKernels`."""
+    """The operations that accumulate gradients: :mod:`halfpeak.ops.foreach` or :class:`CompiledKernels`."""
 
     def accumulate_(
         self, into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
@@ -127,9 +127,9 @@ class AccumulateKernels(Protocol):
 
 
 class CompiledKernels:
-    """The same results to the bit, with compiled kernels for large tensors.
+    """Compiled kernels for large tensors, bitwise equal to :mod:`halfpeak.ops.foreach`.
 
-    Such a kernel reads a gradient once and its sum once, where torch's operations go over every chunk three times.
+    A compiled kernel reads a gradient once and its sum once. Torch's operations read every chunk three times.
     """
 
     def accumulate_(
@@ -158,7 +158,7 @@ class CompiledKernels:
 
 
 def kernels_for(optimizers: Iterable[Optimizer], main_params: Sequence[Tensor]) -> AccumulateKernels:
-    """What accumulates gradients of ``main_params``, which these optimizers step."""
+    """The kernels for the gradients of ``main_params``, the parameters that ``optimizers`` step."""
     compiles = all(_compiles(optimizer, main_params) for optimizer in optimizers)
     return CompiledKernels() if compiles else foreach
 
@@ -168,7 +168,7 @@ def _compiles(optimizer: Optimizer, targets: Sequence[Tensor]) -> bool:
         return False
     if optimizer.backend == "compiled":
         return True
-    # Before its first step "auto" is undecided. This is close to what it will choose, and the bits are the same either way.
+    # Before the first step "auto" is undecided. This guess is close to its later choice, and the bits are equal anyway.
     on_host = all(target.device.type == "cpu" for target in targets)
     return on_host and sum(map(Tensor.numel, targets)) >= MIN_COMPILED and has_compiler()
 
@@ -180,7 +180,7 @@ def _run_all(
     inv_scale: Tensor,
     found_inf: Tensor,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Run the kernel of ``operation`` on the tensors it has one for, and return the others."""
+    """Run the compiled ``operation`` on the tensors that it supports, and return the others."""
     ran = [_run(operation, i, grad, inv_scale, found_inf) for i, grad in zip(into, grads, strict=True)]
     left = [not has_run for has_run in ran]
     return list(compress(into, left)), list(compress(grads, left))
@@ -189,7 +189,7 @@ def _run_all(
 def _run(
     operation: Callable[..., tuple[()]], into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor
 ) -> bool:
-    """Run the kernel of ``operation`` if it has one for these tensors; whether it has."""
+    """Run the compiled ``operation`` if it supports these tensors. Returns whether it did."""
     if (
         grad.dtype not in _READ
         or grad.is_neg()
@@ -239,11 +239,11 @@ def _kernel(operation: Callable[..., tuple[()]], dtype: torch.dtype) -> Kernel:
 
 
 def set_grads(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Give each parameter its gradient, or none."""
+    """Set ``.grad`` of each parameter, possibly to None."""
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
 
 
 def _summable(total: Tensor, fresh: Tensor) -> Tensor:
-    """``total`` in a layout that ``fresh`` can be added to in place: a sparse sum cannot take a dense addend."""
+    """``total``, made dense if ``fresh`` is: a dense tensor cannot be added in place to a sparse one."""
     return total.to_dense() if total.is_sparse and not fresh.is_sparse else total

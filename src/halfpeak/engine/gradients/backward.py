@@ -1,4 +1,4 @@
-"""One backward pass as a transaction over the gradients that were there before, and what becomes of the new ones."""
+"""One backward pass as a transaction: stash the earlier gradients, then accumulate the new ones, or roll back."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class GradMode(enum.Enum):
 
 
 class StashedGrads:
-    """The gradients of some parameters, set aside for a backward pass; autograd then begins anew.
+    """Gradients that are removed from ``.grad`` for a backward pass, so that autograd does not add to them.
 
     Args:
-        parameters: whose.
-        waiting: what was set aside before of parameters whose gradients wait scaled, by ``id``: these are left to autograd.
+        parameters: the owners of the gradients.
+        waiting: gradients stashed earlier, by ``id`` of parameters whose ``.grad`` waits scaled and stays in place.
 
     Attributes:
-        grads: what was there.
-        is_empty: whether that was nothing.
+        grads: the stashed gradients.
+        is_empty: whether every stashed gradient is None.
     """
 
     __slots__ = ("grads", "is_empty", "parameters")
@@ -70,33 +70,33 @@ class StashedGrads:
             self.is_empty = are_none(self.grads)
 
     def put_back(self) -> None:
-        """Everything as it was; what has been written since is dropped."""
+        """Restore the stashed gradients. What was written to ``.grad`` since is dropped."""
         set_grads(self.parameters, self.grads)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Each parameter with what was there."""
+        """Each parameter with its stashed gradient."""
         return zip(self.parameters, self.grads, strict=True)
 
     def by_id(self) -> dict[int, Tensor]:
-        """What was there, by ``id`` of the parameter."""
+        """The stashed gradients, by ``id`` of the parameter."""
         return {id(parameter): grad for parameter, grad in self.pairs() if grad is not None}
 
 
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
-    """The gradient, or a copy if it lies in a bucket of DDP's, which the coming backward pass would overwrite."""
+    """The gradient, or a copy if it is part of a DDP bucket, which the next backward pass would overwrite."""
     return grad.clone() if grad is not None and is_in_bucket(grad) else grad
 
 
 class BackwardScope:
-    """Stashes the gradients that are there before a backward pass, and takes care of those it leaves.
+    """Stashes the gradients from before a backward pass, and accumulates or keeps the new ones by :class:`GradMode`.
 
     ::
 
-        begin     set model.grad aside, unless it waits scaled
+        begin     stash model.grad, unless it waits scaled
         (backward: autograd writes model.grad, scaled)
         finish    by mode: main.grad += model.grad / scale, in the dtype of the main parameter;
                   or leave model.grad scaled for a later pass, or for the step
-        rollback  model.grad as it was before
+        rollback  restore model.grad
 
     A parameter of several optimizers is accumulated once.
 
@@ -105,8 +105,8 @@ class BackwardScope:
 
     Attributes:
         pairs: the parameters of each optimizer.
-        all_pairs: those of all, each once.
-        has_begun: whether the backward pass has.
+        all_pairs: the parameters of all optimizers, each once.
+        has_begun: whether :meth:`begin` succeeded.
         found_inf: 1 if one of the new gradients is not finite.  # f32[]
     """
 
@@ -124,14 +124,14 @@ class BackwardScope:
 
     @untraced
     def begin(self, scaler: LossScaler, *, delay: bool) -> Tensor:
-        """Set aside what is there, unless it waits scaled; returns what the loss is multiplied by.  # f32[]
+        """Stash the gradients, unless they wait scaled, and return the factor of the loss.  # f32[]
 
         Args:
             scaler: of the loss.
             delay: whether the new gradients wait, too.
 
         Raises:
-            OrderError: gradients wait that another loss scaler has scaled.
+            OrderError: gradients wait under another loss scaler or another scale.
         """
         seen: set[int] = set()
         for prepared in self._prepared:
@@ -153,16 +153,16 @@ class BackwardScope:
         return scale
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Those that the pass is for, each with the gradient that was set aside."""
+        """The parameters of the pass, each with None, then the stashed ones, each with its stashed gradient."""
         passed = ((parameter, None) for parameter in self.all_pairs.model_params)
         return chain(passed, *(stashed.pairs() for stashed in self._stashed))
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
-        """What is to become of the gradients.
+        """Choose what happens to the new gradients.
 
         Args:
             delay: whether they must stay scaled.
-            fused_step_reads: whether the step can read them scaled, if the window has no others.
+            fused_step_reads: whether the step can read scaled gradients. It can if this pass is the window's only one.
         """
         if delay:
             return GradMode.LEAVE_SCALED
@@ -172,12 +172,12 @@ class BackwardScope:
         return GradMode.LEAVE_FOR_STEP if fused_step_reads and begins_window else GradMode.ACCUMULATE
 
     def finish(self, mode: GradMode, scaler: LossScaler, scale: Tensor) -> None:
-        """The backward pass is over: do with its gradients what was chosen.
+        """After the backward pass: accumulate its gradients or leave them scaled.
 
         Args:
-            mode: of :meth:`mode`.
-            scaler: whose scale it is.
-            scale: what the loss was multiplied by.  # f32[]
+            mode: as :meth:`mode` returned.
+            scaler: the owner of ``scale``.
+            scale: the factor of the loss.  # f32[]
         """
         if mode is GradMode.LEAVE_SCALED:
             self._leave_scaled(scaler, scale)
@@ -186,12 +186,12 @@ class BackwardScope:
 
     @untraced
     def rollback(self) -> bool:
-        """Undo :meth:`begin`; False where that cannot be: waiting gradients were added to, or new ones accumulated."""
+        """Undo :meth:`begin`; False if autograd may have added to waiting gradients, or :meth:`finish` changed any."""
         if self._is_done or (self.has_begun and self._adds_to_scaled):
             return False
         for stashed in self._stashed:
             stashed.put_back()
-        # An exception in begin() may have left out the last of them.
+        # After an exception in begin(), self._windows and self.pairs may be shorter than self._prepared.
         for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
             if isinstance(prepared.window, Scaled):
                 prepared.set_window(rearmed(prepared.window))
@@ -211,7 +211,7 @@ class BackwardScope:
 
     @untraced
     def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> bool:
-        """False, with nothing done, where a fused kernel could not read the gradients, or there are none."""
+        """Leave the gradients for the step; False, without changes, if there are none that a fused kernel can read."""
         snapshot = GradSnapshot(self.all_pairs.model_params)
         if not snapshot.is_plain():
             return False
@@ -231,7 +231,7 @@ class BackwardScope:
             if isinstance(prepared.window, Scaled):
                 stashed.update(prepared.window.stashed)
         kernels = kernels_for([prepared.optimizer for prepared in self._prepared], self.all_pairs.main_params)
-        # One pool of buffers for all; the optimizers of two runs have two.
+        # The optimizers of one engine share a buffer pool. Optimizers of several engines do not, so they use none.
         buffers = self._prepared[0].masters.grad_buffers
         if any(prepared.masters.grad_buffers is not buffers for prepared in self._prepared):
             buffers = None

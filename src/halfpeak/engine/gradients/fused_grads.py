@@ -1,4 +1,4 @@
-"""Gradients that the step of a fused optimizer measures, clips and reads where they lie, scaled or unscaled."""
+"""Gradients, scaled or unscaled, that the step of a fused optimizer measures, clips and reads in place."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from halfpeak.ops.shards import local_gradients
 
 
 class FusedGrads:
-    """The gradients of one step, on their way into one fused optimizer.
+    """The gradients of one step of one fused optimizer.
 
-    Their squares are added up in the same order whether they are scaled or unscaled: a checkpoint between backward and step,
-    which unscales them, changes no bit of a run.
+    The sum of squares adds scaled and unscaled gradients in the same order. A checkpoint between backward and step,
+    which unscales them, therefore changes no bit of a run.
 
     Args:
-        optimizer: reads them.
-        model_params: what the step writes, by the order of the groups.
-        grads: the gradient of each, or None.
-        inv_scale: what unscales them.  # f32[]
+        optimizer: the reader of the gradients.
+        model_params: the parameters that the step writes, in the order of the groups.
+        grads: the gradient of each parameter, or None.
+        inv_scale: 1 / scale; 1 for unscaled gradients.  # f32[]
         pairs: the parameters of the window.
-        scaled: whether they lie scaled where autograd left them.
+        scaled: whether the gradients are scaled, where autograd left them.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class FusedGrads:
         self._scaled = scaled
 
     def measure(self) -> tuple[Tensor, Tensor]:
-        """Read them once: the sum of squares of the unscaled gradients, and whether one is not finite.  # f32[], f32[]"""
+        """Read the gradients once: the unscaled sum of squares, and whether one is not finite.  # f32[], f32[]"""
         stats = self._optimizer.measure(self._inputs)
         return stats.sum_squares, stats.found_inf
 
     def decide(self, inputs: DecisionInputs) -> StepDecision | None:
-        """:meth:`measure`, decide the step on their device and :meth:`hand_over`; None if the optimizer's backend cannot."""
+        """:meth:`measure`, decide and :meth:`hand_over`, all on the device; None if the optimizer's backend cannot."""
         decision = self._optimizer.decide(self._inputs, inputs)
         if decision is not None:
             self._inputs = self._inputs._replace(multiplier=decision.multiplier)
@@ -63,13 +63,13 @@ class FusedGrads:
         return decision
 
     def hand_over(self, clip_coef: Tensor | None) -> None:
-        """Let the optimizer's coming step read them, times the clip coefficient.  # f32[] or None"""
+        """Make the optimizer's next step read the gradients, times the clip coefficient.  # f32[] or None"""
         if clip_coef is not None:
             self._inputs = self._inputs._replace(multiplier=self._inv_scale * clip_coef)
         self._optimizer.set_step_inputs(self._inputs)
 
     def clear(self, *, keep: bool) -> bool:
-        """After the step. With ``keep``, parameters' own gradients stay, unscaled and clipped.
+        """After the step: drop scaled gradients. With ``keep``, unmastered ones stay, unscaled and clipped.
 
         Returns:
             Whether no gradient is left.
@@ -91,13 +91,12 @@ class FusedGrads:
 
 
 def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
-    """Pending gradients without their sentinel, to be read, in the order of the groups; None if the optimizer was told to
-    drop them.
+    """Remove the sentinel and return the pending gradients in the order of the groups; None after ``zero_grad()``.
 
-    Zeros that ``zero_grad(set_to_none=False)`` wrote are what the optimizer is to read then.
+    After ``zero_grad(set_to_none=False)``, the returned gradients are zeros, which the optimizer then steps.
 
     Raises:
-        OrderError: somebody has written to them, or has given masters gradients.
+        OrderError: user code wrote to the gradients, or gave masters gradients.
     """
     grads, sentinel = gradients_of(table.model_params), window.sentinel
     if not window.snapshot.holds(grads):
@@ -119,13 +118,13 @@ def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Ten
 def pending_grads(
     window: Pending, grads: Sequence[Tensor | None], table: ParamTable, optimizer: FusedOptimizer
 ) -> FusedGrads:
-    """The pending gradients of a window, as :func:`check_pending` has returned both."""
+    """The pending gradients of a window. ``window`` and ``grads`` are the result of :func:`check_pending`."""
     inv_scale = window.scale.reciprocal()
     return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=True)
 
 
 def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads | None:
-    """The unscaled gradients of a window; None where there are none, or where one is not a plain dense tensor."""
+    """The unscaled gradients of a window; None if there are none, or if one is not a plain dense tensor."""
     grads = gradients_of(table.main_params)
     present = [grad for grad in grads if grad is not None]
     if not present or not are_dense(present):
@@ -137,7 +136,7 @@ def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimize
 def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
     """Whether the step of an optimizer may read gradients outside of ``.grad`` and write low parameters itself.
 
-    Not if a hook, or a subclass with a ``step`` of its own, may read gradients before it or write masters after it.
+    False if a foreign step hook or a subclass's own ``step`` may read gradients before it or write masters after it.
     """
     hooks = chain(
         optimizer._optimizer_step_pre_hooks.values(),
@@ -149,7 +148,7 @@ def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
 
 
 def norm_and_coefficient(max_norm: float | None, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The norm of the gradients and what clipping multiplies them by; None where nothing is clipped.  # f32[], f32[]"""
+    """The norm of the gradients and the clip coefficient; None without ``max_norm``.  # f32[], f32[]"""
     if max_norm is None:
         return None, None
     norm = squares.sqrt()

@@ -1,4 +1,4 @@
-"""What a backward pass leaves in parameters that it is not for: of other optimizers, and of none that was prepared."""
+"""Unscale gradients that a backward pass leaves in other parameters: of other prepared optimizers, or of none."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from halfpeak.state.loss_scaler import LossScaler
 
 
 class OtherGrads:
-    """Unscales what a loss leaves in the parameters of optimizers that its backward pass is not for.
+    """Unscales the gradients that a loss leaves in parameters of optimizers outside its backward pass.
 
-    A generator's loss reaches the discriminator, which an engine of its own trains: there the gradients add up as they do in
-    plain torch, in that engine's window. One that is not finite skips the step of the optimizer that would read it, and with
-    that step the scale of the loss falls: where such gradients are dropped instead, they change nothing.
+    A generator's loss reaches the discriminator, which another engine trains. As in plain torch, the gradients add up
+    there, in that engine's window. A non-finite one skips the step that reads it, and that step lowers the scale of the
+    generator's loss. If user code drops the gradients before the step, the scale does not change.
 
     Args:
-        prepared: the other optimizers, of whatever engine.
+        prepared: the other optimizers, of any engine.
     """
 
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
@@ -44,28 +44,28 @@ class OtherGrads:
 
     @untraced
     def stash(self, own: Iterable[Tensor]) -> None:
-        """Before the backward pass: set aside what is there, but for the parameters that the pass is for."""
+        """Before the backward pass: stash the gradients, except of ``own``, the parameters of the pass."""
         seen = set(map(id, own)) if self._prepared else set[int]()
         for one in self._prepared:
             parameters = one.table().model_params
             keys = list(map(id, parameters))
-            # This runs for every living engine in every pass, so the usual case (nothing shared, no gradient) is C loops.
+            # Runs for every living engine in every pass, so the usual case (nothing shared, no gradient) loops in C.
             if len(set(keys)) != len(keys) or not seen.isdisjoint(keys):
                 parameters = list({id(p): p for p in parameters if id(p) not in seen}.values())
             seen.update(keys)
             if any(map(is_in_bucket, gradients_of(parameters))):
-                # The snapshot of a Scaled window knows gradients by identity, and copies will replace these.
+                # StashedGrads copies gradients out of buckets, but the snapshot of a Scaled window compares identity.
                 one.unscale_pending()
                 one.disarm()
             self._stashed.append((one, StashedGrads(parameters)))
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Those that the pass may reach, each with the gradient that was set aside."""
+        """The parameters that the pass may reach, each with its stashed gradient."""
         return chain.from_iterable(stashed.pairs() for _, stashed in self._stashed)
 
     @untraced
     def rollback(self) -> None:
-        """Everything as it was before :meth:`stash`; what has been written since is dropped."""
+        """Undo :meth:`stash`. What was written to the gradients since is dropped."""
         for one, stashed in self._stashed:
             _put_back(one, stashed)
         self._stashed.clear()
@@ -74,7 +74,7 @@ class OtherGrads:
         """After a backward pass that was not synchronised over the ranks.
 
         Raises:
-            OrderError: it has reached the optimizers of another engine, whose gradients later passes would not reduce.
+            OrderError: the pass reached parameters of another engine, whose gradients later passes would not reduce.
         """
         if any(not are_none(gradients_of(stashed.parameters)) for _, stashed in self._stashed):
             raise OrderError(
@@ -85,14 +85,14 @@ class OtherGrads:
 
     @untraced
     def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
-        """Unscale the new gradients and add what was set aside. An optimizer that got none is left as it was.
+        """Unscale the new gradients and add the stashed ones. Optimizers without new gradients stay unchanged.
 
         Args:
-            scaler: whose scale it is.
-            scale: what the loss was multiplied by.  # f32[]
+            scaler: the owner of ``scale``.
+            scale: the factor of the loss.  # f32[]
 
         Returns:
-            The optimizers that got gradients, each with 1 if one of them is not finite.  # f32[]
+            The optimizers with new gradients, each with 1 if one of its new gradients is not finite.  # f32[]
         """
         reached: list[tuple[Optimizer, Tensor]] = []
         while self._stashed:
@@ -117,7 +117,7 @@ def _put_back(one: PreparedOptimizer, stashed: StashedGrads) -> None:
 def _add(
     one: PreparedOptimizer, parameters: list[Tensor], fresh: list[Tensor | None], scale: Tensor
 ) -> Tensor:
-    """Unscale gradients of a backward pass and add them to those of the window; whether one is not finite.  # f32[]"""
+    """Unscale ``fresh`` and add it to the window's gradients; returns 1 if one of ``fresh`` is not finite.  # f32[]"""
     one.recover()
     pairs = one.pairs_for_backward()
     window, found_inf = one.window, torch.zeros_like(one.found_inf)
@@ -132,7 +132,7 @@ def _add(
         one.masters.grad_buffers,
     )
     if isinstance(window, Scaled):
-        # Unscaled gradients are not added to scaled ones; they join the stashed ones of the window.
+        # Unscaled gradients cannot be added to scaled ones, so they join the stashed gradients of the window.
         accumulator.accumulate(own, window.stashed)
         unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
         set_grads(parameters, held)
@@ -149,14 +149,12 @@ def _add(
 class UnmanagedGrads:
     """Unscales the gradients that a scaled loss leaves in tensors that no prepared optimizer steps.
 
-    Their own optimizer, which was not prepared, would step gradients 65,536 times too large. They take no part in
-    ``found_inf`` and norms: an inf in one keeps no optimizer from stepping.
+    An optimizer that was not prepared may step these tensors, and its updates would be 65,536 times too large. The
+    gradients do not count in ``found_inf`` and norms: an inf in one skips no step.
 
-    They are the other parameters of the models, and what else the graph of the loss ends in: a criterion with weights, a
-    network that was not prepared, inputs. It is walked in every pass: any loss may be the first to reach another tensor.
-
-    Args:
-        models: whose parameters are looked after.
+    They are the other parameters of the models and all other leaves of the loss's graph: a criterion with weights, a
+    network that was not prepared, inputs. Every pass walks the graph, because any loss may be the first to reach a
+    leaf.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -165,33 +163,33 @@ class UnmanagedGrads:
         self._own: list[Tensor] = []
         self._may_walk = True
         self._ours = set[int]()  # the parameters of the models and of the optimizers, by id
-        # Snapshots of what the search for them depends on: the parameters of the optimizers, and the _parameters and
-        # _modules dicts of all modules, whose values may come, go and be replaced at any time.
+        # Snapshots of the inputs of _search: the optimizers' parameters, and the _parameters and _modules dicts of all
+        # modules, because user code may add, remove and replace their values at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
         self._tables: list[dict[str, Any]] = []
         self._values: list[object] = []
-        # The unscaled gradients from before a backward pass, while ``.grad`` holds scaled ones.
+        # Unscaled gradients from before a backward pass, while ``.grad`` holds scaled gradients.
         self._stashed = _NOTHING
 
     def add_model(self, model: nn.Module) -> None:
-        """Look after one more model."""
+        """Add one more model."""
         self._models.append(model)
         self._known_ids.update(map(id, model.parameters()))
         self._known_pairs = []
 
     @untraced
     def stash(self, pairs: list[ParamPairs], graph: Node | None) -> None:
-        """Before a backward pass: set aside what is there, unless it waits scaled.
+        """Before a backward pass: stash the gradients, except ones that wait scaled.
 
         Args:
-            pairs: of every optimizer, to which its parameters are left.
-            graph: of the loss, which may reach further; None where its scale is always 1.
+            pairs: of every optimizer; their parameters are left out.
+            graph: of the loss, to walk for further leaves; None if the loss scale is always 1.
 
         Raises:
             OrderError: the models were sharded after they were prepared.
         """
         before = self._stashed
-        # If none has a gradient any more, zero_grad() was called in the middle of a window.
+        # If no parameter has a gradient any more, user code called zero_grad() inside the window.
         waits = not are_none(gradients_of(before.parameters))
         waiting = dict(zip(map(id, before.parameters), before.grads, strict=True)) if waits else {}
         self._search(pairs)
@@ -202,17 +200,17 @@ class UnmanagedGrads:
         self._stashed = StashedGrads([*self._own, *others], waiting)
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Those that the pass may reach, each with the gradient that was set aside."""
+        """The parameters that the pass may reach, each with its stashed gradient."""
         return self._stashed.pairs()
 
     @untraced
     def rollback(self) -> None:
-        """Everything as it was before :meth:`stash`; what has been written since is dropped."""
+        """Undo :meth:`stash`. What was written to the gradients since is dropped."""
         self._stashed.put_back()
         self._stashed = _NOTHING
 
     def drop(self) -> None:
-        """:meth:`rollback`, and drop the gradients that FSDP2 holds inside the models, where optimizers do not see them."""
+        """:meth:`rollback`, and drop the gradients inside FSDP2's modules, which no optimizer reaches."""
         self.rollback()
         if has_process_group():
             for model in self._models:
@@ -220,7 +218,7 @@ class UnmanagedGrads:
 
     @untraced
     def accumulate(self, scale: Tensor) -> None:
-        """Unscale the new gradients and add what was set aside."""
+        """Unscale the new gradients and add the stashed ones."""
         stashed = self._stashed
         fresh = [(p, p.grad) for p in stashed.parameters if p.grad is not None]
         self.rollback()
@@ -236,8 +234,8 @@ class UnmanagedGrads:
             parameter.grad = grad if total is None else total + grad
 
     def _search(self, pairs: list[ParamPairs]) -> None:
-        """Find the parameters again where those of an optimizer have changed, or those of a model."""
-        # Held weakly, because some are of other engines, which may be gone by now.
+        """Find the unmanaged parameters again if the parameters of an optimizer or a model have changed."""
+        # Weak references: some belong to other engines, which may have been deleted.
         if _same(pairs, [known() for known in self._known_pairs]) and _same(
             _values(self._tables), self._values
         ):
@@ -250,17 +248,17 @@ class UnmanagedGrads:
             self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
         self._own = [parameter for key, parameter in own.items() if key not in stepped]
         self._ours = stepped | own.keys()
-        # The gathered weights of shards are leaves, too, and their gradients are still to be reduced.
+        # The gathered weights of shards are leaves, too, but their gradients are not yet reduced.
         self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
         self._known_pairs = [weakref.ref(own) for own in pairs]
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._values = _values(self._tables)
 
     def _refuse_replaced(self, gone: Iterable[Tensor]) -> None:
-        """FSDP2 has shards and gathered weights take turns in a model; only shards that came later replace plain parameters.
+        """Refuse a model that was sharded after it was prepared. FSDP2 itself only swaps shards for gathered weights.
 
         Raises:
-            OrderError: they did, so nothing would move the model.
+            OrderError: one of ``gone`` is no shard, so the optimizer would move parameters outside of the model.
         """
         if not all(map(is_shard, gone)):
             raise OrderError(
@@ -273,7 +271,7 @@ _NOTHING: Final = StashedGrads([])
 
 
 def _leaves_of(root: Node) -> list[Tensor]:
-    """The tensors whose gradient a backward pass from ``root`` writes."""
+    """The tensors whose ``.grad`` a backward pass from ``root`` writes."""
     seen, stack, ends = {root}, [root], list[Node]()
     while stack:
         node = stack.pop()
@@ -288,7 +286,7 @@ def _leaves_of(root: Node) -> list[Tensor]:
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
-    """The values of the dicts in which modules hold parameters and layers. Read in every step, so in a loop that runs in C."""
+    """The values of the dicts in which modules hold parameters and layers. Runs in every pass, so it loops in C."""
     return list(chain.from_iterable(map(dict[str, Any].values, tables)))
 
 

@@ -1,4 +1,4 @@
-"""The parameters of one optimizer: what autograd writes the gradient of, and what the optimizer steps."""
+"""The parameters of one optimizer as pairs: the model parameter, and the main parameter that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ParamPair(NamedTuple):
 
 
 class ParamPairs(list[ParamPair]):
-    """Some pairs, never changed once made, with their sides as lists: a step goes through these in loops that run in C.
+    """A list of pairs, never changed. Each side is also a list of its own, because steps loop over a side in C.
 
     Attributes:
         model_params: of all pairs.
         main_params: of all pairs.
         unmastered: parameters without a master.
         low_params: parameters with a master.
-        masters: their masters, or the placeholders of an optimizer that keeps remainders instead.
+        masters: the masters of ``low_params``, or placeholders if the optimizer keeps remainders instead.
     """
 
     def __init__(self, pairs: Iterable[ParamPair] = ()) -> None:
@@ -50,7 +50,7 @@ class ParamPairs(list[ParamPair]):
 
     @cached_property
     def smallest(self) -> ParamPair | None:
-        """The smallest pair with a master: where a sentinel costs least."""
+        """The smallest pair with a master, where a sentinel needs the least memory; None if no pair has one."""
         sizes = list(map(Tensor.numel, self.low_params))
         index = sizes.index(min(sizes)) if sizes else None
         return None if index is None else ParamPair(self.low_params[index], self.masters[index])
@@ -65,10 +65,10 @@ class ParamPairs(list[ParamPair]):
         return list(compress(self.main_params, map(is_not, grads, repeat(None))))
 
     def has_low_gradient(self, beside: Tensor | None = None) -> bool:
-        """Whether a parameter with a master holds a gradient itself, which no optimizer would read.
+        """Whether a parameter with a master has a ``.grad`` of its own, which no optimizer reads.
 
         Args:
-            beside: a gradient that does not count.
+            beside: a gradient to ignore.
         """
         return not {id(None), id(beside)}.issuperset(map(id, gradients_of(self.low_params)))
 
@@ -78,12 +78,12 @@ class ParamTable:
 
     Attributes:
         members: the parameters in the groups, in order.
-        main_params: for each of them, what holds its unscaled gradient: a master, the parameter
-            itself, or the placeholder of a remainder.
-        model_params: for each, the low parameter it is the master of, or itself.
+        main_params: for each member, the holder of its unscaled gradient: a master, the parameter itself, or the
+            placeholder of a remainder.
+        model_params: for each member, the low-precision parameter of that master, or the member itself.
         all_pairs: every pair once, frozen parameters included.
-        pairs: the trainable ones, and those frozen with a gradient that a step has kept: optimizers step that, too.
-        master_indices: by which :class:`~halfpeak.state.masters.Masters` knows the masters among them.
+        pairs: the trainable pairs, and frozen ones with a gradient on the main parameter, because optimizers step it.
+        master_indices: the indices in :class:`~halfpeak.state.masters.Masters` of the members that are masters.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
@@ -101,7 +101,7 @@ class ParamTable:
         )
 
     def pairs_of(self, window: ParamPairs | None) -> ParamPairs:
-        """The trainable pairs, and those frozen inside ``window`` whose gradients still belong to it."""
+        """:attr:`pairs`, and the pairs of ``window`` that were frozen since but have a gradient of the window."""
         if window is None or window is self.pairs:
             return self.pairs
         own = {id(pair.model): pair for pair in self.pairs}
@@ -110,20 +110,20 @@ class ParamTable:
         }
         if not frozen:
             return self.pairs
-        # In the order of the groups, in which squares are added up.
+        # In the order of the groups, because a norm adds up squares in that order.
         wanted = own | frozen
         places = [id(pair.model) for pair in self.all_pairs]
         return ParamPairs([wanted[key] for key in dict.fromkeys([*places, *frozen]) if key in wanted])
 
     def grad_holders(self, window: ParamPairs | None) -> list[Tensor]:
-        """Every tensor that may hold a gradient of ``window``, which may have begun with other groups."""
+        """Every tensor that may hold a gradient of ``window``, whose pairs may be those of earlier groups."""
         own = [*self.model_params, *self.main_params]
         if window is None or window is self.pairs:
             return own
         return [*own, *window.model_params, *window.main_params]
 
     def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the same parameters are in the groups and the same of them are trainable, or have masters."""
+        """Whether groups, ``requires_grad`` and the number of masters are as they were when the table was made."""
         return (
             len(self._masters) == self._num_masters
             and are_params_of(optimizer, self.members)

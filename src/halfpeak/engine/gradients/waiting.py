@@ -1,4 +1,4 @@
-"""Low gradients that wait, scaled, for a later pass of the window to add to: they are added up in float32."""
+"""Float32 sums of low-precision gradients that wait, scaled, for a later pass of the window to add to them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfpeak.ops.foreach import are_dense
 
 
 class WaitingGrads:
-    """Sets low gradients aside in a backward pass after which they still wait, and adds the new ones to them.
+    """Stashes waiting gradients during a delayed backward pass, and adds the new ones to them in float32.
 
-    Autograd would add in their own dtype and lose digits with every pass. So each is rounded from the float32 sum of all
-    passes; the last pass, which may reduce them over ranks, finds it where autograd adds.
+    Autograd would add in the low dtype and lose digits with every pass. Here each ``.grad`` is the float32 sum of all
+    passes, rounded. The last pass, which may reduce gradients over ranks, lets autograd add to that ``.grad``.
 
     Args:
-        parameters: low ones, before the pass.
+        parameters: low-precision parameters, before the pass.
         sums: of earlier passes, by ``id`` of the parameter.  # f32[...]
     """
 
@@ -26,19 +26,19 @@ class WaitingGrads:
         self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for parameter in parameters:
             grad = parameter.grad
-            # What is sparse or has a graph is left for autograd to add to.
+            # A sparse gradient, or one with a graph, stays in place for autograd to add to.
             if grad is not None and are_dense([grad]):
                 self._held.append((parameter, grad, sums.get(id(parameter))))
                 parameter.grad = None
 
     def put_back(self, like: Tensor) -> dict[int, Tensor]:
-        """After the pass: put back what was set aside, with the new gradients added.
+        """After the pass: restore the stashed gradients, with the new ones added.
 
         Args:
-            like: a scalar on their device.
+            like: a scalar on the device of the gradients.
 
         Returns:
-            The sums now, of parameters that several passes have reached.  # f32[...]
+            The new sums, of parameters that several passes have reached.  # f32[...]
         """
         sums: dict[int, Tensor] = {}
         added: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The window: where the gradients of the step to come are, as one value, and every transition between its states.
+"""The accumulation window of one optimizer: the state of the next step's gradients as one value, and its transitions.
 
 ::
 
@@ -6,10 +6,10 @@
     Empty                     -backward, for fused->  Pending
     Empty | Scaled | Unscaled -backward, delayed--->  Scaled
     Scaled | Unscaled         -backward------------>  Unscaled
-    Pending                   -somebody reads------>  Unscaled
+    Pending                   -user code reads----->  Unscaled
     any                       -step, drop---------->  Empty
 
-A value is never edited. What is not in the table raises :class:`~halfpeak.OrderError` and names the call to write.
+A value is never edited. Any other transition raises :class:`~halfpeak.OrderError`, which names the call to write.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 class GradSnapshot:
-    """The gradients of some tensors at one moment: notices when one is replaced, dropped or written in place."""
+    """The gradients of some tensors at one moment. Detects when one is replaced, dropped or written in place."""
 
     __slots__ = ("_grads", "_versions", "_written", "holders")
 
@@ -47,17 +47,17 @@ class GradSnapshot:
 
     @classmethod
     def of_present(cls, tensors: Sequence[Tensor]) -> GradSnapshot:
-        """Of those of the tensors that have a gradient."""
+        """Take a snapshot of the tensors that have a gradient, and leave out the others."""
         grads = gradients_of(tensors)
         present = list(map(is_not, grads, repeat(None)))
         return cls(compress(tensors, present), list(compress(grads, present)))
 
     def unchanged(self) -> bool:
-        """Whether every gradient is as it was."""
+        """Whether every gradient is the same tensor as in the snapshot, without an in-place write since."""
         return self.holds(gradients_of(self.holders))
 
     def holds(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether these are the gradients of the snapshot, in its order, and nobody has written to them."""
+        """Whether ``grads`` are the snapshot's tensors, in its order, without an in-place write since."""
         return (
             len(grads) == len(self._grads)
             and all(map(is_, grads, self._grads))
@@ -70,7 +70,7 @@ class GradSnapshot:
         return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
 
     def changed(self) -> list[Tensor]:
-        """The tensors whose gradient is not as it was."""
+        """The tensors whose gradient differs from the snapshot."""
         if self.unchanged():
             return []
         versions = iter(self._versions)
@@ -82,7 +82,7 @@ class GradSnapshot:
         ]
 
     def changed_or_new(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Which of ``grads``, those of ``tensors``, are not as in the snapshot, or were not in it."""
+        """Those of ``grads``, the gradients of ``tensors``, that differ from the snapshot or are not in it."""
         if self.holds([grad for grad in grads if grad is not None]):
             return []
         known = set(map(id, self.holders)).difference(map(id, self.changed()))
@@ -90,17 +90,18 @@ class GradSnapshot:
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether a gradient is what it was, or lies elsewhere: ``DistributedDataParallel`` moves those in its buckets once."""
+    """Whether a gradient is the same tensor or an equal one: ``DistributedDataParallel`` moves it to a bucket once."""
     if now is before or now is None or before is None or now.dtype is not before.dtype:
         return now is before
     return are_dense([now, before]) and torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
 
 class Sentinel(NamedTuple):
-    """A gradient placed on one parameter that has none, to notice ``zero_grad()``.
+    """A gradient placed on one parameter that has none, to detect ``zero_grad()``.
 
-    Gradients lie on low parameters, scaled, or on their masters, unscaled. ``zero_grad()`` of the model reaches the first
-    only, that of the optimizer the second, and either means both: so the side without gradients has a sentinel.
+    Gradients are either scaled, on low-precision parameters, or unscaled, on their masters. ``model.zero_grad()``
+    reaches only low parameters, ``optimizer.zero_grad()`` only masters. Both drop the window: the other side has a
+    sentinel.
     """
 
     holder: Tensor
@@ -109,17 +110,17 @@ class Sentinel(NamedTuple):
 
     @classmethod
     def place(cls, holder: Tensor, value: float) -> Sentinel:
-        """Fill the gradient of a parameter that has none."""
+        """Give a parameter without a gradient one that is filled with ``value``."""
         grad = torch.full_like(holder, value, requires_grad=False)
         holder.grad = grad
         return cls(holder, grad, grad._version)
 
     def unchanged(self) -> bool:
-        """Whether it is as it was placed."""
+        """Whether the sentinel is still in place, without an in-place write."""
         return self.holder.grad is self.grad and self.grad._version == self.version
 
     def is_zeroed(self) -> bool:
-        """Whether ``zero_grad()`` was called, and not another backward pass or a clip."""
+        """Whether ``zero_grad()`` was called. A backward pass or a clip changes the sentinel, too, but not to zero."""
         return not self.unchanged() and is_zero(self.holder.grad)
 
     def remove(self) -> None:
@@ -128,11 +129,11 @@ class Sentinel(NamedTuple):
 
 
 class Empty(NamedTuple):
-    """No gradients.
+    """The window holds no gradients.
 
     Attributes:
         found_inf: zero.  # f32[]
-        pairs: None: the parameters are those in the groups now.
+        pairs: None, because the parameters are the ones now in the optimizer's groups.
     """
 
     found_inf: Tensor
@@ -140,14 +141,14 @@ class Empty(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """Unscaled gradients lie where the optimizer reads them.
+    """The gradients are unscaled, on the parameters that the optimizer reads.
 
     Attributes:
         found_inf: 1 if a gradient of the window was not finite.  # f32[]
         pairs: the parameters at the last backward pass.
-        snapshot: of the gradients, to notice ``zero_grad()`` and edits.
-        sentinel: :data:`LOW_SENTINEL` on a low parameter, or None where there is none that is free.
-        is_edited: whether ``found_inf`` is of edited gradients; the loss scale moves by that of the backward passes.
+        snapshot: of the gradients, to detect ``zero_grad()`` and edits.
+        sentinel: :data:`LOW_SENTINEL` on a low parameter; None if no low parameter is free for one.
+        is_edited: whether ``found_inf`` describes edited gradients. The loss scale still follows the backward passes.
     """
 
     found_inf: Tensor
@@ -158,19 +159,19 @@ class Unscaled(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """Gradients lie scaled where autograd left them, and the next backward pass of the window adds to them.
+    """The gradients are scaled where autograd left them, and the next backward pass of the window adds to them.
 
-    This is the window after ``delay_unscale=True``, under ``no_sync``, and between the passes of one over float32 weights.
+    A window is in this state after ``delay_unscale=True``, under ``no_sync``, and between passes over float32 weights.
 
     Attributes:
-        found_inf: of what was unscaled before, in the same window.  # f32[]
+        found_inf: of the gradients that were unscaled earlier in the same window.  # f32[]
         pairs: the parameters at the last backward pass.
-        snapshot: of the gradients, scaled or not.
-        scaler: whose scale it is.
-        scale: what the losses were multiplied by.  # f32[]
-        stashed: unscaled gradients of the window set aside meanwhile, by ``id`` of the model parameter.
-        sentinel: a zero on a master, or None where no master is free.
-        sums: float32 sums of the gradients of several passes, which low parameters hold rounded, by ``id`` of the parameter.
+        snapshot: of the gradients, scaled and unscaled.
+        scaler: the owner of ``scale``.
+        scale: the factor of the losses.  # f32[]
+        stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter.
+        sentinel: a zero on a master, or None if no master is free for one.
+        sums: float32 sums over several passes, by ``id`` of the low parameter, whose own gradient is the sum rounded.
     """
 
     found_inf: Tensor
@@ -184,25 +185,25 @@ class Scaled(NamedTuple):
 
     @property
     def is_armed(self) -> bool:
-        """Whether edits are noticed; a backward pass that has begun adds to the gradients itself."""
+        """Whether edits are detected. False during a backward pass, because autograd itself writes the gradients."""
         return self.sentinel is not None or bool(self.snapshot.holders)
 
     def unedited_sums(self) -> dict[int, Tensor]:
-        """:attr:`sums` of the parameters whose gradients nobody has written since."""
+        """:attr:`sums` of the parameters whose gradients are unchanged since the snapshot."""
         edited = set(map(id, self.snapshot.changed()))
         return {key: total for key, total in self.sums.items() if key not in edited}
 
 
 class Pending(NamedTuple):
-    """The scaled gradients of the window's only backward pass, left for the step of a fused optimizer to read.
+    """The gradients of the window's only backward pass are scaled, left for the step of a fused optimizer to read.
 
     Attributes:
-        found_inf: as of the last reading: zero until the step.  # f32[]
+        found_inf: zero until the step reads the gradients, unless the loss was not finite.  # f32[]
         pairs: the parameters at the backward pass.
         snapshot: of the gradients.
-        scale: what the loss was multiplied by.  # f32[]
-        pass_found_inf: of the backward pass; written once the gradients have been read.  # f32[]
-        sentinel: :data:`PENDING_SENTINEL` on a master, or None where there is no master.
+        scale: the factor of the loss.  # f32[]
+        pass_found_inf: of the backward pass; written when the gradients are read.  # f32[]
+        sentinel: :data:`PENDING_SENTINEL` on a master, or None if there is no master.
     """
 
     found_inf: Tensor
@@ -216,23 +217,23 @@ class Pending(NamedTuple):
 Window: TypeAlias = Empty | Unscaled | Scaled | Pending
 
 PENDING_SENTINEL: Final = 2.0**-100
-"""Too small to change an update, and still above zero when somebody multiplies gradients: to be told from ``zero_grad()``."""
+"""Too small to change an update. Unlike after ``zero_grad()``, it is above zero if user code multiplies gradients."""
 
 LOW_SENTINEL: Final = 2.0**-14
-"""The smallest normal number of float16: to be told from zero when somebody multiplies it."""
+"""The smallest normal number of float16: above zero if user code multiplies gradients, unlike after ``zero_grad()``."""
 
 NOTHING_STASHED: Final[Mapping[int, Tensor]] = MappingProxyType({})
 
 
 def scale_for_backward(windows: Sequence[Window], scaler: LossScaler) -> Tensor:
-    """The scale of the coming backward pass: the scaler's, or the one that waiting gradients have.  # f32[]
+    """The scale of the next backward pass: the scale of the gradients that wait, else the scaler's.  # f32[]
 
     Args:
         windows: of all optimizers whose parameters the pass reaches.
-        scaler: of its loss.
+        scaler: of the loss.
 
     Raises:
-        OrderError: gradients wait that another loss scaler, or another scale, has scaled.
+        OrderError: gradients wait under another loss scaler or another scale.
     """
     waiting = [window for window in windows if isinstance(window, Scaled)]
     if any(window.scaler is not scaler or window.scale is not waiting[0].scale for window in waiting):
@@ -244,14 +245,14 @@ def scale_for_backward(windows: Sequence[Window], scaler: LossScaler) -> Tensor:
 
 
 def after_backward(window: Window, pairs: ParamPairs, found_inf: Tensor) -> Unscaled:
-    """A backward pass was unscaled and accumulated; or somebody reads what was pending.
+    """The window after gradients of a backward pass, or pending gradients, were unscaled and accumulated.
 
     Args:
         window: before.
         pairs: the parameters at the pass.
         found_inf: of the pass.  # f32[]
     """
-    # The optimizers of one backward pass may belong to two runs, which may live on two devices.
+    # The optimizers of one backward pass may belong to two engines, on two devices.
     found_inf = torch.maximum(window.found_inf, found_inf.to(window.found_inf.device))
     is_edited = isinstance(window, Unscaled) and window.is_edited
     return Unscaled(found_inf, pairs, GradSnapshot.of_present(pairs.main_params), is_edited=is_edited)
@@ -265,15 +266,15 @@ def after_delayed_backward(
     stashed: Mapping[int, Tensor],
     sums: Mapping[int, Tensor],
 ) -> Scaled:
-    """The gradients of a backward pass stay scaled.
+    """The window after a backward pass whose gradients stay scaled.
 
     Args:
         window: before.
         pairs: the parameters at the pass.
-        scaler: whose scale it is.
-        scale: what the loss was multiplied by.  # f32[]
+        scaler: the owner of ``scale``.
+        scale: the factor of the loss.  # f32[]
         stashed: unscaled gradients that were set aside before the pass, by ``id`` of the parameter.
-        sums: float32 sums of gradients that are rounded where they lie, by ``id`` of the parameter.
+        sums: see :class:`Scaled`.
     """
     if isinstance(window, Scaled):
         stashed = {**window.stashed, **stashed}
@@ -281,7 +282,7 @@ def after_delayed_backward(
 
 
 def rearmed(window: Scaled) -> Scaled:
-    """``window`` with its sentinel placed, and a snapshot of the gradients as they are now."""
+    """``window`` with a sentinel placed, and a snapshot of the gradients as they are now."""
     low = [parameter for parameter in window.pairs.low_params if parameter.grad is not None]
     snapshot = GradSnapshot([*window.pairs.with_gradient(), *low])
     free = [master for master in window.pairs.masters if master.grad is None]
@@ -290,13 +291,13 @@ def rearmed(window: Scaled) -> Scaled:
 
 
 def disarmed(window: Scaled) -> Scaled | None:
-    """``window`` with its sentinel taken away, before something adds to it; None if ``zero_grad()`` dropped its gradients.
+    """``window`` without its sentinel, before gradients are added; None if ``zero_grad()`` dropped its gradients.
 
-    Where one parameter's gradient was dropped, so is what was set aside of it. With a loss scale that is always 1, gradients
-    may be edited: scaled and unscaled ones are the same.
+    If user code dropped one parameter's gradient, its stashed gradient is dropped, too. A loss scale that is always 1
+    allows edits, except of parameters with a stashed gradient, because scaled and unscaled gradients are equal.
 
     Raises:
-        OrderError: somebody has edited gradients that wait scaled.
+        OrderError: user code edited gradients that wait scaled.
     """
     sentinel, changed = window.sentinel, window.snapshot.changed()
     if sentinel is not None and not sentinel.unchanged():
@@ -305,13 +306,13 @@ def disarmed(window: Scaled) -> Scaled | None:
     edited = [holder for holder in changed if id(holder) not in gone]
     if any(id(holder) in window.stashed for holder in edited) or not is_unit(window.scaler):
         refuse_edits([holder.grad for holder in edited])
-    # The model reaches its low parameters, the optimizer their masters, and both the others.
+    # model.zero_grad() reaches low parameters, optimizer.zero_grad() masters, and both the parameters without a master.
     held = set(map(id, window.snapshot.holders))
     for side in (window.pairs.low_params, window.pairs.main_params):
         if gone and gone.issuperset(reached := held.intersection(map(id, side))) and reached:
             if window.pairs.low_params or all(holder.grad is None for holder in changed):
                 return None
-            # Optimizers step zeros, by their momentum and weight decay, so these stay.
+            # zero_grad(set_to_none=False): the zeros stay, because optimizers step zeros by momentum and weight decay.
             window = window._replace(found_inf=torch.zeros_like(window.found_inf))
     if sentinel is not None:
         sentinel.remove()
@@ -321,17 +322,17 @@ def disarmed(window: Scaled) -> Scaled | None:
 
 
 def watched(window: Unscaled, low: Tensor) -> Unscaled:
-    """``window`` with a sentinel on a low parameter, if that has no gradient of its own."""
+    """``window`` with a sentinel on the parameter ``low``, unless ``low`` has a gradient."""
     if window.sentinel is not None or low.grad is not None:
         return window
     return window._replace(sentinel=Sentinel.place(low, LOW_SENTINEL))
 
 
 def unwatched(window: Unscaled) -> Unscaled | None:
-    """``window`` without its sentinel; None if ``model.zero_grad()`` dropped the gradients, as far as it could reach them.
+    """``window`` without its sentinel; None if user code called ``model.zero_grad()``, which drops the window.
 
     Raises:
-        OrderError: somebody has written to the gradients of low parameters, where there are none.
+        OrderError: user code wrote to ``.grad`` of low parameters, but the gradients are on the masters.
     """
     sentinel = window.sentinel
     if sentinel is None:
@@ -366,15 +367,15 @@ def left_for_step(
     *,
     unit: bool,
 ) -> Pending:
-    """The gradients of a window's only backward pass are left for a fused optimizer's step.
+    """The window whose only backward pass leaves its gradients for the step of a fused optimizer.
 
     Args:
         window: before.
         pairs: the parameters at the pass.
         snapshot: of their gradients.
-        scale: what the loss was multiplied by.  # f32[]
-        pass_found_inf: where the finding is written when the gradients are read.  # f32[]
-        unit: whether the scale is always 1: then the gradients of parameters without a master may be edited.
+        scale: the factor of the loss.  # f32[]
+        pass_found_inf: see :class:`Pending`.  # f32[]
+        unit: whether the scale is always 1. Gradients of parameters without a master may then be edited.
     """
     snapshot = GradSnapshot(pairs.low_params) if unit else snapshot
     smallest = pairs.smallest
@@ -383,7 +384,7 @@ def left_for_step(
 
 
 def scaled_by_user(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scaled:
-    """The caller has run a backward pass himself, from a loss times the scale of ``scaler``."""
+    """The window after user code called ``backward()`` itself, on the loss times the scale of ``scaler``."""
     scale, none = scaler.state.scale, NOTHING_STASHED
     return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, none, None, none)
 
@@ -392,7 +393,7 @@ def check_step(window: Window) -> None:
     """Refuse to step gradients that are still scaled.
 
     Raises:
-        OrderError: the last backward pass was not synchronised over ranks.
+        OrderError: the last backward pass was delayed, or not synchronised over ranks.
     """
     if isinstance(window, Scaled):
         raise OrderError(
@@ -402,11 +403,11 @@ def check_step(window: Window) -> None:
 
 
 def check_user_step(window: Window, *, allowed: bool) -> None:
-    """Refuse an ``optimizer.step()`` that the user calls in the middle of a window.
+    """Refuse an ``optimizer.step()`` that user code calls inside a window.
 
     Args:
         window: of the optimizer.
-        allowed: whether the caller may step in place of the engine.
+        allowed: whether user code may step in place of the engine.
 
     Raises:
         OrderError: gradients are still scaled, or the engine is to step them.
@@ -421,14 +422,10 @@ def check_user_step(window: Window, *, allowed: bool) -> None:
 
 
 def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
-    """Refuse a step after a backward pass that the engine has not seen: nothing would move.
-
-    Args:
-        window: of the step.
-        pairs: the parameters.
+    """Refuse a step if low parameters have gradients of their own: the optimizer reads masters, so nothing would move.
 
     Raises:
-        OrderError: ``loss.backward()`` was called on the loss itself.
+        OrderError: user code called ``loss.backward()`` on the loss itself.
     """
     sentinel = window.sentinel if isinstance(window, Unscaled) else None
     if pairs.has_low_gradient(None if sentinel is None else sentinel.grad):
@@ -440,14 +437,10 @@ def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
 
 
 def refuse_only_unseen_backward(window: Window, pairs: ParamPairs) -> None:
-    """Refuse an engine's step of gradients of which the engine has seen no backward pass: no loss scale was in it.
-
-    Args:
-        window: of the step.
-        pairs: the parameters.
+    """Refuse ``engine.step()`` if all gradients come from backward passes outside the engine: no loss was scaled.
 
     Raises:
-        OrderError: ``loss.backward()`` was called on the loss itself.
+        OrderError: user code called ``loss.backward()`` on the loss itself.
     """
     if isinstance(window, Empty) and pairs.with_gradient():
         raise OrderError(
@@ -458,7 +451,7 @@ def refuse_only_unseen_backward(window: Window, pairs: ParamPairs) -> None:
 
 
 def is_zero(grad: Tensor | None) -> bool:
-    """Whether ``zero_grad()`` may have left this. Waits for the device."""
+    """Whether ``grad`` is None or all zeros, as ``zero_grad()`` leaves it. Waits for the device."""
     return grad is None or not bool(grad.any())
 
 
@@ -468,13 +461,13 @@ def is_unit(scaler: LossScaler) -> bool:
 
 
 def refuse_edits(grads: Iterable[Tensor | None]) -> None:
-    """Refuse what somebody wrote into gradients that wait scaled, for the next backward pass or a fused optimizer's step.
+    """Refuse gradients that user code wrote while scaled gradients wait for a backward pass or a fused step.
 
-    The value written is ambiguous: was it meant scaled or unscaled? Zeros are allowed in a parameter's own dtype, as
-    ``zero_grad(set_to_none=False)`` writes them.
+    Such a value is ambiguous: it may be meant scaled or unscaled. ``zero_grad(set_to_none=False)`` writes zeros, so
+    zeros are allowed, but not in low-precision gradients, where a clip by an infinite norm may have written them.
 
     Raises:
-        OrderError: something else was written.
+        OrderError: a gradient is sparse, low-precision or not zero.
     """
     present = [grad for grad in grads if grad is not None]
     if any(grad.is_sparse or is_low(grad) or bool(grad.any()) for grad in present):
