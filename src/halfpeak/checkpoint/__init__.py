@@ -1,4 +1,4 @@
-"""Checkpoint files: atomic, verified and made of plain data; and those of other libraries, inspected and converted."""
+"""Checkpoint files: atomic, verified and of plain data; checkpoints of other libraries are inspected and converted."""
 
 from halfpeak.checkpoint.conversion import Conversion, convert
 from halfpeak.checkpoint.file import load, load_plain, previous_path, save, verify

@@ -1,4 +1,4 @@
-"""The files that torch.save and safetensors write, read as data: a pickle or a header, and the bytes that it names."""
+"""Readers for the files of torch.save, pickle.dump and safetensors, which execute nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from halfpeak.checkpoint.safe_unpickle import SafeUnpickler, is_plain_symbol
 from halfpeak.core.errors import CheckpointError
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
-"""The first pickle of a file that torch wrote before 1.6, or with ``_use_new_zipfile_serialization=False``."""
+"""The first pickle in a file of torch before 1.6, or of ``_use_new_zipfile_serialization=False``."""
 
 MAX_HEADER: Final = 100_000_000
 
@@ -35,7 +35,7 @@ _ZIP_ERRORS: Final = (
     ValueError,
     MemoryError,
 )
-"""What zipfile raises for archives that are broken."""
+"""The exceptions that zipfile raises for broken archives."""
 
 _SAFETENSORS: Final = {
     "F64": torch.float64,
@@ -54,17 +54,17 @@ _SAFETENSORS: Final = {
 
 
 class Content(NamedTuple):
-    """What a pickle holds, and the classes and functions that it names beyond those of plain data."""
+    """The content of a file, and the classes and functions that its pickle names, except for those of plain data."""
 
     tree: Any
     symbols: tuple[str, ...]
 
 
 def read_zip(file: BinaryIO) -> Content:
-    """The content of an archive of ``torch.save``, as data.
+    """Read an archive of ``torch.save`` as data.
 
     Raises:
-        CheckpointError: it is broken, packed, or declares more than it holds.
+        CheckpointError: the archive is broken or compressed, or declares more bytes than it holds.
     """
     with _opened(file) as archive:
         name = next((n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")), "data.pkl")
@@ -81,10 +81,10 @@ def read_zip(file: BinaryIO) -> Content:
 
 
 def verified_names(file: BinaryIO) -> list[str]:
-    """The names of the records of an archive, once every checksum in it is verified.
+    """Verify every checksum of an archive; return the names of its records.
 
     Raises:
-        CheckpointError: one is wrong, or the archive is broken.
+        CheckpointError: a checksum is wrong, or the archive is broken.
     """
     with _opened(file) as archive:
         broken = archive.testzip()
@@ -95,7 +95,7 @@ def verified_names(file: BinaryIO) -> list[str]:
 
 @contextmanager
 def _opened(file: BinaryIO) -> Generator[zipfile.ZipFile]:
-    """An archive; what zipfile raises for a broken one becomes a CheckpointError."""
+    """Open an archive, and turn zipfile's exceptions for a broken one into CheckpointError."""
     try:
         with zipfile.ZipFile(file) as archive:
             yield archive
@@ -106,10 +106,10 @@ def _opened(file: BinaryIO) -> Generator[zipfile.ZipFile]:
 
 
 def read_legacy(file: BinaryIO) -> Content:
-    """The content of a file that torch wrote before 1.6, as data: five pickles, then the bytes of each storage.
+    """Read a file of torch before 1.6 as data: five pickles, then the bytes of each storage.
 
     Raises:
-        CheckpointError: it is broken.
+        CheckpointError: the file is broken.
     """
     start, keys, item_sizes = _scan_legacy(file)
     raw: dict[str, bytearray] = {}
@@ -123,10 +123,10 @@ def read_legacy(file: BinaryIO) -> Content:
 
 
 def read_bare(file: BinaryIO) -> Content:
-    """The content of a file of plain ``pickle.dump``, as data.
+    """Read a file of plain ``pickle.dump`` as data.
 
     Raises:
-        CheckpointError: it is broken.
+        CheckpointError: the file is broken.
     """
 
     def refuse(key: str) -> bytearray:
@@ -136,18 +136,18 @@ def read_bare(file: BinaryIO) -> Content:
 
 
 def check_pickles(file: BinaryIO) -> None:
-    """Walk through the pickles of a file of ``torch.save``, without its tensors, and leave the file at its start.
+    """Check the pickles of a file of ``torch.save`` against our limits, without reading tensors; rewind the file.
 
-    ``torch.load(weights_only=True)`` runs no code, and has no limits either: a key of nested tuples ends its process.
-    So this goes first. What else is wrong with a file torch finds itself.
+    Call this before ``torch.load(weights_only=True)``, which runs no code but has no limits: a key of nested tuples
+    ends its process. ``torch.load`` itself finds every other fault.
 
     Raises:
-        CheckpointError: a pickle is broken, or goes beyond a limit of :mod:`~halfpeak.checkpoint.safe_unpickle`.
+        CheckpointError: a pickle is broken, or exceeds a limit of :mod:`~halfpeak.checkpoint.safe_unpickle`.
     """
     file.seek(0)
     if file.read(len(trailer.ZIP_START)) == trailer.ZIP_START:
         with _opened(file) as archive:
-            # Every one: where a name occurs twice, readers differ in which record they take.
+            # All entries: if a name occurs twice, readers differ in which record they use.
             for entry in archive.infolist():
                 if entry.filename.rpartition("/")[2] == "data.pkl":
                     if entry.file_size > 64 * entry.compress_size + 2**20:
@@ -161,10 +161,10 @@ def check_pickles(file: BinaryIO) -> None:
 
 
 def read_safetensors(file: BinaryIO) -> Content:
-    """The tensors of a safetensors file by name: a JSON header that says where each lies, and the bytes.
+    """Read the tensors of a safetensors file by name.
 
     Raises:
-        CheckpointError: the header is broken, or declares what the file does not hold.
+        CheckpointError: the header is broken, or declares bytes that the file does not hold.
     """
     length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER or sys.byteorder != "little":
@@ -187,12 +187,12 @@ def read_safetensors(file: BinaryIO) -> Content:
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:
-    """Whether a file of ``size`` bytes that begins with ``head`` (9 bytes) is one."""
+    """Whether a file of ``size`` bytes that begins with ``head`` (9 bytes) may be a safetensors file."""
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= size - 8
 
 
 def _scan_legacy(file: BinaryIO) -> tuple[int, list[str], dict[str, int]]:
-    """Where the pickle of the content starts, the keys of the storages, and the bytes per element of each."""
+    """The offset of the pickle with the content, the keys of the storages, and the bytes per element of each."""
     reader = SafeUnpickler(file, _left(file))
     if reader.read_value() != MAGIC_NUMBER:
         raise CheckpointError("this is no file of torch.save")
@@ -223,7 +223,7 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     if name not in archive.NameToInfo:
         raise CheckpointError(f"the archive has no record {name!r:.200}")
     entry = archive.getinfo(name)
-    # torch packs nothing: a packed record may be a bomb.
+    # torch never compresses: a compressed record may be a decompression bomb.
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
         raise CheckpointError(f"the record {name!r:.200} is packed; torch.save packs nothing")
     return archive.read(entry)
@@ -240,7 +240,7 @@ def _entry(name: str, entry: Any, data: bytearray) -> Tensor:
         raise CheckpointError(f"the safetensors entry {name!r:.200} has an impossible shape or place")
     if end - begin != prod(shape) * dtype.itemsize or end > len(data):
         raise CheckpointError(f"the safetensors entry {name!r:.200} declares other bytes than it has")
-    # Bytes are copied, because a tensor may begin where its dtype is not aligned.
+    # Copy the bytes, because the offset of a tensor may not be aligned to its dtype.
     raw = data[begin:end]
     try:
         return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)

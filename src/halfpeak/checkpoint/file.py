@@ -1,4 +1,4 @@
-"""Saving and loading one checkpoint file: a crash cannot lose the last good one, and damage is found before use."""
+"""Saving and loading of a checkpoint file: a crash keeps the last complete file, and damage is found before use."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ StrPath = str | os.PathLike[str]
 
 
 def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) -> None:
-    """Write ``state`` to ``path`` so that a complete file exists at every instant, whatever happens meanwhile.
+    """Write ``state`` to ``path`` atomically: a crash at any instant leaves a complete file.
 
-    The data goes to a temporary file in the same directory and through to the disk, and only then takes the name
-    ``path``. The file that had the name becomes ``<name>.previous``, unless it is visibly incomplete and there is one
-    already. A symbolic link at ``path`` is replaced itself; what it points to is not touched. Temporary files that
-    killed writers left in the directory are removed.
+    The data is written to a temporary file in the same directory and synced to the disk; then the file is renamed to
+    ``path``. The file that had this name becomes ``<name>.previous``, unless it is visibly incomplete and a previous
+    file exists. A symbolic link at ``path`` is replaced, and its target is not touched. Temporary files that killed
+    writers left in the directory are removed.
 
     Args:
         state: nested dict, OrderedDict, list and tuple of tensors and None, bool, int, float, str, bytes. Parameters
-            are saved as tensors. A view brings its whole storage along, as in ``torch.save``.
-        keep_previous: whether the replaced file is kept.
+            are saved as tensors. The whole storage of a view is saved, as in ``torch.save``.
+        keep_previous: whether the replaced file is kept as ``<name>.previous``.
 
     Raises:
-        CheckpointError: ``state`` holds something else (the message has the path of keys; no file was touched), or the
-            system refused to write (the old file is where it was).
+        CheckpointError: ``state`` holds a value of another type (the message has its path of keys; no file was changed)
+            or the system refused to write (the old file stays).
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "last.pt"
@@ -57,9 +57,7 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
             trailer.write(file, data)
             file.close()
             _publish(Path(file.name), target, keep_previous)
-    except (
-        Exception
-    ) as error:  # OSError of the system, or whatever torch makes of a tensor that it cannot write
+    except Exception as error:  # OSError, or any exception of torch for a tensor that it cannot write
         raise CheckpointError(
             f"{target} was not written, and what stood there still does: {error}"
         ) from error
@@ -72,15 +70,15 @@ def load(
     """Read a file that :func:`save` wrote.
 
     Trailer, length and digest are checked before anything is unpickled. Then the same open file is read as plain data
-    only: no file can run code, whatever the environment says.
+    only, so no file can run code, whatever torch's environment variables say.
 
     Args:
-        map_location: where the tensors go, as in ``torch.load``; None puts them where they were.
-        fall_back: when the file is damaged or missing, read the previous one instead, with a ``RuntimeWarning``.
+        map_location: the device of the tensors, as in ``torch.load``; None keeps the device that they were saved from.
+        fall_back: if the file is damaged or missing, read the previous file instead, with a ``RuntimeWarning``.
 
     Raises:
         CheckpointError: the file is damaged, missing, foreign, or holds something other than plain data. The message
-            names the previous file when that one is intact.
+            names the previous file if that file is intact.
     """
     target = as_path(path)
     try:
@@ -109,12 +107,12 @@ def load(
 def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu") -> Any:
     """Read a file that another program wrote with ``torch.save``, as plain data only.
 
-    This is ``torch.load(path, weights_only=True)`` with one kind of error. Such a file has no digest: damage that
-    leaves it readable is not noticed.
+    This is ``torch.load(path, weights_only=True)`` with limits and with one type of exception. Such a file has no
+    digest, so damage that leaves it readable is not noticed.
 
     Raises:
-        CheckpointError: the file cannot be read, or needs classes or functions. There is no other way in: such a file
-            is converted where it comes from.
+        CheckpointError: the file cannot be read, or needs classes or functions. Save such a file again as plain data,
+            in the program that wrote it.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "weights.pth"
@@ -128,7 +126,7 @@ def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu"
 
 
 def verify(path: StrPath) -> None:
-    """Check trailer, length and digest of a file, and unpickle nothing.
+    """Check trailer, length and digest of a file without unpickling anything.
 
     Raises:
         CheckpointError: the file is damaged, missing or foreign.
@@ -137,7 +135,7 @@ def verify(path: StrPath) -> None:
 
 
 def previous_path(path: StrPath) -> Path:
-    """Where :func:`save` keeps the file that it replaces.
+    """The path to which :func:`save` moves the file that it replaces.
 
     >>> previous_path("run/last.pt").name
     'last.pt.previous'
@@ -147,10 +145,10 @@ def previous_path(path: StrPath) -> Path:
 
 
 def as_path(path: StrPath) -> Path:
-    """The path, if it is one.
+    """Convert a path to ``Path``.
 
     Raises:
-        ConfigTypeError: it is not.
+        ConfigTypeError: the value is not a path.
     """
     try:
         return Path(path)
@@ -183,10 +181,10 @@ def _publish(source: Path, target: Path, keep_previous: bool) -> None:
 
 
 def _keep(target: Path, previous: Path) -> bool:
-    """Give the file at ``target`` a second name; True if it had to lose the first one for that."""
+    """Keep the file at ``target`` as ``previous`` too; True if it was renamed, because it could not be hard-linked."""
     if not os.path.lexists(target):
         return False
-    # A writer killed in between left both names on one file, and a broken file must not displace a good one.
+    # A writer that was killed here leaves both names on one file. A broken file must not replace a good previous one.
     if os.path.lexists(previous) and (
         os.path.samestat(target.lstat(), previous.lstat()) or not trailer.looks_complete(target)
     ):
@@ -198,8 +196,8 @@ def _keep(target: Path, previous: Path) -> bool:
         os.replace(target, previous)
         return True
     try:
-        # In one step: a link under the name itself would need the older file removed first. The spare name is gone where
-        # another writer of this file took it for stale; that one keeps a file too.
+        # os.replace() is atomic; os.link() straight to `previous` would need the older file removed first. The spare
+        # name is missing if another writer removed it as stale; that writer keeps a previous file, too.
         with suppress(FileNotFoundError):
             os.replace(spare, previous)
     finally:
@@ -208,7 +206,7 @@ def _keep(target: Path, previous: Path) -> bool:
 
 
 def _sync_directory(target: Path) -> None:
-    """Make the new name survive a power loss."""
+    """Sync the directory, so that the new name survives a power loss."""
     if os.name != "posix":
         return
     try:
@@ -218,7 +216,7 @@ def _sync_directory(target: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        # A file system without this call, or a directory that may be written but not read: nothing more can be done.
+        # The file system cannot sync directories, or the directory may be written but not read: both are accepted.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
             raise CheckpointError(
                 f"{target} was written, but may not survive a power loss: {error}"
@@ -234,7 +232,7 @@ def _unpickle(file: BinaryIO, map_location: Any, refusal: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong; of torch's words without the advice to turn the protection off."""
+    """The cause of an error; torch's message without its advice to set ``weights_only=False``."""
     if isinstance(error, CheckpointError):
         return str(error)
     lines = (line.rpartition("WeightsUnpickler error: ")[2] for line in str(error).splitlines())

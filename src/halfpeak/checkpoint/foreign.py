@@ -1,4 +1,4 @@
-"""The former name of :mod:`halfpeak.checkpoint.scaler_states`, which rewritten training scripts still import."""
+"""The former name of :mod:`halfpeak.checkpoint.scaler_states`, for scripts that still import it."""
 
 from __future__ import annotations
 

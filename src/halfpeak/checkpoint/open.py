@@ -1,4 +1,4 @@
-"""What kind of file or folder a checkpoint is, whether it is whole, and what it holds; nothing in it is executed."""
+"""Opens a checkpoint of any kind: detects the kind of file or folder, checks for damage and reads it as data."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from halfpeak.checkpoint.dcp import METADATA, read_dcp
 from halfpeak.checkpoint.file import StrPath, as_path, load, load_plain
 from halfpeak.core.errors import CheckpointError
 
-_LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # its first pickle, a magic number
+_LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # archives.MAGIC_NUMBER, pickled
 _HEAD: Final = 32
 _FOREIGN: Final = {b"\x89HDF": "an HDF5 file", b"GGUF": "a GGUF file", b"\x93NUMPY": "a NumPy array"}
 _SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".pkl", ".ckpt", ".safetensors"})
 
 
 RUN_FILE: Final = "checkpoint.pt"
-"""What stands for a folder of ``halfpeak train``."""
+"""The checkpoint in a folder of ``halfpeak train``; opening the folder opens this file."""
 
 
 class Folder(dict[str, Any]):
-    """The contents of the files in a folder, by their names."""
+    """The contents of the files in a folder, by file name."""
 
 
 @dataclass(kw_only=True)
 class Opened:
-    """What was found at a path.
+    """An opened checkpoint, or the reason why it cannot be read.
 
     Attributes:
         container: the kind of file, in words.
         size: bytes.
-        integrity: what is known about damage, in words.
-        tree: the content; for a folder, a :class:`Folder`. Objects of classes are records in it.
-        symbols: classes and functions that the file wants, beyond plain data; empty for plain data.
-        unread: why there is no ``tree``, or nothing.
-        notes: what is odd about the file itself.
+        integrity: which checksums are right or wrong, in words.
+        tree: the content; for a folder of files, a :class:`Folder`. Objects that are not plain data are records.
+        symbols: classes and functions that loading the file would import; empty for plain data.
+        unread: why there is no ``tree``; empty if there is one.
+        notes: oddities of the file itself.
     """
 
     path: Path
@@ -52,15 +52,15 @@ class Opened:
 
     @property
     def damaged(self) -> bool:
-        """Whether it is known to be damaged."""
+        """Whether a check found damage."""
         return self.integrity.startswith("damaged")
 
 
 def open_any(path: StrPath) -> Opened:
     """Open a checkpoint of any kind, as data.
 
-    What ``torch.load(weights_only=True)`` takes is read by it. What it refuses is read by
-    :class:`~halfpeak.checkpoint.safe_unpickle.SafeUnpickler`, which knows no way to import or call anything.
+    A file that ``torch.load(weights_only=True)`` refuses is read by
+    :class:`~halfpeak.checkpoint.safe_unpickle.SafeUnpickler`, which cannot import or call anything.
 
     Raises:
         CheckpointError: there is no such file, or it cannot be opened.
@@ -87,7 +87,7 @@ def _open_file(path: Path) -> Opened:
 
 
 def _read(opened: Opened, file: BinaryIO) -> None:
-    """Say what kind of file it is, and read it."""
+    """Detect the kind of a file, and read it."""
     head = file.read(_HEAD)
     file.seek(max(0, opened.size - trailer.SIZE))
     if file.read(len(trailer.MAGIC)) == trailer.MAGIC:
@@ -140,7 +140,7 @@ def _read_zip(opened: Opened, file: BinaryIO) -> None:
 
 
 def _read_pickled(opened: Opened, file: BinaryIO, read: Callable[[BinaryIO], archives.Content]) -> None:
-    """Read what torch reads as plain data; where it refuses, what ``read`` finds."""
+    """Read a file with ``torch.load(weights_only=True)``; if torch refuses it, with ``read``."""
     try:
         opened.tree = load_plain(opened.path)
     except CheckpointError as refusal:

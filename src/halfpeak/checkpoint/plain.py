@@ -12,7 +12,7 @@ from halfpeak.core.errors import CheckpointError
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DEPTH: Final = 100
-# torch's restricted reader has no opcode for longer integers, and none at all for b"".
+# torch.load(weights_only=True) cannot read longer integers, and cannot read b"" at all.
 MAX_INT_BITS: Final = 2000
 
 _ALLOWED: Final = "tensors, None, bool, int, float, str, bytes, and dict, OrderedDict, list or tuple of these"
@@ -20,20 +20,20 @@ _OPEN: Final = object()
 
 
 def plain(value: Any, where: str = "state") -> Any:
-    """A copy of nested containers that holds plain data only.
+    """A copy of nested containers that is checked to hold plain data only.
 
-    Containers are rebuilt; tensors are detached and share their storage with the originals. So what comes out carries
-    no Python attributes and no autograd graph, a ``Parameter`` is a tensor in it, and an object met twice is one object
-    still. An ``OrderedDict`` keeps the ``_metadata`` that ``Module.state_dict`` hangs on it.
+    The copy has new containers, and detached tensors that share storage with the originals. So it has no Python
+    attributes and no autograd graph, and a ``Parameter`` becomes a tensor. An object that occurs twice is still one
+    object in the copy. An ``OrderedDict`` keeps the ``_metadata`` attribute of ``Module.state_dict``.
 
-    Types are compared exactly: a subclass (a namedtuple, an enum, a NumPy scalar, a DTensor) would pull its class into
-    the file, and ``weights_only=True`` would then refuse to read it back.
+    Subclasses of the allowed types (a namedtuple, an enum, a NumPy scalar, a DTensor) are refused, because the file
+    would name their class and ``weights_only=True`` could not read it back.
 
     Args:
-        where: how messages call the root.
+        where: the name of the root in error messages.
 
     Raises:
-        CheckpointError: a value of another type, with the path of keys that leads to it.
+        CheckpointError: a value has another type. The message has the path of keys that leads to it.
 
     >>> plain({"step": 3, "lr": [0.1, None]})
     {'step': 3, 'lr': [0.1, None]}
@@ -63,7 +63,7 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
     elif kind is dict or kind is OrderedDict:
         copy = kind(
             (_check_key(key, where), _copy(item, f"{where}[{key!r}]", depth + 1, seen))
-            # Through the type, because a file can hang an attribute called `items` on an OrderedDict.
+            # Not value.items(), because a file can set an attribute called `items` on an OrderedDict.
             for key, item in kind.items(value)
         )
         if kind is OrderedDict and "_metadata" in vars(value):

@@ -1,21 +1,21 @@
-"""Pickles read as data: nothing that a pickle names is imported, and nothing of it is called.
+"""An unpickler that reads pickles as data: it imports and calls nothing that a pickle names.
 
-This is the one file of the package that uses the ``pickle`` module, and the reason is that it takes the machine apart:
+This is the only file of the package that uses the ``pickle`` module. It disables the parts that execute code:
 
-- ``find_class`` is closed. It returns a :class:`Symbol`, which is a name, and never looks into ``sys.modules``. The
-  extension registry of ``copyreg``, which the ordinary machine asks without ``find_class``, is not asked either.
-- Opcodes that call or change objects (REDUCE, NEWOBJ, INST, OBJ, BUILD, APPEND, SETITEM, ...) are replaced. A call gives
-  a :class:`Record` of itself, or for the few calls in ``_MEANINGS`` the plain data that it stands for. Values are
-  put into exact lists and dicts only; no ``__setstate__``, ``append`` or ``__setitem__`` of another object runs.
-- Opcodes that are not listed here do not exist.
+- ``find_class`` returns a :class:`Symbol`, which is only a name, and never looks into ``sys.modules``. The extension
+  registry of ``copyreg``, which the standard unpickler reads without ``find_class``, is not used either.
+- Opcodes that call or change objects (REDUCE, NEWOBJ, INST, OBJ, BUILD, APPEND, SETITEM, ...) are replaced. A call
+  becomes a :class:`Record` of the call, or plain data for the few functions in ``_MEANINGS``. Values are put into
+  plain lists and dicts only; no ``__setstate__``, ``append`` or ``__setitem__`` of another class runs.
+- Any opcode that is not in the ``dispatch`` table below is an error.
 
-The base is the Python class ``pickle._Unpickler``, as in ``torch.package``, and not the C class ``pickle.Unpickler``.
-The C class hashes keys, resizes its memo to the highest index and allocates what a length field says before anything
-of ours is asked, so that a few bytes end the process: a key of three million nested tuples overflows the C stack,
-``LONG_BINPUT 2**32 - 1`` asks for 64 GiB. Here keys are checked before they are hashed, and lengths before they are read.
+The base class is the Python class ``pickle._Unpickler``, as in ``torch.package``, and not the C class
+``pickle.Unpickler``. The C class hashes keys, resizes its memo to the highest index and allocates what a length field
+says before our code can check. So a few bytes end the process: a key of three million nested tuples overflows the C
+stack, and ``LONG_BINPUT 2**32 - 1`` requests 64 GiB. This class checks keys before hashing and lengths before reading.
 
-Limits: a file of n bytes takes at most about 320 n bytes of memory besides its tensors (that many empty sets),
-``MAX_READS`` operations, and ``COPIES`` n copied elements.
+Limits: a file of n bytes takes at most about 320 n bytes of memory besides its tensors (reached by n empty sets),
+``MAX_READS`` reads, and ``COPIES`` n (plus a million) copied elements.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torch import Tensor
 from halfpeak.core.errors import CheckpointError
 
 MAX_READS: Final = 50_000_000
-"""Reads from the file: at least one per operation, at most three."""
+"""Maximum number of reads from the file; an opcode takes one to three."""
 
 COPIES: Final = 4
-"""Elements that calls such as ``torch.Size(tuple)`` may copy, per byte of the pickle."""
+"""Maximum number of elements that calls such as ``torch.Size(tuple)`` may copy, per byte of the pickle."""
 
 MAX_NAME: Final = 500
 MAX_KEY: Final = 1000
-"""Values inside one key that is a tuple. Tuples that share their parts have exponentially many."""
+"""Maximum values inside a tuple key, or bytes in an int key. Tuples that share elements may hold exponentially many."""
 
 MAX_ODD_KEYS: Final = 10_000
-"""Keys that are tuples or long integers. Their hashes are not randomised: a file can make all of them collide."""
+"""Maximum keys that are tuples or long integers: their hashes are not randomised, so a file can make all collide."""
 
 
 class Symbol(NamedTuple):
@@ -55,16 +55,16 @@ class Symbol(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What a pickle would have made by calling something: the call, and what it would have put into the result.
+    """A call that a pickle asks for, which was not made, and what the pickle would have put into the result.
 
     Records compare and hash by identity.
 
     Attributes:
-        made_by: what would have been called: a :class:`Symbol`, or another record.
-        args: with which arguments.
-        state: what would have been given to ``__setstate__`` or put into ``__dict__``.
-        items: what would have been appended.
-        entries: what would have been set by key.
+        made_by: the callable: a :class:`Symbol`, or another record.
+        args: the arguments of the call.
+        state: the value for ``__setstate__`` or ``__dict__``.
+        items: the values for ``append`` or ``add``.
+        entries: the keys and values for ``__setitem__``.
     """
 
     made_by: Any
@@ -75,12 +75,12 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The name of the class or function, as far as there is one."""
+        """The name of the class or function; ``"an object"`` if the callable is a record."""
         return self.made_by.name if isinstance(self.made_by, Symbol) else "an object"
 
 
 class Storage(NamedTuple):
-    """The bytes behind tensors; None where they are not read."""
+    """The bytes and dtype of a tensor's storage; ``data`` is None if storages are not read."""
 
     dtype: torch.dtype
     data: Tensor | None  # u8[bytes]
@@ -92,23 +92,23 @@ _INHERITED: Final = tuple(
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST EMPTY_DICT GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT "
     "MEMOIZE PERSID BINPERSID GLOBAL STACK_GLOBAL INST OBJ EXT1 EXT2 EXT4".split()
 )
-"""Opcodes of the base class that push plain values, move what is on the stack, or end in a method below."""
+"""Opcodes kept from the base class: they push plain values, move values on the stack, or call a method below."""
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """An unpickler that makes plain data, and a :class:`Record` of every call that would make something else.
+    """An unpickler that returns plain data, with a :class:`Record` in place of every other object.
 
     Args:
-        file: at the start of a pickle. :meth:`read_value` leaves it behind the end.
-        size: bytes up to the end of the file. No length in the pickle may lead further.
-        read_storage: gives the bytes of a storage by its key; None to read no tensors.
+        file: a file positioned at a pickle. :meth:`read_value` leaves the position after the pickle.
+        size: bytes to the end of the file. A length in the pickle that goes beyond it is an error.
+        read_storage: returns the bytes of a storage by its key; None reads no tensors.
 
     Attributes:
-        symbols: every class or function that was named, in order of appearance.
-        item_sizes: bytes per element of every storage that was named, by its key.
+        symbols: every class or function that the pickle names, in order of appearance.
+        item_sizes: bytes per element of every storage that the pickle names, by its key.
     """
 
-    # Of the base class: what lies on the stack above the last mark, and how to change and read on.
+    # Attributes of the base class: the stack above the last mark, and the methods that change it and read on.
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
@@ -129,7 +129,7 @@ class SafeUnpickler(pickle._Unpickler):
         """The value of the next pickle.
 
         Raises:
-            CheckpointError: this is no pickle, a broken one, or one that goes beyond a limit of this file.
+            CheckpointError: there is no pickle, it is broken, or it exceeds a limit of this module.
         """
         self.memo = {}
         try:
@@ -140,7 +140,7 @@ class SafeUnpickler(pickle._Unpickler):
             raise CheckpointError(f"the pickle is broken: {type(error).__name__}") from None
 
     def find_class(self, module: str, name: str) -> Symbol:
-        """A name, and nothing more."""
+        """The class or function as a name; nothing is imported."""
         if len(module) + len(name) > MAX_NAME:
             raise CheckpointError(f"the pickle names something with more than {MAX_NAME} characters")
         full = f"{module}.{name}"
@@ -148,8 +148,8 @@ class SafeUnpickler(pickle._Unpickler):
         return Symbol(full)
 
     def persistent_load(self, pid: Any) -> Storage:
-        """The storage that a persistent id of torch names, after a comparison with what the file holds."""
-        # Exact types and a short tuple: comparing, hashing or copying another value may never end.
+        """The storage that torch's persistent id names, once its size is checked against the bytes in the file."""
+        # Only exact types and a short tuple: comparing, hashing or copying any other value may take forever.
         if type(pid) is not tuple or not 5 <= len(pid) <= 6 or type(pid[0]) is not str or pid[0] != "storage":
             raise CheckpointError("the pickle has a persistent id that torch does not write")
         kind, key, numel = pid[1], pid[2], pid[4]
@@ -172,7 +172,7 @@ class SafeUnpickler(pickle._Unpickler):
         return Storage(dtype, data)
 
     def call(self, made_by: Any, args: Any) -> Any:
-        """What calling ``made_by`` stands for: plain data, or a record."""
+        """The plain data that a call of ``made_by`` would return, or a record of the call."""
         if type(made_by) not in (Symbol, Record) or type(args) is not tuple:
             raise CheckpointError("the pickle calls something that is neither a class nor a function")
         meaning = _MEANINGS.get(made_by.name) if type(made_by) is Symbol else None
@@ -183,13 +183,13 @@ class SafeUnpickler(pickle._Unpickler):
         return Record(made_by, args) if found is _UNKNOWN else found
 
     def count_copies(self, args: Sequence[Any]) -> None:
-        """Count what a call copies: a pickle can name one long tuple in a million calls."""
+        """Count the elements that a call copies, because a pickle can pass one long tuple to a million calls."""
         self._copies_left -= len(args) + sum(len(one) for one in args if type(one) in _SIZED)
         if self._copies_left < 0:
             raise CheckpointError("the pickle copies the same data again and again")
 
     def set_items(self, target: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Fill a dict, after a look at each key that hashing could take long for."""
+        """Fill a dict; keys whose hash could take long to compute are checked first."""
         for key, value in pairs:
             if type(key) is not str:
                 self._check_key(key)
@@ -204,7 +204,7 @@ class SafeUnpickler(pickle._Unpickler):
                 f"the pickle has more than {MAX_ODD_KEYS} keys that are tuples or long integers"
             )
         inside = [key]
-        for one in inside:  # which grows meanwhile
+        for one in inside:  # `inside` grows while it is iterated
             if isinstance(one, tuple):
                 inside.extend(one[: MAX_KEY + 1])
             if len(inside) > MAX_KEY or (type(one) is int and one.bit_length() > 8 * MAX_KEY):
@@ -268,11 +268,11 @@ class SafeUnpickler(pickle._Unpickler):
         self.append(Record(made_by, (args, named)))
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
-        """The opcodes INST and OBJ of the base class end here."""
+        """Called by the base class for the opcodes INST and OBJ."""
         self.append(Record(klass, tuple(args)))
 
     def get_extension(self, code: int) -> None:
-        """The opcodes EXT1, EXT2 and EXT4 of the base class end here."""
+        """Called by the base class for the opcodes EXT1, EXT2 and EXT4."""
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def _build(self) -> None:
@@ -304,7 +304,7 @@ class SafeUnpickler(pickle._Unpickler):
 
 
 class _Source:
-    """A file of known size, of which nothing is asked that it does not hold."""
+    """A file of known size: a read beyond its end raises before anything is allocated."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -337,7 +337,7 @@ _SET: Final = Symbol("builtins.set")
 _FROZENSET: Final = Symbol("builtins.frozenset")
 _SIZED: Final = frozenset({tuple, list, dict, str, bytes})
 _UNKNOWN: Final = object()
-"""Given by a meaning where the arguments are not those of plain data."""
+"""Returned by a function of ``_MEANINGS`` whose arguments do not describe plain data."""
 
 _DTYPES: Final = {
     "torch.DoubleStorage": torch.float64,
@@ -384,9 +384,9 @@ def _bytes(reader: SafeUnpickler, text: str, encoding: str) -> Any:
 
 
 def _tensor(reader: SafeUnpickler, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Any:
-    """A strided view of a storage, after a look at whether it stays inside.
+    """A strided view of a storage, once its bounds are checked; None if storages are not read.
 
-    The third argument that follows, if there is one, is the dtype of an untyped storage.
+    ``more[2]``, if there is one, is the dtype of an untyped storage.
     """
     if type(storage) is not Storage or storage.data is None:
         return None
@@ -409,14 +409,14 @@ def _parameter(reader: SafeUnpickler, data: Any, *_: Any) -> Any:
 
 
 def _tensor_of_a_type(reader: SafeUnpickler, function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with Python attributes, which are left behind."""
+    """A tensor that was saved with Python attributes; the attributes are dropped."""
     plain = type(kind) is Symbol and kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter")
     known = type(function) is Symbol and function.name in _REBUILDS
     return reader.call(function, args) if plain and known else _UNKNOWN
 
 
 def _number(reader: SafeUnpickler, dtype: Any, data: Any = None) -> Any:
-    """A NumPy scalar as the number that it is."""
+    """A NumPy scalar as a Python number."""
     kind = dtype.args[0] if type(dtype) is Record and dtype.args else None
     code = _NUMBERS.get(kind) if type(kind) is str else None
     return struct.unpack(code, data)[0] if code and type(data) is bytes else _UNKNOWN
@@ -444,7 +444,7 @@ _MEANINGS: Final[dict[str, Callable[..., Any]]] = {
     "numpy.core.multiarray.scalar": _number,
     "numpy._core.multiarray.scalar": _number,
 }
-"""Calls that stand for plain data. Nothing of the named libraries is used for it."""
+"""Calls that this module evaluates to plain data itself, without calling the named libraries."""
 
 PLAIN_SYMBOLS: Final = frozenset(
     {
@@ -456,9 +456,9 @@ PLAIN_SYMBOLS: Final = frozenset(
         "numpy.dtype",
     }
 )
-"""Names that plain data contains."""
+"""Names of classes and functions that pickles of plain data contain."""
 
 
 def is_plain_symbol(name: str) -> bool:
-    """Whether plain data contains this name."""
+    """Whether pickles of plain data may contain this name."""
     return name in PLAIN_SYMBOLS or (name.startswith("torch.") and name.endswith("Storage"))

@@ -1,4 +1,4 @@
-"""Temporary files beside their target: locked while the writer lives, removed after it died."""
+"""Temporary files beside their target: locked while the writer lives, removed once it has died."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _STALE: Final = re.compile(r"\..+\.[0-9a-f]{16}\.halfpeak-tmp", re.DOTALL)
 def temporary(target: Path) -> Generator[BinaryIO]:
     """A new file in the directory of ``target``, with the permissions that the umask gives.
 
-    It is gone at the end of the block unless it was renamed. Until then it is locked, also once it is closed, so that
-    :func:`remove_stale` of another process leaves it alone.
+    The end of the block removes the file unless it was renamed. Until then the file is locked, even after it is closed,
+    so that :func:`remove_stale` in another process does not remove it.
 
     Raises:
         OSError: the file cannot be created.
@@ -33,7 +33,7 @@ def temporary(target: Path) -> Generator[BinaryIO]:
     try:
         yield file
     finally:
-        # On the way out of a failed write, closing fails for the same reason; the first error is the one to hear.
+        # After a failed write, closing fails for the same reason; only the first error is raised.
         with suppress(OSError):
             file.close()
         with suppress(OSError):
@@ -44,10 +44,10 @@ def temporary(target: Path) -> Generator[BinaryIO]:
 
 @contextmanager
 def temporary_folder(target: Path) -> Generator[Path]:
-    """A new folder beside ``target`` that takes this name at the end of the block, unless the block raises.
+    """A new folder that the end of the block renames to ``target``; if the block raises, the folder is removed.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created or renamed.
     """
     hidden = temporary_path(target)
     hidden.mkdir()
@@ -60,10 +60,10 @@ def temporary_folder(target: Path) -> Generator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a text file whole or not at all. A link in its place is replaced, not followed.
+    """Write a text file whole or not at all. A symbolic link at ``target`` is replaced, not followed.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with temporary(target) as file:
         file.write(text.encode())
@@ -72,7 +72,7 @@ def write_text(target: Path, text: str) -> None:
 
 
 def temporary_path(target: Path) -> Path:
-    """A name beside ``target`` that nobody else uses, and that :func:`remove_stale` knows."""
+    """A unique name beside ``target`` that :func:`remove_stale` recognises."""
     return target.with_name(f".{target.name}.{secrets.token_hex(8)}.halfpeak-tmp")
 
 
@@ -80,17 +80,17 @@ def open_to_append(target: Path) -> TextIO:
     """Open a text file to add lines.
 
     Raises:
-        OSError: it cannot be opened, or is a link or a pipe that nobody reads.
+        OSError: the file cannot be opened, or is a symbolic link or a pipe without a reader.
     """
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     return open(target, "a", encoding="utf-8", opener=lambda path, mode: os.open(path, mode | flags, 0o666))
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the temporary files of writers that died in ``directory``; a courtesy that never fails.
+    """Remove the temporary files that dead writers left in ``directory``; no OSError is raised.
 
-    A file that nobody holds locked has no living writer. Where the system or the file system knows no locks, nothing
-    is removed.
+    A temporary file without a lock has no living writer. If the system or the file system has no locks, nothing is
+    removed.
     """
     if fcntl is None:
         return
@@ -105,7 +105,7 @@ def _create(target: Path) -> tuple[BinaryIO, int | None]:
         path = temporary_path(target)
         file = open(path, "xb")  # noqa: SIM115 (closed by `temporary`)
         lock = _lock(file.fileno())
-        # Another process may have taken the newborn file for a stale one, before it was locked.
+        # Before the file was locked, another process may have removed it as stale.
         if path.exists():
             return file, lock
         file.close()
@@ -118,7 +118,7 @@ def _lock(descriptor: int) -> int | None:
         return None
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # The lock lives as long as any duplicate, so the file can be closed before it is renamed.
+    # The lock lasts until every duplicate of the descriptor is closed, so the file can be closed before it is renamed.
     return os.dup(descriptor)
 
 

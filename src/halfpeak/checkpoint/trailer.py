@@ -1,4 +1,4 @@
-"""The file format: a ``torch.save`` archive and the trailer that proves it whole.
+"""The file format of halfpeak: a ``torch.save`` archive followed by a trailer with its length and digest.
 
 The trailer has 52 bytes (little-endian)::
 
@@ -7,9 +7,9 @@ The trailer has 52 bytes (little-endian)::
     length     u64        bytes before the trailer
     digest    32 bytes    SHA-256 of everything before it, the three fields above included
 
-Zip readers look for an archive's directory from the end and pass over what follows it, so ``torch.load(path,
-weights_only=True)`` in a program without halfpeak reads the file too. The digest protects from damage and mix-ups, not
-from somebody who can write the file.
+Zip readers search for an archive's directory from the end and ignore bytes after it, so ``torch.load(path,
+weights_only=True)`` reads the file without halfpeak, too. The digest reveals damage and mix-ups; it is no protection
+against an attacker who can write the file.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ZIP_END_SIZE: Final = 22
 
 
 def write(file: BinaryIO, data: Any) -> None:
-    """Write plain data and its trailer to an empty file, through to the disk.
+    """Write plain data and its trailer to an empty file, and sync the file to the disk.
 
     Raises:
-        OSError: the system refused. torch raises what it likes for a tensor that it cannot write.
+        OSError: the system refused to write. For a tensor that torch cannot write, torch raises other exceptions.
     """
     sink: Any = _Digesting(file)
     torch.save(data, sink)
@@ -57,10 +57,10 @@ def open_regular(path: Path) -> io.BufferedReader:
     """Open an existing regular file for reading.
 
     Raises:
-        CheckpointError: it is missing, not readable, or something else than a regular file.
+        CheckpointError: the file is missing, not readable, or not a regular file.
     """
     try:
-        # Asked before opening, because opening a pipe waits for its writer.
+        # Check before opening, because opening a pipe waits for its writer.
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file")
         return open(path, "rb")
@@ -71,10 +71,10 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def open_verified(path: Path) -> io.BufferedReader:
-    """A file whose trailer, length and digest are right, at its start. Nothing is unpickled.
+    """Open a file and verify its trailer, length and digest. Nothing is unpickled; the file is at its start.
 
     Raises:
-        CheckpointError: something is not right. The message says what.
+        CheckpointError: the file cannot be opened or a check fails. The message says which.
     """
     file = open_regular(path)
     try:
@@ -90,14 +90,14 @@ def open_verified(path: Path) -> io.BufferedReader:
 
 
 def ends_with_archive(file: BinaryIO) -> bool:
-    """Whether the last bytes of a file are the end of a zip archive without a comment, as torch writes it."""
+    """Whether a file ends like a zip archive without a comment, as torch writes it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _ZIP_END_SIZE))
     return file.read(len(_ZIP_END)) == _ZIP_END
 
 
 def looks_complete(path: Path) -> bool:
-    """Whether a file has a trailer that fits its length: the cheap part of the check."""
+    """Whether a file has a trailer with the right length; the digest, which takes longer, is not checked."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -108,9 +108,9 @@ def looks_complete(path: Path) -> bool:
 
 
 class _Digesting:
-    """A writer that counts and digests what passes.
+    """A writer that counts and digests the bytes that it forwards.
 
-    It keeps the first error rather than raising it: torch's C++ writer would turn it into one of its own, and lose a
+    The first exception is stored instead of raised, because torch's C++ writer would replace it by its own and lose a
     ``KeyboardInterrupt``.
     """
 
@@ -147,7 +147,7 @@ def _verify(file: io.BufferedReader, path: Path) -> None:
             f"{path} is damaged: it holds {size - SIZE} bytes of data, and {length} were written"
         )
     file.seek(0)
-    # torch reads anything else as one of its older formats, which save() never writes.
+    # torch.load reads a file that is no zip archive as an older format, which save() never writes.
     is_zip = file.read(len(ZIP_START)) == ZIP_START
     file.seek(0)
     if _digest(file, length + _HEAD.size) != digest:
