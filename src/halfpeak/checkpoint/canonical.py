@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whoever wrote it: models, optimizers, loss scalers, masters, counters, and the rest."""
+"""Contents: the one representation of a checkpoint that every format is read into and written from."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from halfpeak.core.schedule import ScaleConfig, ScalerState
 from halfpeak.core.state_checks import has_memory
 
 HALFPEAK_KEY: Final = "halfpeak"
-"""The key under which a converted checkpoint keeps what only halfpeak knows of."""
+"""The key of a converted checkpoint that holds the state which the target format cannot express."""
 
 
 @dataclass(frozen=True)
 class FoundScaler:
-    """A loss-scaler state (apex's may hold several), where it is in the file, and in whose keys: see ``scaler_states``."""
+    """A loss-scaler state (apex's may hold several scalers), its place in the file, and its format's name."""
 
     where: str
     kind: str
     state: Mapping[str, Any]
 
     def states(self) -> dict[str, ScalerState]:
-        """The scalers as halfpeak's, by where each is.
+        """The scalers in halfpeak's format, by their places in the file.
 
         Raises:
-            StateError: a value that no scaler has.
+            StateError: a value is out of range.
         """
         found = translate(self.state)
         if len(found) == 1:
@@ -43,25 +43,25 @@ class FoundScaler:
 
 @dataclass(kw_only=True)
 class Contents:
-    """The one value between reading and writing: what was read of any format, and what every writer takes.
+    """The contents of a checkpoint: the readers of all formats produce this type, and the writers take it.
 
-    Reading copies nothing. In between, ``convert`` puts the masters in the place of the weights, makes the scalers
-    halfpeak's and leaves no more than the target has a place for.
+    Reading copies no tensors. Before writing, ``convert`` replaces the weights by their masters, translates the scalers
+    to halfpeak's format, and removes the entries that the target format cannot hold.
 
     Attributes:
         form: the name of the format that was read (see :mod:`halfpeak.checkpoint.formats`).
-        version: the version that the writer noted.
-        models: state dicts of modules by where they are in the file.
-        optimizers: torch's two keys per optimizer, by where they are.
+        version: the version of the library that wrote the file, as the file says.
+        models: state dicts of modules, by their places in the file.
+        optimizers: ``state`` and ``param_groups`` of each optimizer, by their places.
         scalers: loss scalers.
-        masters: lists of float32 values beside the weights, by where they are, in the order of an optimizer.
+        masters: lists of float32 master weights, by their places; each in the order of an optimizer's parameters.
         level: the opt level that the file names.
         counters: epochs and iterations, under the keys of the file.
         window: an open accumulation window of an engine.
         engine_counters: the steps that an engine counted.
         buffers: batch-norm statistics of an engine.
-        rest: everything else by its key; converting has to find a place for it or drop it.
-        rule: growth and interval of the loss scale, for the writers; as read it is in ``scalers``.
+        rest: every other entry by its key; ``convert`` writes it or reports it as lost.
+        rule: growth, backoff and interval of the loss scale. ``convert`` reads it from ``scalers``; writers use it.
     """
 
     form: str = "unknown"
@@ -80,12 +80,12 @@ class Contents:
 
     @property
     def epoch(self) -> int | None:
-        """Epochs, as far as one counter says it."""
+        """The first counter that counts epochs; None if there is none."""
         return next((n for key, n in self.counters.items() if key in EPOCHS), None)
 
     @property
     def iteration(self) -> int | None:
-        """Iterations, as far as one counter or an engine says it."""
+        """The first counter that counts iterations, else the count of an engine; None if there is neither."""
         found = next((n for key, n in self.counters.items() if key in ITERATIONS), None)
         return (
             found if found is not None or self.engine_counters is None else self.engine_counters.get("index")
@@ -93,20 +93,20 @@ class Contents:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """The weights, for a format that holds one model."""
+        """The first model's weights, for a format that holds one model."""
         return next(iter(self.models.values()))
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """The optimizer, for a format that holds one."""
+        """The first optimizer, for a format that holds one; None if there is none."""
         return next(iter(self.optimizers.values()), None)
 
     @property
     def scaler_states(self) -> list[ScalerState]:
-        """All loss scalers as halfpeak's.
+        """All loss scalers in halfpeak's format.
 
         Raises:
-            StateError: a value that no scaler has.
+            StateError: a value is out of range.
         """
         return [state for scaler in self.scalers for state in scaler.states().values()]
 
@@ -117,7 +117,7 @@ class Contents:
 
     @property
     def halfpeak_entry(self) -> dict[str, Any]:
-        """What only halfpeak knows of, under the one key that other libraries pass over; empty where there is nothing."""
+        """The state that only halfpeak understands, under a key that other libraries ignore; empty if there is none."""
         states = self.scaler_states
         has_more = any((state["grace"], state["stuck"]) != (1, 0) for state in states)
         known = {
@@ -129,10 +129,10 @@ class Contents:
         return {HALFPEAK_KEY: known} if known else {}
 
     def add(self, where: str, value: object, *, has_models: bool = True) -> None:
-        """Add an entry as what its content shows it to be. Averages, generators and hooks stay in the rest.
+        """Add an entry; its content tells what it is. Weight averages, random states and hooks go to ``rest``.
 
         Args:
-            has_models: False where the weights lie elsewhere, and tensors under names are something else.
+            has_models: False if the weights are in another entry, so a dict of tensors here is no model.
         """
         is_known = (
             self._add_counter(where.removeprefix("meta."), value)
@@ -151,24 +151,24 @@ class Contents:
             self.rest[where] = value
 
     def add_model(self, where: str, value: object) -> bool:
-        """Add weights; False, and nothing added, if this is something else. So do the methods below."""
+        """Add weights. Like the methods below, returns False and adds nothing if the value is something else."""
         if not is_weights(value):
             return False
         self.models[where] = value  # type: ignore[assignment]
         return True
 
     def _add_models(self, where: str, value: object) -> bool:
-        """Add weights, or several in a list or dict of nothing else."""
+        """Add one model, or a list or dict of models."""
         return _add_each(self.add_model, is_weights, where, value)
 
     def _add_optimizers(self, where: str, value: object) -> bool:
-        """Add an optimizer, or several in a list or dict of nothing else."""
+        """Add one optimizer, or a list or dict of optimizers."""
         return _add_each(
             self.add_optimizer, lambda one: is_optimizer(one) or _is_fp16_optimizer(one), where, value
         )
 
     def add_optimizer(self, where: str, value: object) -> bool:
-        """Add an optimizer, or the wrapper of one with its loss scaler."""
+        """Add an optimizer with the loss scaler that a wrapper saved in it, or an ``FP16_Optimizer``."""
         if isinstance(value, Mapping) and _is_fp16_optimizer(value):
             return self._add_fp16_optimizer(where, value)
         if not is_optimizer(value):
@@ -188,7 +188,7 @@ class Contents:
         return True
 
     def add_scaler(self, where: str, value: object) -> bool:
-        """Add the state of a loss scaler, or the object itself as apex's FP16_Optimizer saved it."""
+        """Add the state of a loss scaler, or the pickled scaler object that apex's ``FP16_Optimizer`` saves."""
         if (
             isinstance(value, Record)
             and value.name.endswith("LossScaler")
@@ -203,7 +203,7 @@ class Contents:
         return True
 
     def _add_masters(self, where: str, value: object) -> bool:
-        """Add float32 values that somebody saved beside low weights."""
+        """Add master weights: a list of tensors under one of the keys in ``MASTERS``."""
         flat = _flat(value)
         if (
             where.rpartition(".")[2] not in MASTERS
@@ -241,7 +241,7 @@ class Contents:
         return True
 
     def add_halfpeak_entry(self, value: object) -> None:
-        """Add what an earlier conversion kept for halfpeak; its scalers replace their less exact translations."""
+        """Add the ``HALFPEAK_KEY`` entry of an earlier conversion; its exact scalers replace the translated ones."""
         if isinstance(value, Mapping):
             self._add_level_and_counters(value)
             own = value.get("scalers")
@@ -276,7 +276,7 @@ class Contents:
 def _add_each(
     add: Callable[[str, object], bool], is_one: Callable[[object], bool], where: str, value: object
 ) -> bool:
-    """Add one thing, several in a list, or several by name; nothing where one of these is something else."""
+    """Add one item, or a list or dict of items; add nothing if an element is something else."""
     if is_one(value):
         return add(where, value)
     if isinstance(value, list):
@@ -284,12 +284,12 @@ def _add_each(
     else:
         items = value.items() if isinstance(value, Mapping) else ()
         several = [(f"{where}.{key}", one) for key, one in items]
-    # All or nothing: what is added must not stay in the rest too.
+    # All or nothing: an entry that is only partly added would also go to `rest`.
     return bool(several) and all(is_one(one) for _, one in several) and all(add(*one) for one in several)
 
 
 def is_weights(value: object) -> bool:
-    """Whether this is the ``state_dict`` of a module."""
+    """Whether a value is the ``state_dict`` of a module."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
     tensors = sum(isinstance(one, Tensor) for one in value.values())
@@ -300,7 +300,7 @@ def is_weights(value: object) -> bool:
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether this is the ``state_dict`` of an optimizer, with what a wrapper may have added."""
+    """Whether a value is the ``state_dict`` of an optimizer; a wrapper may have added keys."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
         return False
     groups = value["param_groups"]
@@ -312,7 +312,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by the numbers of its parameters, in the order of the groups, where it was by names.
+    """An optimizer's state with parameters numbered in the order of the groups; names are replaced.
 
     >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
     {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0]}]}
@@ -324,7 +324,7 @@ def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_names(optimizer: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state is by the names of parameters."""
+    """Whether an optimizer's state identifies parameters by name instead of by number."""
     return any(isinstance(name, str) for group in optimizer["param_groups"] for name in group["params"])
 
 
@@ -337,7 +337,7 @@ def _is_listing(parameters: object) -> bool:
 
 
 def read_steps(optimizer: Mapping[str, Any]) -> list[float]:
-    """Every count of steps in an optimizer's state: per parameter in torch's, per group in apex's."""
+    """Every step count in an optimizer's state: torch keeps one per parameter, apex one per group."""
     holders = [*optimizer["state"].values(), *optimizer["param_groups"]]
     found = [holder["step"] for holder in holders if isinstance(holder, Mapping) and "step" in holder]
     return [float(one) for one in found if isinstance(one, (int, float)) or _is_scalar(one)]
@@ -348,17 +348,17 @@ def _is_scalar(value: object) -> bool:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape; of nested tensors, which have none, the number of tensors in them."""
+    """The shape of a tensor. For a nested tensor, which has no shape, the number of tensors in it."""
     return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def has_values(value: object) -> TypeGuard[Tensor]:
-    """Whether torch can compare the values: not sparse, nested, quantized, of more than 64 dimensions or on meta."""
+    """Whether torch can compare a tensor's values: not sparse, nested, quantized, on meta or above 64 dimensions."""
     return isinstance(value, Tensor) and has_memory(value) and value.dim() <= 64
 
 
 def scaler_kind(value: object) -> str | None:
-    """In whose keys a loss-scaler state is; None if it is none."""
+    """The format of a loss-scaler state; None if the value is not one, or only contains one."""
     if not isinstance(value, Mapping):
         return None
     try:
@@ -370,7 +370,7 @@ def scaler_kind(value: object) -> str | None:
 
 
 def walk(value: object) -> Iterator[object]:
-    """Everything inside, each thing once and what lies higher first: a file may refer to itself."""
+    """Every value inside a tree, breadth first. Each object comes once, because a file may contain cycles."""
     seen: set[int] = set()
     queue = deque([value])
     while queue:
@@ -390,7 +390,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _flat(value: object) -> list[Any]:
-    """A list, or a list of lists, as one."""
+    """A list, or a list of lists, flattened."""
     groups: list[Any] = value if isinstance(value, list) else []
     return [one for group in groups for one in (group if isinstance(group, list) else [group])]
 
@@ -419,7 +419,7 @@ _ASIDE: Final = re.compile(
     r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema",
     re.IGNORECASE,
 )
-"""Entries whose tensors are not the model's."""
+"""Names of entries whose tensors are not the model's weights."""
 
 _LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "apex_opt_level", "amp_level", "level")
 _LEVEL: Final = re.compile(r"O[0-5]")
@@ -427,7 +427,7 @@ _LEVEL_IN_TEXT: Final = re.compile(r"opt_level\W{1,4}(O[0-5])")
 
 
 def find_level(tree: object) -> str | None:
-    """An opt level that arguments or a configuration in the file name."""
+    """The first opt level that saved arguments or a configuration in the file name; None if there is none."""
     for value in walk(tree):
         if isinstance(value, Mapping):
             named = next((value[key] for key in _LEVEL_KEYS if isinstance(value.get(key), str)), "")
@@ -441,13 +441,13 @@ def find_level(tree: object) -> str | None:
 
 
 def is_empty(value: object) -> bool:
-    """Whether there is nothing in it but empty containers and None."""
+    """Whether a tree holds nothing but empty containers and None."""
     inside = (one for one in walk(value) if not isinstance(one, (Mapping, list, tuple)))
     return next(inside, None) is None
 
 
 def summary(value: object) -> str:
-    """What something is, in a few words and without its content."""
+    """A description of a value in a few words, without its content."""
     return next((words(value) for kind, words in _WORDS.items() if isinstance(value, kind)), _name(value))
 
 

@@ -1,4 +1,4 @@
-"""convert: a checkpoint of one form written in another; what has no place there is named, and never lost unasked."""
+"""convert: write a checkpoint in another format; entries that the new format cannot hold are refused unless allowed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Conversion:
     """What a conversion did.
 
     Attributes:
-        source: the form of the input.
-        target: the form of the output.
+        source: the format of the input.
+        target: the format of the output.
         output: the file or folder that was written.
-        kept: what is in the output, in words.
-        dropped: what is not, in words, by its name.
-        notes: what else is worth knowing.
+        kept: descriptions of the weights, optimizers and loss scales in the output.
+        dropped: descriptions of the entries that are not in the output, by name.
+        notes: how many weights got the values of which masters.
     """
 
     source: str
@@ -54,23 +54,23 @@ def convert(
     scale: float | None = None,
     level: str | None = None,
 ) -> Conversion:
-    """Write a checkpoint in another form; the input is not changed.
+    """Write a checkpoint in another format; the input is not changed.
 
-    Weights keep their names. Where the file has float32 masters beside low weights, they take the place of these, bit
-    for bit. Optimizer states and loss scales are carried over as they stand.
+    Weights keep their names. If the file has float32 masters beside low-precision weights, the output has the masters'
+    values, bit for bit, in place of the weights. Optimizer states and loss scales keep their values.
 
     Args:
         path: a file, or a folder of accelerate or of ``torch.distributed.checkpoint``.
-        form: a key of :data:`~halfpeak.checkpoint.formats.TARGETS`.
-        output: a file, for ``accelerate`` and ``dcp`` a folder, that does not exist yet.
-        drop: names of what may be lost, as the refusal lists them, or of parts to leave out; ``"all"`` allows every loss.
-        scale: the loss scale to begin with, where the file has none.
-        level: the opt level to note, where the file names none.
+        form: the target format, a key of :data:`~halfpeak.checkpoint.formats.TARGETS`.
+        output: the file (a folder for ``accelerate`` and ``dcp``) to write; it must not exist yet.
+        drop: names of entries that may be lost, as the error lists them, or of parts to leave out; ``"all"``: any loss.
+        scale: the initial loss scale, if the file has none.
+        level: the opt level to write, if the file names none.
 
     Raises:
-        StateError: something has no place in the target and ``drop`` does not name it, or does not fit together.
-        CheckpointError: the file is damaged, unreadable, or not plain data where it matters.
-        ConfigError: an argument makes no sense. In every case nothing was written.
+        StateError: an entry would be lost and ``drop`` does not name it, a part is missing, or parts do not fit.
+        CheckpointError: the file is damaged or unreadable, or an entry to convert is not plain data.
+        ConfigError: an argument is invalid. After each of these errors, nothing was written.
 
     >>> import tempfile, torch
     >>> from halfpeak.checkpoint import save
@@ -95,7 +95,7 @@ def convert(
         )
     notes = _merge_masters(contents)
     contents.level = contents.level or level
-    # Nobody asks for the version of a writer.
+    # Versions of libraries and the time of writing are dropped without asking.
     free = {
         name
         for name, value in contents.rest.items()
@@ -139,14 +139,14 @@ def _describe(contents: Contents, target: Target) -> tuple[str, ...]:
 
 
 def _check_losses(lost: Mapping[str, str], drop: frozenset[str], free: Set[str], form: str) -> None:
-    """Refuse what would be lost unasked.
+    """Raise unless ``drop`` allows every loss.
 
     Args:
-        free: what need not be asked for.
+        free: names that may be lost without being in ``drop``.
 
     Raises:
-        ConfigError: ``drop`` names what is not there.
-        StateError: ``drop`` does not name what has no place.
+        ConfigError: ``drop`` names an entry that is not lost.
+        StateError: an entry is lost and ``drop`` does not name it.
     """
     refused = {name: what for name, what in lost.items() if not (drop & {ALL, name} or name in free)}
     unknown = sorted(drop - {ALL} - lost.keys())
@@ -162,7 +162,7 @@ def _check_losses(lost: Mapping[str, str], drop: frozenset[str], free: Set[str],
 
 
 def _deeper(contents: Contents) -> str:
-    """Where to look in a dict of dicts."""
+    """A hint for the error message: the dicts in the file, one of which may be the checkpoint."""
     names = [
         f"{name!r} ({summary(value)})" for name, value in contents.rest.items() if isinstance(value, dict)
     ]
@@ -170,7 +170,7 @@ def _deeper(contents: Contents) -> str:
 
 
 def _drop_parts(contents: Contents, drop: frozenset[str]) -> dict[str, str]:
-    """Leave out what was asked to be left out, wherever it could have gone, and say what it was."""
+    """Remove the entries that ``drop`` names; return their descriptions by name."""
     tables: tuple[dict[str, Any], ...] = (
         contents.models,
         contents.optimizers,
@@ -185,10 +185,10 @@ def _drop_parts(contents: Contents, drop: frozenset[str]) -> dict[str, str]:
 
 
 def _merge_masters(contents: Contents) -> list[str]:
-    """Put the masters in the place of their weights, and say how many.
+    """Replace weights by their masters; return a note per list of masters.
 
     Raises:
-        StateError: they do not fit the weights.
+        StateError: the masters do not fit the weights, or there are several models.
     """
     if not contents.masters:
         return []
@@ -208,11 +208,11 @@ def _merge_masters(contents: Contents) -> list[str]:
 
 
 def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, str]:
-    """Leave in the contents what the target has a place for, as the target has it, and say what that leaves out.
+    """Reduce the contents to what the target can hold, in its form; return descriptions of the losses by name.
 
     Raises:
-        StateError: the target cannot do without something, or a loss scale is none.
-        ConfigError: ``scale`` for a file that has one.
+        StateError: an entry that the target needs is missing, or a loss scale is invalid.
+        ConfigError: ``scale`` is given, and the file has a loss scale.
     """
     lost = _take_from(contents.models, target.models, "weights")
     if not contents.models and target.models is not None:
@@ -243,7 +243,7 @@ def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, s
 
 
 def _take_from(things: dict[str, Any], most: int | None, what: str) -> dict[str, str]:
-    """Leave the first of them, as many as there is room for."""
+    """Keep the first ``most`` entries (None: all); return the names of the removed ones."""
     extra = [] if most is None else list(things)[most:]
     for name in extra:
         del things[name]
@@ -262,7 +262,7 @@ def _scalers(contents: Contents, scale: float | None) -> dict[str, ScalerState]:
 
 
 def _fit_rest(contents: Contents, target: Target) -> dict[str, str]:
-    """Leave the entries that have a place in the target, as far as they are plain data."""
+    """Keep the entries of ``rest`` that the target can hold and that are plain data; return the losses by name."""
     kept: dict[str, Any] = {}
     lost: dict[str, str] = {}
     in_family = target.family is not None and contents.form in target.family
@@ -283,11 +283,11 @@ def _fit_rest(contents: Contents, target: Target) -> dict[str, str]:
 
 
 def _as_dicts(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """Counters, as schedulers keep them, as the dicts that they also are."""
+    """A copy of a tree with each ``Counter``, which schedulers keep, as a dict."""
     kind = type(value)
     if id(value) in seen or depth > MAX_DEPTH or kind not in (dict, Counter, list, tuple):
         return seen.get(id(value), value)
-    seen[id(value)] = value  # for what refers to itself, which plain() refuses
+    seen[id(value)] = value  # ends the recursion in a value that contains itself; plain() refuses it
     if kind in (list, tuple):
         seen[id(value)] = kind(_as_dicts(one, seen, depth + 1) for one in value)
     else:

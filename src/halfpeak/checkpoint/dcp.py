@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read as data, part by part as the pickle in ``.metadata`` says, and written."""
+"""Reading (as data, without executing anything) and writing of torch.distributed.checkpoint (DCP) folders."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from halfpeak.checkpoint.safe_unpickle import DTYPES, Record, SafeUnpickler, Sym
 from halfpeak.core.errors import CheckpointError
 
 METADATA: Final = ".metadata"
-"""The file that tells such a folder from others."""
+"""The file by which a DCP folder is recognised. Its pickle says in which file each part of a value is."""
 
 
 def read_dcp(folder: Path) -> archives.Content:
-    """What was given to ``dcp.save``, every tensor whole, and the classes that the folder names beside DCP's own.
+    """The state that was given to ``dcp.save``, with whole tensors, and the classes that the folder names beside DCP's.
 
-    Nothing of torch's reader is used, which unpickles. Dicts without entries and tuples of tensors are not in such a folder
-    as what they were.
+    torch's reader is not used, because it unpickles. DCP does not preserve empty dicts and tuples of tensors.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the folder declares what it does not hold.
+        CheckpointError: a file is missing or broken, or the folder declares parts that it does not hold.
     """
     with trailer.open_regular(folder / METADATA) as file:
         reader = SafeUnpickler(file, os.fstat(file.fileno()).st_size)
@@ -51,7 +50,7 @@ def read_dcp(folder: Path) -> archives.Content:
         parts.setdefault(_text(at.get("fqn")), []).append((at.get("offset"), content.tree))
     paths = paths if type(paths) is dict else {}
     tree = _Branch()
-    # The paths are in the order of what was saved; the entries have the parts of a rank together.
+    # The paths keep the order of the saved state; the entries are ordered by rank.
     for name in dict.fromkeys([*(name for name in paths if name in entries), *entries]):
         value = _whole(_text(name), entries[name], parts.get(name, []))
         _put(tree, paths.get(name, (name,)), value)
@@ -62,9 +61,9 @@ def write_dcp(folder: Path, state: dict[str, Any]) -> None:
     """Write a folder that ``dcp.load`` reads on any number of ranks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
-    import torch.distributed.checkpoint as dcp  # slow, and nothing but this needs it
+    import torch.distributed.checkpoint as dcp  # imported here, because the import is slow and only writing needs it
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -72,7 +71,7 @@ def write_dcp(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _fields(record: Any, name: str) -> Mapping[Any, Any]:
-    """The attributes that an object of one of DCP's classes would have."""
+    """The attributes of a record that stands for an object of the DCP class ``name``."""
     if type(record) is not Record or record.name.rpartition(".")[2] != name or type(record.state) is not dict:
         raise CheckpointError(f"the {METADATA} of the folder has something else where a {name} belongs")
     return record.state
@@ -85,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 def _slice(folder: Path, place: Mapping[Any, Any], left: dict[str, int]) -> bytes:
-    """The bytes of one part. No file is read for longer than it is, however many parts say that they are in it."""
+    """The bytes of one part. All parts in a file together may not declare more bytes than the file has."""
     name, offset, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
     if name != Path(name).name or type(offset) is not int or type(length) is not int:
         raise CheckpointError(f"a part of the folder has an impossible place in {name!r:.200}")
@@ -104,7 +103,7 @@ def _slice(folder: Path, place: Mapping[Any, Any], left: dict[str, int]) -> byte
 
 
 def _whole(name: str, entry: Any, parts: Sequence[tuple[Any, Any]]) -> Any:
-    """One value; a tensor is put together."""
+    """One value; a tensor is assembled from its parts."""
     if type(entry) is Record and entry.name.endswith(".BytesStorageMetadata") and len(parts) == 1:
         return parts[0][1]
     known = _fields(entry, "TensorStorageMetadata")
@@ -131,7 +130,7 @@ def _whole(name: str, entry: Any, parts: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A shape, or a place in one."""
+    """A tuple that was checked to be a shape or an offset."""
     if (
         type(value) is not tuple
         or len(value) > 64
@@ -151,7 +150,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 class _Branch(dict[Any, Any]):
-    """A dict or a list of the tree, by its keys or places. A dict that was saved as one value is none."""
+    """A dict or list under construction, by keys or indices; its own type, because a leaf value may be a dict."""
 
 
 def _put(branch: _Branch, path: Any, value: Any) -> None:
@@ -184,7 +183,7 @@ def _built(branch: Any) -> Any:
 
 
 def _as_number(key: Any) -> Any:
-    """A number that DCP has made text; any other key as it is."""
+    """The key as an int if it is a decimal number in text, as DCP writes int keys; else unchanged."""
     return int(key) if type(key) is str and _NUMBER.fullmatch(key) else key
 
 
@@ -195,7 +194,8 @@ _NUMBERED: Final[Mapping[str, tuple[str, ...]]] = {
     "phase": ("true_sized", "scaled", "parked"),
     "lanes": ("losses",),
 }
-"""By a key that tells the dict: entries that are dicts by number, which DCP makes text, and leaves out where they are empty."""
+"""A key that identifies a dict, and the entries of this dict that have int keys. DCP turns int keys into text and omits
+empty dicts."""
 
 _OWN: Final = frozenset(
     {
@@ -218,4 +218,4 @@ _OWN: Final = frozenset(
         "pathlib.WindowsPath",
     }
 )
-"""What DCP itself names."""
+"""Classes that every DCP folder names."""

@@ -1,4 +1,4 @@
-"""inspect: what is in a checkpoint, as a report of plain values; nothing in it is executed."""
+"""inspect: a report on the contents of a checkpoint, made without executing anything in the file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from halfpeak.core.errors import StateError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """A module's state.
+    """The state of a module.
 
     Attributes:
-        dtypes: elements by dtype, buffers included.
+        dtypes: number of elements by dtype, buffers included.
     """
 
     where: str
@@ -36,7 +36,7 @@ class ModelReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerReport:
-    """A loss scale: where it lies, in whose keys, and where it stands. No numbers where these are impossible."""
+    """A loss scale: its place, format and values; ``scale`` and ``clean`` are None if the state is invalid."""
 
     where: str
     kind: str
@@ -46,11 +46,11 @@ class ScalerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerReport:
-    """An optimizer's state.
+    """The state of an optimizer.
 
     Attributes:
-        kind: the class that most likely made it.
-        steps: how often it stepped, if it counts that.
+        kind: the class that most likely wrote it.
+        steps: the largest step count in the state; None if there is none.
         lr: the learning rate of each group.
     """
 
@@ -67,7 +67,7 @@ class OptimizerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MastersReport:
-    """float32 values beside the weights, and how they fit these."""
+    """Master weights that are saved beside the weights, and how they fit the weights."""
 
     where: str
     tensors: int
@@ -77,18 +77,18 @@ class MastersReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is in a checkpoint.
+    """The contents of a checkpoint, and what is suspicious about them.
 
     Attributes:
         container: the kind of file.
-        integrity: what is known about damage.
-        form: a key of :data:`~halfpeak.checkpoint.formats.FORMS`.
-        made_by: what that is, and its version.
-        level: the opt level, or what is known of it.
-        wants: classes and functions that the file would import; empty for plain data.
-        rest: what else is in it, in words.
-        findings: what is suspicious.
-        advice: what to do about it.
+        integrity: which checksums are right or wrong.
+        form: the format, a key of :data:`~halfpeak.checkpoint.formats.FORMS`.
+        made_by: the format in words, and the version of the library that wrote it.
+        level: the opt level that the file names, or the levels that fit the dtypes.
+        wants: classes and functions that loading the file would import; empty for plain data.
+        rest: descriptions of the other entries.
+        findings: suspicious contents, as sentences.
+        advice: recommendations, as sentences.
     """
 
     path: str
@@ -111,13 +111,12 @@ class Report:
 
 
 def inspect(path: StrPath) -> Report:
-    """Say what is in a checkpoint: a file of torch, halfpeak or safetensors, or a folder of accelerate or DCP.
+    """Report what is in a checkpoint: a file of torch, halfpeak or safetensors, or a folder of accelerate or DCP.
 
-    A file that holds objects of classes is described too: they are read as records of what would have been made, and
-    nothing is imported for them.
+    A file with pickled objects is described, too, without importing their classes.
 
     Raises:
-        CheckpointError: there is no such file, or it cannot be opened. A damaged one gives a report that says so.
+        CheckpointError: there is no such file, or it cannot be opened. The report of a damaged file names the damage.
 
     >>> import tempfile
     >>> from halfpeak.checkpoint import save
@@ -193,7 +192,7 @@ def _masters(contents: Contents, where: str, masters: list[Tensor]) -> MastersRe
 def _scaler(scaler: FoundScaler) -> list[ScalerReport]:
     try:
         found = scaler.states()
-    except StateError:  # the findings say what is wrong with it
+    except StateError:  # lint() reports it
         return [ScalerReport(where=scaler.where, kind=scaler.kind, scale=None, clean=None)]
     return [
         ScalerReport(where=where, kind=scaler.kind, scale=one["scale"], clean=one["clean"])
@@ -220,7 +219,7 @@ def _optimizer(where: str, state: Mapping[str, Any]) -> OptimizerReport:
 
 
 def optimizer_kind(groups: list[Mapping[str, Any]], entries: list[Mapping[str, Any]]) -> str:
-    """The class that most likely made this, by the names of what it keeps.
+    """The optimizer class that most likely wrote a state, judged by the names of its hyper-parameters and state.
 
     >>> optimizer_kind([{"lr": 0.1, "momentum": 0.9, "nesterov": False}], [])
     'SGD'
@@ -235,7 +234,7 @@ def optimizer_kind(groups: list[Mapping[str, Any]], entries: list[Mapping[str, A
 
 
 def _count(tensors: list[Tensor]) -> tuple[dict[str, int], int]:
-    """Elements by dtype, and the bytes of all of them."""
+    """The number of elements by dtype, and the total number of bytes."""
     dtypes = Counter[str]()
     for tensor in tensors:
         dtypes[_short(tensor.dtype)] += tensor.numel()
@@ -280,4 +279,4 @@ _KINDS: Final[tuple[tuple[str, frozenset[str], frozenset[str]], ...]] = tuple(
         ("SGD", "momentum", "momentum_buffer"),
     )
 )
-"""Names, with the settings and the state that tell them, the most particular first."""
+"""Optimizer classes with the hyper-parameters and the state that identify them, the most specific first."""

@@ -1,4 +1,4 @@
-"""What is suspicious about a checkpoint: values that no healthy run has, and contents that contradict one another."""
+"""Checks for suspicious contents of a checkpoint: values that no healthy run has, and contradictions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from halfpeak.core.levels import LEVELS
 from halfpeak.core.optimizer_state import PER_ELEMENT
 
 _ENOUGH: Final = 64
-"""Elements from which on it is no accident that all are float16 numbers."""
+"""Minimum number of elements to conclude that float32 weights were rounded, because all are low-precision values."""
 
 _NARROWEST_FIRST: Final = (torch.bfloat16, torch.float16)
-"""Nearly every bfloat16 number of a weight's size is a float16 number too."""
+"""bfloat16 first, because nearly every bfloat16 value of a weight's magnitude is a float16 value, too."""
 
 _WITH_MASTERS: Final = frozenset(name for name, level in LEVELS.items() if level.properties.master_weights)
 _DYNAMIC: Final = frozenset(
@@ -30,7 +30,7 @@ _DYNAMIC: Final = frozenset(
 
 
 def lint(contents: Contents, path: Path) -> list[str]:
-    """Every finding, in words that name where it is."""
+    """Every finding, as a sentence that names its place in the file."""
     checks: tuple[Callable[[Contents], Iterator[str]], ...] = (
         _nonfinite,
         _scales,
@@ -44,7 +44,7 @@ def lint(contents: Contents, path: Path) -> list[str]:
 
 
 def match_masters(contents: Contents, masters: Sequence[Tensor]) -> tuple[bool, str]:
-    """Whether masters fit the weights, and in words how."""
+    """Whether masters fit the weights, and how well, in words."""
     if len(contents.models) != 1:
         return False, f"not compared: there are {len(contents.models)} models"
     (weights,) = contents.models.values()
@@ -56,9 +56,9 @@ def match_masters(contents: Contents, masters: Sequence[Tensor]) -> tuple[bool, 
 
 
 def is_half_rounded(model: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether float32 weights are all numbers of a low dtype, as a ``state_dict`` of half weights that was widened.
+    """Whether all float32 weights are values of a low-precision dtype, as after an upcast of low-precision weights.
 
-    Vectors are left out: the weights of norms stay float32, and begin as ones and zeros.
+    Vectors are ignored, because the weights of norms stay float32 and begin as ones and zeros.
     """
     wide = [v for v in model.values() if has_values(v) and v.dtype == torch.float32 and v.dim() > 1]
     told = [v for v in map(_elements, wide) if not bool((v == v.round()).all())]
@@ -201,7 +201,7 @@ def _off_by_one(contents: Contents, path: Path) -> Iterator[str]:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Its elements; where a stride of zero shows each many times, those of its storage."""
+    """The elements of a tensor; for one that repeats elements by a stride of zero, the elements of its storage."""
     stored = tensor.untyped_storage().nbytes() // tensor.element_size()
     return (
         tensor
@@ -214,5 +214,5 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (has_values(tensor) and (tensor.is_floating_point() or tensor.is_complex())):
         return True
     elements = _elements(tensor)
-    # torch.isfinite knows no dtype of less than two bytes.
+    # torch.isfinite supports no dtype of one byte (float8).
     return bool(torch.isfinite(elements.float() if elements.element_size() < 2 else elements).all())

@@ -1,4 +1,4 @@
-"""Which weight a saved master belongs to: masters are lists without names, and each must round to its weight."""
+"""Matching of saved masters to weights by value: masters are saved without names, and each rounds to its weight."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def match_params(weights: Mapping[str, Any], masters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The master of each weight that has one.
+    """The masters of the weights that have one, by the names of the weights.
 
-    A master fits a weight of its shape that it rounds to, exactly: the weight is what the last step rounded it to, and
-    where a ``state_dict`` was upcast to float32 since, it still has that value. The order of optimizers' groups need
-    not be the order of the model. Where equal weights leave several masters to choose from, the masters are equal too,
-    or all masters fit in the order of the model, or nothing is matched.
+    A master fits a weight of the same shape that equals the master rounded to the low-precision dtype, because the last
+    step wrote the weight so. A ``state_dict`` that was upcast to float32 since still has this value. The masters may be
+    in another order than the weights. If equal weights make a match ambiguous, the masters must be equal, too, or all
+    masters must fit in the order of the weights.
 
     Raises:
-        StateError: a master fits no weight, or it is open which. The message names it.
+        StateError: a master fits no weight, or the match is ambiguous. The message names the master.
 
     >>> weight = torch.tensor([0.1, 0.2]).half()
     >>> match_params({"weight": weight}, [torch.tensor([0.1, 0.2])])["weight"]
@@ -40,12 +40,12 @@ def match_params(weights: Mapping[str, Any], masters: Sequence[Tensor]) -> dict[
 
 
 def is_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a weight is what its master rounds to, or the master itself."""
+    """Whether a weight equals its master, rounded to ``dtype`` or as it is."""
     if weight.shape != master.shape:
         return False
     if (
         weight.dim() > 1 and len(weight) > 1 and not is_rounded(weight[0], master[0], dtype)
-    ):  # a model has many weights of one shape
+    ):  # the first row tells most weights of one shape apart
         return False
     wide = weight.float()
     return _same(wide, master.to(dtype).float()) or _same(wide, master.float())
@@ -54,7 +54,7 @@ def is_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> bool:
 def _in_order(
     weights: Mapping[str, Tensor], masters: Sequence[Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor] | None:
-    """Masters matched one after another with the weights in the order of the model, some of which have none."""
+    """Match the masters in the order of the weights, of which some may be skipped; None if they do not fit so."""
     found: dict[str, Tensor] = {}
     rest = iter(weights.items())
     for master in masters:
@@ -93,11 +93,11 @@ def _by_value(
 
 
 def _dtype_of_rounding(weights: Mapping[str, Tensor], masters: Sequence[Tensor]) -> torch.dtype:
-    """The low dtype that the weights have, or once had."""
+    """The low-precision dtype of the weights, or the one that they had before an upcast."""
     stored = next((value.dtype for value in weights.values() if value.dtype in LOW), None)
     if stored is not None or not masters:
         return stored or torch.float16
-    # Upcast weights: the dtype to which the first master rounds a weight of its shape.
+    # Upcast weights: the dtype in which the first inexact master rounds to a weight of its shape.
     first = next((m for m in masters if m.numel() and not _same(m.half().float(), m.float())), masters[0])
     for dtype in LOW:
         rounded = first.to(dtype).float()

@@ -1,18 +1,18 @@
-"""Loss-scaler states of other libraries, translated to and from halfpeak's. Pure functions of plain dicts.
+"""Translation of loss-scaler states between halfpeak's format and those of other libraries: pure functions of dicts.
 
-One scaler of halfpeak is ``{"scale", "clean", "grace", "stuck"}`` (:class:`~halfpeak.core.schedule.ScaleState` as plain
-numbers). The others:
+One scaler in halfpeak's format is ``{"scale", "clean", "grace", "stuck"}``
+(:class:`~halfpeak.core.schedule.ScaleState` as plain numbers). The other formats:
 
 =============  ======================================================================================================
 apex           ``amp.state_dict()``: ``{"loss_scaler0": {"loss_scale", "unskipped"}, "loss_scaler1": ...}``
 grad_scaler    ``torch.amp.GradScaler.state_dict()``
 mmengine       an ``OptimWrapper``'s state: the key ``loss_scaler`` (grad_scaler) or ``apex_amp`` (apex) among others
-mmcv           the ``LossScaler`` of mmcv 1.x, or grad_scaler, inside a whole checkpoint or its ``meta``; or the former
-               on its own
+mmcv           the ``LossScaler`` of mmcv 1.x alone; or inside a whole checkpoint or its ``meta``, where grad_scaler may
+               take its place
 =============  ======================================================================================================
 
-What a state says about the rule (growth factor, interval) rather than about where the scale stands is configuration:
-:func:`read_config` gives it, and the ``to_`` functions take it.
+Some states also hold configuration (growth factor, interval): :func:`read_config` returns it, and the ``to_``
+functions take it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
 
 
 def recognise(state: Mapping[str, Any]) -> Format:
-    """Whose state this is, by its keys.
+    """The format of a loss-scaler state, told by its keys.
 
     Raises:
-        StateError: nobody's that halfpeak knows.
+        StateError: the keys fit no known format.
 
     >>> recognise({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
     'apex'
@@ -104,7 +104,7 @@ def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
 
 
 def to_apex(scalers: Sequence[ScalerState]) -> dict[str, dict[str, float | int]]:
-    """What ``apex.amp.state_dict()`` would hold; ``amp.load_state_dict`` takes it.
+    """The scalers as ``apex.amp.state_dict()`` returns them and ``amp.load_state_dict`` takes them.
 
     >>> to_apex(translate({"scale": 8.0, "clean": 3, "grace": 1, "stuck": 0}))
     {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
@@ -128,13 +128,13 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
         "growth_factor",
         "backoff_factor",
         "growth_interval",
-    ):  # not used here, but kept and saved again
+    ):  # checked only: read_config() returns them
         require_number(values[name], name, least=0.0)
     return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
 
 
 def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int]:
-    """What ``GradScaler.load_state_dict`` takes, with the rule of ``config``."""
+    """The scaler as ``GradScaler.load_state_dict`` takes it, with growth, backoff and interval of ``config``."""
     rule = config or ScaleConfig()
     ours = _check(scaler)
     return {
@@ -147,7 +147,7 @@ def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> di
 
 
 def from_mmengine(state: Mapping[str, Any]) -> list[ScalerState]:
-    """The scalers in the state of an mmengine ``OptimWrapper``; the optimizer's part is not looked at.
+    """The scalers in the state of an mmengine ``OptimWrapper``; the optimizer's entries are ignored.
 
     Raises:
         StateError: it has neither ``loss_scaler`` nor ``apex_amp``, or that entry does not fit.
@@ -165,7 +165,7 @@ def to_mmengine(
     """The entry to add to an optimizer's state for ``AmpOptimWrapper``, or with ``apex`` for ``ApexOptimWrapper``.
 
     Raises:
-        StateError: ``AmpOptimWrapper`` has one scaler, and ``scalers`` are not one.
+        StateError: not exactly one scaler for ``AmpOptimWrapper``.
     """
     if apex:
         return {"apex_amp": to_apex(scalers)}
@@ -175,11 +175,11 @@ def to_mmengine(
 
 
 def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
-    """The scaler of mmcv 1.x: a ``LossScaler``'s state, or a checkpoint or its ``meta`` with one inside.
+    """The scaler in a state of mmcv 1.x's ``LossScaler``, or in a checkpoint or its ``meta`` that holds one.
 
-    mmcv counts all updates and remembers the last overflow; the scale grows whenever their distance is a multiple of
-    the window. So the clean updates since the last overflow or growth are
-    ``(cur_iter - last_overflow_iter - 1) % window``.
+    mmcv stores the number of updates and the index of the last overflow; the scale grows whenever their distance is a
+    multiple of the window. So there are ``(cur_iter - last_overflow_iter - 1) % window`` clean updates since the last
+    overflow or growth.
 
     Raises:
         StateError: the keys or values do not fit.
@@ -203,7 +203,7 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
 
 
 def to_mmcv(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int | str]:
-    """What the ``LossScaler`` of mmcv 1.x takes, with the rule of ``config``. Its count of updates starts anew."""
+    """The scaler as mmcv 1.x's ``LossScaler`` takes it, with the rule of ``config``; the update count restarts."""
     rule = config or ScaleConfig()
     ours = _check(scaler)
     return {
@@ -217,10 +217,10 @@ def to_mmcv(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str,
 
 
 def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> ScaleConfig:
-    """``base`` with the rule that a state of torch, mmengine or mmcv carries; unchanged for the others.
+    """``base`` with growth, backoff and interval of a state that has them (torch, mmengine, mmcv); else unchanged.
 
     Raises:
-        StateError: the format is unknown, or the rule is not one.
+        StateError: the format is unknown, or one of these values is invalid.
 
     >>> read_config({"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10,
     ...              "_growth_tracker": 0}).growth
@@ -247,7 +247,7 @@ def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> Sc
 
 
 def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The loss-scaler state inside an mmcv checkpoint or its meta."""
+    """The loss-scaler state inside an mmcv checkpoint or its ``meta``; None if there is none."""
     meta = state.get("meta", state)
     fp16 = meta.get("fp16") if isinstance(meta, Mapping) else None
     found = fp16.get("loss_scaler") if isinstance(fp16, Mapping) else None
@@ -255,7 +255,7 @@ def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
-    """A state of a library without hysteresis."""
+    """The state of a scaler from a library without hysteresis."""
     return ScalerState(
         scale=_require_scale(scale_name, scale), clean=require_count(clean, clean_name), grace=1, stuck=0
     )

@@ -1,9 +1,9 @@
-"""The formats of checkpoints, as one table: who wrote a file, where its parts are, and how one is written.
+"""The table of checkpoint formats: how each is recognised and written, and the reader that all share.
 
-What an entry is shows in its content, so all formats have one reader. A new one is a file with ``is_form``, ``write`` and
-a :class:`~halfpeak.checkpoint.formats.format.Format`, and a row here; ``lightning.py`` is a plain example. The value in
-between is :class:`~halfpeak.checkpoint.canonical.Contents`. What only halfpeak knows is kept if ``write`` adds
-``contents.halfpeak_entry``.
+One reader suffices because the content of an entry tells what it is. To add a format, write a file with ``is_form``,
+``write`` and a :class:`~halfpeak.checkpoint.formats.format.Format`, and add a row here; ``lightning.py`` is a simple
+example. Reading returns, and ``write`` takes, a :class:`~halfpeak.checkpoint.canonical.Contents`. If ``write`` adds
+``contents.halfpeak_entry``, the file keeps the state that only halfpeak understands.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ FORMATS: Final[tuple[Format, ...]] = (
     script.FP16_OPTIMIZER,
     script.RECIPE,
 )
-"""Every format, in the order in which they are asked: the most particular first."""
+"""Every format. ``is_form`` is tried in this order, so the most specific formats come first."""
 
 FORMS: Final[Mapping[str, str]] = MappingProxyType(
     {**{one.name: one.brief for one in FORMATS}, "unknown": "no form that halfpeak knows"}
 )
-"""What each is, by name."""
+"""A description of each format, by name."""
 
 TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
     {one.name: one.target for one in FORMATS if one.target is not None}
 )
-"""What ``convert`` can write, by name."""
+"""The formats that ``convert`` can write, by name."""
 
 
 _VERSIONS: Final = ("pytorch-lightning_version", "mmengine_version", "mmcv_version")
@@ -57,7 +57,7 @@ _WHOLE: Final = "(the file)"
 
 
 def read_contents(tree: Any) -> Contents:
-    """What is in a checkpoint, and which format it has; ``tree`` is not changed."""
+    """The contents and the format of a checkpoint; ``tree`` is not changed."""
     contents = accelerate.read(tree) if isinstance(tree, Folder) else _read(tree)
     if contents.level is None:
         contents.level = find_level(tree)
@@ -65,7 +65,7 @@ def read_contents(tree: Any) -> Contents:
 
 
 def _read(tree: Any) -> Contents:
-    """The contents of a file: one thing that was saved by itself, or entries."""
+    """The contents of a file: one state saved alone, an engine, or a dict of entries."""
     contents = Contents()
     if not isinstance(tree, Mapping):
         contents.rest[_WHOLE] = tree
@@ -83,7 +83,7 @@ def _read(tree: Any) -> Contents:
 def _read_entries(contents: Contents, tree: Mapping[Any, Any]) -> None:
     is_run = openmmlab.is_run(tree, contents)
     meta = tree["meta"] if is_run else {}
-    # Beside the weights of a library, which lie in one place, callbacks and hooks keep tensors of their own.
+    # mmcv, mmengine and Lightning save the model under "state_dict"; tensors elsewhere belong to hooks and callbacks.
     in_one_place = is_run or lightning.is_form(tree, contents)
     for key, value in tree.items():
         if key not in _VERSIONS and not (meta and key == "meta"):

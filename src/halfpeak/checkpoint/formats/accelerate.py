@@ -1,4 +1,4 @@
-"""The folder of accelerate's save_state or of a transformers checkpoint: a file per model and optimizer, and ``scaler.pt``."""
+"""Folders of accelerate's save_state and of transformers: a file per model and optimizer, and ``scaler.pt``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 
 
 def read(files: Folder) -> Contents:
-    """The contents of a folder. One with nothing but weights is of the form ``weights``."""
+    """The contents of a folder. A folder with only weights gets the format ``weights``."""
     contents = Contents()
 
     def add(name: str, value: Any) -> bool:
         if shard := _SHARD.fullmatch(name):
-            # One model in several files.
+            # One model saved in several files.
             return contents.add_model(shard[1], {**contents.models.get(shard[1], {}), **value})
         return (
             (_MODEL.fullmatch(name) is not None and contents.add_model(name, value))
@@ -41,7 +41,7 @@ def read(files: Folder) -> Contents:
 
 
 def write(contents: Contents) -> Files:
-    """A folder for accelerate's ``load_state``."""
+    """The files of a folder for accelerate's ``load_state``, by name."""
 
     def name(stem: str, number: int) -> str:
         return f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"
@@ -54,7 +54,7 @@ def write(contents: Contents) -> Files:
 
 
 def store(place: Path, files: Files) -> None:
-    """All of the folder or nothing."""
+    """Write the whole folder or nothing."""
     with temporary_folder(place) as folder:
         for name, state in files.items():
             save(folder / name, state)

@@ -1,4 +1,4 @@
-"""The state of a halfpeak engine: in a file, in a DCP folder, or in the ``checkpoint.pt`` of halfpeak train."""
+"""The state of a halfpeak engine in a file, in a DCP folder, or in the ``checkpoint.pt`` of ``halfpeak train``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfpeak.core.optimizer_state import renamed
 
 
 def write(contents: Contents) -> Files:
-    """What ``engine.load_state_dict`` takes.
+    """The state for ``engine.load_state_dict``.
 
     Raises:
         StateError: there is no optimizer state.
@@ -45,17 +45,17 @@ def write(contents: Contents) -> Files:
 
 
 def write_for_dcp(contents: Contents) -> Files:
-    """What ``dcp.load({"engine": engine})`` reads: by the names of parameters, and between two windows.
+    """The state for ``dcp.load({"engine": engine})``: with parameter names, and without an open accumulation window.
 
     Raises:
-        StateError: there is no optimizer state, or the names of its parameters cannot be told.
+        StateError: there is no optimizer state, or its parameters cannot be matched to names.
     """
     state = write(replace(contents, window=None))
     return {"engine": {**state, "optimizers": [_named(contents, one) for one in state["optimizers"]]}}
 
 
 def _named(contents: Contents, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """By the names of the weights: those of one shape in the order of the model, where one group has them all."""
+    """An optimizer's state by parameter names. Parameters of one shape in one group are named in the model's order."""
     if has_names(optimizer):
         return optimizer
     weights = {name: tuple(value.shape) for name, value in contents.model.items() if _is_trained(name, value)}
@@ -77,7 +77,7 @@ def _named(contents: Contents, optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape(row: Any, otherwise: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """That of the moments of a parameter, and so its own."""
+    """The shape of a parameter, told by its moments; ``otherwise`` if it has none."""
     values = row.values() if isinstance(row, Mapping) else ()
     found = (tuple(value.shape) for value in values if isinstance(value, Tensor) and value.dim() > 0)
     return next(found, otherwise)
@@ -89,13 +89,13 @@ def _is_trained(name: str, value: Any) -> bool:
 
 
 def store_for_dcp(place: Path, files: Files) -> None:
-    """All of the folder or nothing."""
+    """Write the whole folder or nothing."""
     with temporary_folder(place) as folder:
         write_dcp(folder, files)
 
 
 def _empty_window() -> dict[str, Any]:
-    """Between two windows there are no gradients. The keys are those of engine state version 1."""
+    """An empty accumulation window of an optimizer, with the keys of engine state version 1."""
     return {
         "phase": "CLEAN",
         "found_inf": torch.zeros((), dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""What the table of formats has a row of: a name, how it is told and written, and what a writer has a place for."""
+"""Format and Target: the types of the format table (how a format is recognised and written, and what it can hold)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from halfpeak.checkpoint.file import save
 from halfpeak.checkpoint.scaler_states import to_grad_scaler
 
 Files = dict[str, Any]
-"""What to write: a dict, and for a folder one by file name."""
+"""What to write: the dict of a file, or for a folder the dict of each file by file name."""
 
 SCRIPTS: Final = frozenset({"apex", "fp16_optimizer", "grad_scaler", "recipe"})
-"""Formats whose keys a script made up, and looks for again."""
+"""Formats whose keys a training script chose; a conversion keeps those keys, because the script looks for them."""
 
 
 class Target(NamedTuple):
     """A format to convert to.
 
     Attributes:
-        brief: what it is, and who reads it.
-        write: makes it.
-        models: how many it holds at most; None for any number.
-        optimizers: likewise.
-        scalers: likewise.
-        family: formats whose other entries have their places in it; None for a script's own dict, which takes those of
-            a script.
-        needs_scale: whether it is made around a loss scale.
-        keeps_rule: whether growth factor and interval have a place.
-        keeps_counters: whether epochs and iterations have.
-        keeps_window: whether gradients of an open accumulation window have.
-        weights_only: whether nothing but weights is asked for.
-        by_name: whether optimizers may list parameters by name; elsewhere they are numbered.
-        store: puts what ``write`` has made on the disk.
+        brief: what the format is, and which library reads it.
+        write: returns the files' contents.
+        models: maximum number of models; None for any number.
+        optimizers: maximum number of optimizers; None for any number.
+        scalers: maximum number of loss scalers; None for any number.
+        family: formats whose ``rest`` entries are kept; None for a script's dict, which keeps those of scripts and
+            engines.
+        needs_scale: whether a loss scale is required.
+        keeps_rule: whether the format holds growth factor, backoff factor and interval.
+        keeps_counters: whether the format holds epochs and iterations.
+        keeps_window: whether the format holds the gradients of an open accumulation window.
+        weights_only: whether the format holds only weights; every other part is then left out without asking.
+        by_name: whether optimizers may list parameters by name; if not, ``convert`` numbers them.
+        store: writes the result of ``write`` to the disk.
     """
 
     brief: str
@@ -56,9 +56,9 @@ class Format(NamedTuple):
     """One row of the table.
 
     Attributes:
-        brief: what it is.
-        is_form: whether a dict with these contents is of this form; None where reading tells it.
-        target: how it is written, if it can be.
+        brief: what the format is.
+        is_form: whether a dict with these contents has this format; None if the reader recognises the format itself.
+        target: how to write the format; None if ``convert`` cannot write it.
     """
 
     name: str
@@ -68,6 +68,6 @@ class Format(NamedTuple):
 
 
 def grad_scaler_entry(key: str, contents: Contents) -> dict[str, Any]:
-    """The first loss scale as torch's GradScaler saves it, under a key; empty where there is none."""
+    """The first loss scale as torch's GradScaler saves it, under ``key``; empty if there is none."""
     states = contents.scaler_states
     return {key: to_grad_scaler(states[0], contents.rule)} if states else {}

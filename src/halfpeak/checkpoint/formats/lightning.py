@@ -1,4 +1,4 @@
-"""Lightning 1 and 2: ``state_dict``, ``optimizer_states``, and a precision plugin's loss scale under its name."""
+"""Checkpoints of Lightning 1 and 2: ``state_dict``, ``optimizer_states``, and a loss scale under the plugin's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfpeak.checkpoint.formats.format import Files, Format, Target, grad_scale
 
 
 def is_form(tree: Mapping[Any, Any], contents: Contents) -> bool:
-    """Whether this is a run of Lightning."""
+    """Whether a dict is a checkpoint of Lightning."""
     return any(str(key).startswith("pytorch-lightning_version") for key in tree)
 
 
@@ -22,7 +22,7 @@ def write(contents: Contents) -> Files:
         **contents.rest,
         "epoch": contents.epoch or 0,
         "global_step": contents.iteration or 0,
-        # The first version whose checkpoints have this shape: later ones know how to bring it up to date.
+        # The first version with this layout: later versions of Lightning migrate it.
         "pytorch-lightning_version": "2.0.0",
         "state_dict": contents.model,
         "optimizer_states": list(contents.optimizers.values()),

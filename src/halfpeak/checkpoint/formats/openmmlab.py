@@ -1,4 +1,4 @@
-"""mmcv 1.x, halfpeak.runner and mmengine: ``meta``, ``state_dict``, ``optimizer``; the loss scale in one of these."""
+"""Checkpoints of mmcv 1.x, halfpeak.runner and mmengine: ``meta``, ``state_dict``, and ``optimizer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfpeak.checkpoint.scaler_states import to_mmengine
 
 
 def is_run(tree: Mapping[Any, Any], contents: Contents) -> bool:
-    """Whether this is a run of mmcv, halfpeak.runner or mmengine."""
+    """Whether a dict is a checkpoint of mmcv, halfpeak.runner or mmengine."""
     return isinstance(tree.get("meta"), Mapping) and "state_dict" in tree
 
 
@@ -33,13 +33,13 @@ def _is_mmengine(tree: Mapping[Any, Any], contents: Contents) -> bool:
 
 
 def write_mmcv(contents: Contents) -> Files:
-    """A checkpoint for mmcv 1.x and halfpeak.runner."""
+    """A checkpoint for mmcv 1.x and halfpeak.runner; the loss scale is in ``meta``."""
     entry = grad_scaler_entry("loss_scaler", contents)
     return _write(contents, {"fp16": entry} if entry else {}, {})
 
 
 def write_mmengine(contents: Contents, *, apex: bool = False) -> Files:
-    """A checkpoint for mmengine's Runner with AmpOptimWrapper, or with ``apex`` for ApexOptimWrapper."""
+    """A checkpoint for mmengine's Runner with AmpOptimWrapper (``apex``: ApexOptimWrapper); scale in ``optimizer``."""
     states = contents.scaler_states
     entry = to_mmengine(states, contents.rule, apex=apex) if states else {}
     hub = {"message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}}}
@@ -47,7 +47,7 @@ def write_mmengine(contents: Contents, *, apex: bool = False) -> Files:
 
 
 def _write(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[str, Any]) -> Files:
-    """What both have in common: ``beside_optimizer`` goes into the optimizer's entry."""
+    """The entries common to both; ``meta`` and ``beside_optimizer`` are added to ``meta`` and ``optimizer``."""
     optimizer = contents.optimizer
     return {
         **{name: value for name, value in contents.rest.items() if "." not in name},
@@ -64,7 +64,7 @@ def _write(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[str,
 
 
 def _inside(rest: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The entries that were read from inside another one."""
+    """The entries of ``rest`` that were read from inside the entry ``key``."""
     return {name.removeprefix(f"{key}."): value for name, value in rest.items() if name.startswith(f"{key}.")}
 
 

@@ -1,4 +1,4 @@
-"""One thing that was saved by itself: weights, an optimizer, or a loss scaler; and weights alone, written."""
+"""Files that hold one state alone: weights (which can be written, too), an optimizer, or a loss scaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfpeak.core.errors import StateError
 
 
 def write(contents: Contents) -> Files:
-    """float32: masters where there were any; low-precision weights are upcast, which is exact.
+    """The weights in float32; low-precision weights without masters are upcast, which is exact.
 
     Raises:
         StateError: there are no weights.

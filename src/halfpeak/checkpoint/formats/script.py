@@ -1,4 +1,4 @@
-"""A dict that somebody's training script made up, with the scaler of apex.amp, of torch.amp, of an FP16_Optimizer, or none."""
+"""A training script's own dict, with the loss scaler of apex.amp, torch.amp or FP16_Optimizer, or without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfpeak.checkpoint.scaler_states import to_apex
 
 
 def is_script(tree: Mapping[Any, Any], contents: Contents) -> bool:
-    """Whether this is a dict with something of a run in it, and of no other form."""
+    """Whether a dict holds weights or an optimizer, and no other format was recognised."""
     return contents.form == "unknown" and bool(contents.models or contents.optimizers)
 
 
@@ -24,13 +24,13 @@ def _is_grad_scaler(tree: Mapping[Any, Any], contents: Contents) -> bool:
 
 
 def write_apex(contents: Contents) -> Files:
-    """A dict for a script with apex.amp or halfpeak.amp."""
+    """A dict for a script that uses apex.amp or halfpeak.amp."""
     states = contents.scaler_states
     return {**_write(contents), **({"amp": to_apex(states)} if states else {})}
 
 
 def write_grad_scaler(contents: Contents) -> Files:
-    """A dict for a script with ``torch.amp.GradScaler``."""
+    """A dict for a script that uses ``torch.amp.GradScaler``."""
     return {**_write(contents), **grad_scaler_entry("scaler", contents)}
 
 
@@ -42,7 +42,7 @@ def _write(contents: Contents) -> Files:
 
 
 def _under_keys(things: Mapping[str, Any], key: str, *, keep: bool) -> dict[str, Any]:
-    """Under the keys that they had in the file of a script, else under one that scripts use."""
+    """Entries under their old keys if ``keep`` and these are top-level keys, else under the usual ``key``."""
     if not things or (keep and not any(set(name) & set(".[(") for name in things)):
         return dict(things)
     return {key: next(iter(things.values())) if len(things) == 1 else list(things.values())}
