@@ -1,7 +1,7 @@
 """The table of ``install("apex")``: the modules of apex 25.04, where their names come from, and what is absent.
 
-Where apex's ROCm fork has more names, those are there too. It is a Python table rather than TOML: messages and lists of names
-that several rows share are written once, it needs no parser, and each wheel has it like any other module.
+The table includes the extra names of apex's ROCm fork. It is Python rather than TOML because rows share messages and
+lists of names, no parser is needed, and every wheel contains it like any other module.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ APEX: Final = Shim(
     modules=_MODULES,
     table=__file__,
     distribution="apex",
-    version="0.1+halfpeak",  # apex has called itself 0.1 in every release
+    version="0.1+halfpeak",  # every release of apex has version 0.1
     absent=_ABSENT,
     setup=set_up,
     page="docs/compat/apex.md",

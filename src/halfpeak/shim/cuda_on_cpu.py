@@ -1,4 +1,4 @@
-"""on_cpu: a scope in which a script that asks for CUDA gets the CPU, and what ``torch.cuda`` answers in it."""
+"""on_cpu: a scope that emulates one CUDA device on the CPU, and the values of ``torch.cuda`` inside the scope."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _MISSING: Final = object()
 
 
 def _do_nothing(self: Any, *args: Any) -> None:
-    """Nothing to do or to wait for: the CPU has finished whatever it was given."""
+    """Do nothing, because work on the CPU is finished when the call that started it returns."""
 
 
 class Event:
-    """``torch.cuda.Event``: the CPU has finished whatever it was given, so an event is a time."""
+    """``torch.cuda.Event`` on the CPU: a time, because all work before the event is finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
+        """Store the current time."""
         self._time = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
@@ -40,26 +40,26 @@ class Event:
         return (end._time - self._time) * 1e3
 
     def query(self) -> bool:
-        """Whether the work before it is done. It is."""
+        """Whether the work before the event is done: always True."""
         return True
 
     wait = synchronize = _do_nothing
 
 
 class Stream(AbstractContextManager[Any]):
-    """``torch.cuda.Stream``: everything runs at once and in order."""
+    """``torch.cuda.Stream`` on the CPU: all work runs immediately and in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has happened."""
+        """Return the event, recorded."""
         event = event or Event()
         event.record()
         return event
 
     def query(self) -> bool:
-        """Whether its work is done. It is."""
+        """Whether the stream's work is done: always True."""
         return True
 
     wait_event = wait_stream = synchronize = _do_nothing
@@ -71,7 +71,7 @@ class Stream(AbstractContextManager[Any]):
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A function of its own for each name: torch.compile keeps its rules by function."""
+    """A new function that returns ``value``. Each name needs its own: torch.compile keeps its rules by function."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -144,21 +144,21 @@ PROFILER: Final[Mapping[str, Any]] = MappingProxyType({name: _answer(None) for n
 
 @contextmanager
 def on_cpu() -> Generator[None]:
-    """Let the CPU stand for the script's one CUDA device; at the end of the block torch is as it was.
+    """Emulate one CUDA device on the CPU; at the end of the block torch is restored.
 
-    * ``tensor.cuda()``, ``.to("cuda")``, ``.to(0)``, ``pin_memory()`` and ``device="cuda"`` of any torch function stay on,
-      or move to, the CPU: through a torch function mode, hence on this thread.
-    * ``torch.cuda`` answers for one device: ``is_available()`` is true, ``device_count()`` 1, memory 0; streams and events
-      exist and are always done; seeds and random states of CUDA are ignored.
-    * Process groups of ``nccl`` are of ``gloo``, ``DistributedDataParallel`` and ``DataParallel`` drop ``device_ids``,
-      ``torch.load`` maps to the CPU, and ``autocast("cuda")`` is ``autocast("cpu")`` in the same dtype.
+    * ``tensor.cuda()``, ``.to("cuda")``, ``.to(0)``, ``pin_memory()`` and ``device="cuda"`` of any torch function give
+      tensors on the CPU. A torch function mode does this, so it holds for the current thread.
+    * ``torch.cuda`` reports one device: ``is_available()`` is True, ``device_count()`` is 1, allocated memory is 0.
+      Streams and events exist and are always done. Seeds and random states of CUDA are ignored.
+    * ``nccl`` process groups become ``gloo``, ``DistributedDataParallel`` and ``DataParallel`` drop ``device_ids``,
+      ``torch.load`` maps to the CPU, and ``autocast("cuda")`` becomes ``autocast("cpu")`` in the same dtype.
 
-    ``tensor.is_cuda`` and ``tensor.device`` are not changed: they say that the tensor is on the CPU.
+    ``tensor.is_cuda`` and ``tensor.device`` are unchanged: they report the CPU.
     """
     with ExitStack() as undo:
         for module, names in ((torch.cuda, CUDA), (torch.cuda.nvtx, NVTX), (torch.cuda.profiler, PROFILER)):
             _replace(undo, module, names)
-        # torch parses its argument before it calls the mode.
+        # Not in the mode, because torch parses the argument of record_stream before it calls the mode.
         _replace(undo, Tensor, {"record_stream": _do_nothing})
         _replace(undo, nn.DataParallel, {"__init__": _only_the_module})
         for owner, name, change in _changes():
@@ -168,7 +168,7 @@ def on_cpu() -> Generator[None]:
 
 
 class _ToCpu(TorchFunctionMode):
-    """Replaces every CUDA device among the arguments of a torch function by the CPU."""
+    """Replaces CUDA devices in the arguments of torch functions by the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,14 +187,14 @@ class _ToCpu(TorchFunctionMode):
 
 
 def _place(value: Any) -> Any:
-    """The CPU for a CUDA device, which may also be a number; anything else as it is."""
+    """The CPU for a CUDA device or device number; any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, str, torch.device)):
         return value
     return CPU if isinstance(value, int) or str(value).startswith("cuda") else value
 
 
 def _kind(value: Any) -> Any:
-    """``torch.FloatTensor`` for ``torch.cuda.FloatTensor``, by its name."""
+    """The CPU name of a tensor type: ``"torch.FloatTensor"`` for ``"torch.cuda.FloatTensor"``."""
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
 
 
@@ -202,7 +202,7 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _changed(function: Callable[..., Any], change: Callable[..., _Arguments]) -> Callable[..., Any]:
-    """``function`` with the arguments that ``change`` makes of those it is called with."""
+    """``function`` called with its arguments changed by ``change``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def _autocast(
 
 
 def _changes() -> Iterator[tuple[Any, str, Callable[..., _Arguments]]]:
-    """Functions that get other arguments inside :func:`on_cpu`."""
+    """Yield the functions that get changed arguments inside :func:`on_cpu`."""
     yield torch, "load", _load
     yield torch, "set_default_tensor_type", _default_type
     yield torch, "set_default_device", _default_device
@@ -271,7 +271,7 @@ def _changes() -> Iterator[tuple[Any, str, Callable[..., _Arguments]]]:
 def _only_the_module(
     self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
 ) -> None:
-    """``DataParallel`` as torch makes it where there is no device: it calls the module."""
+    """``DataParallel.__init__`` as torch runs it without a device: forward then calls the module."""
     nn.Module.__init__(self)
     self.module, self.device_ids, self.dim = module, [], dim
 

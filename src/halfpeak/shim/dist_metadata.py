@@ -15,13 +15,13 @@ _FOLDER: Final = Path(__file__).resolve().parent
 
 
 class ShimDistribution(Distribution):
-    """Name, version and top-level modules. It lists no files, because they belong to halfpeak."""
+    """A distribution with a name, a version and top-level modules. It lists no files: those belong to halfpeak."""
 
     def __init__(self, shim: Shim) -> None:
         self._shim = shim
 
     def read_text(self, filename: str) -> str | None:
-        """The two files that a distribution of this kind has; None for others."""
+        """The text of ``METADATA`` or ``top_level.txt``; None for any other file."""
         texts = {
             "METADATA": f"Metadata-Version: 2.1\nName: {self._shim.distribution}\nVersion: {self._shim.version}\n"
             "Summary: stands in for it while halfpeak.shim is installed\n",
@@ -30,12 +30,12 @@ class ShimDistribution(Distribution):
         return texts.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """A path in this folder."""
+        """A path in the folder of ``halfpeak.shim``."""
         return _FOLDER / path
 
 
 def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
-    """Add the distribution to ``pkg_resources``, which reads installed files only, unless it has a real one."""
+    """Add the distribution to ``pkg_resources``, which reads only installed files, unless it knows a real one."""
     working_set: Any = getattr(pkg_resources, "working_set", None)
     if working_set is None or normalized(shim.distribution) in working_set.by_key:
         return lambda: None
@@ -56,5 +56,5 @@ def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
 
 
 def normalized(name: str) -> str:
-    """Names of distributions are the same if these are (PEP 503)."""
+    """The normalized name of a distribution (PEP 503); equal for equivalent names."""
     return re.sub(r"[-_.]+", "-", name).lower()

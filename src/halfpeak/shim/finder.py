@@ -1,4 +1,4 @@
-"""Finder: answers imports of one shim; a real module of the same name always wins."""
+"""Finder: the entry of ``sys.meta_path`` that provides a shim's modules. A real module of the same name wins."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from halfpeak.shim.spec import SUBMODULES, Shim, Undo
 
 
 class Finder(MetaPathFinder):
-    """Stands first in ``sys.meta_path``, and asks every finder behind it before it answers.
+    """The first entry of ``sys.meta_path``. It asks all other finders before it provides a module.
 
-    Where a package is missing, it is made from the shim's table. Where a real one is installed, the table gives the modules
-    that it lacks. Either way they are imported when they are first asked for, also as attributes of the package.
+    If a package is missing, the finder builds it from the shim's table. If a real package is installed, the table adds
+    the modules that the package lacks. A module is imported at its first use, also as an attribute of its package.
     """
 
     def __init__(self, name: str, shim: Shim) -> None:
@@ -30,7 +30,7 @@ class Finder(MetaPathFinder):
         self._undo: list[Undo] = []
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Put the finder into ``sys.meta_path``."""
         sys.meta_path.insert(0, self)
         for name in self.shim.packages:
             if name in sys.modules:
@@ -44,7 +44,7 @@ class Finder(MetaPathFinder):
             self._undo.append(self.shim.setup())
 
     def stop(self) -> None:
-        """Take back what was answered: modules, attributes of packages, caches."""
+        """Remove the finder, the modules that it made, its changes of packages, and import caches."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -57,10 +57,10 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module at or below one of the shim's packages; None for any other.
+        """The spec of a module at or below one of the shim's packages; None for any other module.
 
         Raises:
-            ImportError: the shim provides no such module. ``importlib.util.find_spec``, which only asks, gets None.
+            ImportError: the shim provides no such module. ``importlib.util.find_spec`` gets None instead.
         """
         if not self.shim.owns(fullname):
             return None
@@ -71,7 +71,7 @@ class Finder(MetaPathFinder):
             if is_row or fullname in self.shim.packages:
                 spec.loader = AfterImport(spec.loader, self._complete)
             return spec
-        # A script that asks whether a module is there, and does not import it, can do without it.
+        # A script that calls importlib.util.find_spec only asks whether the module exists, and can do without it.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
             message = self._refusal(fullname)
             if message:
@@ -79,7 +79,7 @@ class Finder(MetaPathFinder):
         return None
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        """The shim's distribution for ``importlib.metadata``, unless a real one has its name."""
+        """The shim's distribution for ``importlib.metadata``, unless a real distribution has the same name."""
         context = DistributionFinder.Context() if context is None else context
         name = self.shim.distribution
         if not name or (context.name is not None and normalized(context.name) != normalized(name)):
@@ -96,7 +96,7 @@ class Finder(MetaPathFinder):
             if finder is self:
                 continue
             found = finder.find_spec(fullname, path, target)
-            # A folder without __init__.py, such as a clone of apex beside the script, is no package of that name.
+            # Skip namespace packages: a folder without __init__.py, such as a clone of apex, is not the package.
             if found is not None and found.loader is not None:
                 return found
         return None
@@ -105,7 +105,7 @@ class Finder(MetaPathFinder):
         self._undo.append(add_lazy_submodules(package, self.shim.lazy, self._refusal))
 
     def _refusal(self, fullname: str) -> str:
-        """Empty for a name of a real package that has nothing to do with the shim."""
+        """The message for a missing name; empty in a real package, unless the shim has advice on the name."""
         parent = sys.modules.get(fullname.rpartition(".")[0])
         return self.shim.refusal(fullname) if self._made(parent) or self.shim.advice(fullname) else ""
 
@@ -128,7 +128,7 @@ class RowLoader(Loader):
         self.shim = shim
 
     def spec(self, fullname: str) -> ModuleSpec:
-        """The table is the file of each module. As in a zip file, packages have paths below it."""
+        """The spec of a module, with the table as its file; packages have paths below it, as in a zip file."""
         is_package = self.shim.is_package(fullname)
         spec = ModuleSpec(fullname, self, origin=self.shim.table, is_package=is_package)
         spec.has_location = True
@@ -137,10 +137,10 @@ class RowLoader(Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary module."""
+        """Return None, so that Python creates an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names."""
+        """Import the names of the module's row and put them into the module."""
         fullname = module.__name__
         names: dict[str, Any] = {}
         for source, entries in self.shim.modules[fullname].items():
@@ -150,14 +150,14 @@ class RowLoader(Loader):
                     names[name] = importlib.import_module(f"{fullname}.{name}")
                 else:
                     names[name] = getattr(_owner(source, fullname), original or name)
-        # After the imports: a class may have the name of the submodule that it comes from.
+        # After the imports, because a class may have the name of the submodule that it comes from.
         vars(module).update(names)
         vars(module)["__all__"] = sorted(names)
         module.__doc__ = f"The part of ``{fullname}`` that halfpeak provides; {self.shim.page} describes it."
 
 
 def _owner(source: str, fullname: str) -> Any:
-    """What holds the names of a source: a module, or the result of a call."""
+    """The object that holds the names of a source: a module, or the result of calling a factory."""
     name, _, factory = source.partition(":")
     module = importlib.import_module(name, fullname)
     return getattr(module, factory)() if factory else module

@@ -1,4 +1,4 @@
-"""Code that runs around other people's imports: after a module's import, and when a missing attribute is asked for."""
+"""Callbacks on imports by other code: after a module's import, and on access to a missing attribute of a package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Action = Callable[[ModuleType], Undo]
 
 
 class AfterImport(Loader):
-    """Runs another loader, leaves the module with that loader as its own, and then calls ``action``."""
+    """Runs the real loader, which the module keeps as its loader, and then calls ``action``."""
 
     def __init__(self, real: Any, action: Callable[[ModuleType], None]) -> None:
         self._real = real
@@ -25,11 +25,11 @@ class AfterImport(Loader):
         return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the real loader."""
+        """Create the module with the real loader."""
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real loader, which the module then names as its own."""
+        """Run the real loader, after making it the module's loader, and then the action."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
         module.__loader__ = self._real
@@ -38,10 +38,10 @@ class AfterImport(Loader):
 
 
 def when_imported(name: str, action: Action) -> Undo:
-    """Call ``action`` with the module of that name: now if it is imported already, else right after its import.
+    """Call ``action`` with a module: now if it is already imported, else right after its import.
 
     Returns:
-        What stops the waiting, and takes back what ``action`` has done.
+        A function that stops waiting for the import and reverts what ``action`` has done.
     """
     watch = _Watch(name, action)
     watch.start()
@@ -49,7 +49,7 @@ def when_imported(name: str, action: Action) -> Undo:
 
 
 class _Watch(MetaPathFinder):
-    """Stands in ``sys.meta_path`` until one module is imported, and lets the other finders find it."""
+    """A finder that waits for the import of one module, and lets the other finders find it."""
 
     def __init__(self, name: str, action: Action) -> None:
         self._name = name
@@ -72,7 +72,7 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # The shims' finders ask all finders too, and this one among them.
+        # A shim's finder asks all finders, including this one, so the call below may recurse.
         if fullname != self._name or self._is_asking:
             return None
         self._is_asking = True
@@ -92,15 +92,15 @@ class _Watch(MetaPathFinder):
 def add_lazy_submodules(
     package: ModuleType, find: Callable[[str], Any], refusal: Callable[[str], str]
 ) -> Undo:
-    """Let ``package.name`` import a submodule or a name, as though the package had imported it already.
+    """Make ``package.name`` import a submodule or name on access.
 
     Args:
-        package: any module; a ``__getattr__`` of its own is asked for all other names.
-        find: what a full name means; None for all that it does not know.
-        refusal: the message for a full name that is not provided; empty where Python's own will do.
+        package: any module; its own ``__getattr__``, if it has one, is asked for all other names.
+        find: returns the object with a full name, or None if it does not know the name.
+        refusal: returns the message for a full name that is not provided; empty for Python's own message.
 
     Returns:
-        What gives the package its own ``__getattr__``, or none, again.
+        A function that restores the package's own ``__getattr__``, or its absence.
     """
     before: Any = vars(package).get("__getattr__")
 

@@ -1,4 +1,4 @@
-"""``install`` and ``uninstall``, and what they can install. Only ``sys.meta_path`` says that a shim is installed."""
+"""``install``, ``uninstall`` and the known shims. A shim is installed if its finder is in ``sys.meta_path``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfpeak.shim.mmengine import MMENGINE
 from halfpeak.shim.spec import Shim
 
 SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": APEX, "mmcv": MMCV, "mmengine": MMENGINE})
-"""Argument of ``install`` -> what it installs."""
+"""Argument of ``install`` -> the shim that it installs."""
 
 
 def install(name: str = "apex") -> None:
@@ -37,9 +37,9 @@ def install(name: str = "apex") -> None:
 
 
 def uninstall(name: str | None = None) -> None:
-    """Take back what :func:`install` did: all of it, or what ``name`` brought. Does nothing where nothing is installed.
+    """Revert :func:`install` for one shim, or for all with ``name=None``. A shim that is not installed is ignored.
 
-    Modules that the imports loaded leave ``sys.modules``; objects that came from them go on working.
+    The modules that imports loaded leave ``sys.modules``; objects from them keep working.
 
     Raises:
         ConfigError: there is no shim of this name.
@@ -52,7 +52,7 @@ def uninstall(name: str | None = None) -> None:
 
 
 def installed() -> tuple[str, ...]:
-    """The names that are installed now, the latest first."""
+    """The names of the installed shims, the latest first."""
     return tuple(finder.name for finder in _finders())
 
 

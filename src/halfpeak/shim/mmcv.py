@@ -1,6 +1,6 @@
 """The table of ``install("mmcv")``: the modules of mmcv 1.7.2 that training needs, where their names come from.
 
-A Python table for the reasons that :mod:`halfpeak.shim.apex` gives.
+Why the table is Python: see :mod:`halfpeak.shim.apex`.
 """
 
 from __future__ import annotations

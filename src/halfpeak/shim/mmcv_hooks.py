@@ -1,4 +1,4 @@
-"""``install("mmcv")`` where a real mmcv 1.x is: halfpeak's optimizer hooks in its registry, for its own runners."""
+"""``install("mmcv")`` with a real mmcv 1.x: puts halfpeak's optimizer hooks into mmcv's registry, for its runners."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from halfpeak.shim.spec import Undo
 
 
 def set_up() -> Undo:
-    """Register as soon as ``mmcv.runner`` is imported, if it is a real one."""
+    """Register the hooks as soon as a real ``mmcv.runner`` is imported."""
     return when_imported("mmcv.runner", register)
 
 
 def register(runner: ModuleType) -> Undo:
-    """Put the hooks in place of mmcv's own.
+    """Replace mmcv's optimizer hooks in its registry by halfpeak's.
 
     Args:
         runner: the module ``mmcv.runner``.
@@ -35,7 +35,7 @@ def register(runner: ModuleType) -> Undo:
 
 
 def make_hooks(base: type) -> dict[str, type]:
-    """Each of halfpeak's optimizer hooks as a subclass of mmcv's ``Hook``, which its runners require."""
+    """Each of halfpeak's optimizer hooks as a subclass of mmcv's ``Hook``, because mmcv's runners require one."""
     made: dict[str, type] = {}
     for own in (
         OptimizerHook,

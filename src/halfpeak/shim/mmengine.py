@@ -1,7 +1,7 @@
-"""``install("mmengine")``: halfpeak's wrappers and their constructor in mmengine's registries, under mmengine's names.
+"""``install("mmengine")``: puts halfpeak's wrappers and constructor into mmengine's registries, under mmengine's names.
 
-mmengine's ``Runner`` takes no wrapper that is not an instance of mmengine's own classes, so each class here is a subclass of
-halfpeak's and of mmengine's at once.
+mmengine's ``Runner`` accepts only wrappers that are instances of mmengine's classes, so each wrapper here inherits from
+halfpeak's class and from mmengine's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfpeak.shim.spec import Shim, Undo
 
 
 def set_up() -> Undo:
-    """Register as soon as ``mmengine.optim`` and ``mmengine.hooks`` are imported.
+    """Register the classes as soon as ``mmengine.optim`` and ``mmengine.hooks`` are imported.
 
     Raises:
         MissingExtraError: neither mmengine nor a fork of it is installed.
@@ -50,13 +50,13 @@ def set_up() -> Undo:
 
 
 def register(optim: ModuleType) -> Undo:
-    """Put the classes into the registries in place of mmengine's own.
+    """Replace mmengine's wrappers and constructor in its registries by halfpeak's.
 
     Args:
         optim: the module ``mmengine.optim``.
 
     Returns:
-        A function that puts mmengine's own back. A name that was registered anew since then stays as it is.
+        A function that restores mmengine's classes. A name that was registered again in the meantime stays.
     """
     registries: Any = import_module("mmengine.registry")
     wrappers = make_wrappers(optim)
@@ -69,9 +69,9 @@ def register(optim: ModuleType) -> Undo:
 
 
 class _CountsWindows:
-    """Sets ``_global_step``, by which mmengine's schedulers decide whether to warn that ``step()`` was never called.
+    """Sets ``_global_step``, which mmengine's schedulers read to warn that ``step()`` was never called.
 
-    Inside an accumulation window no step is due, so a first call of ``update_params`` sets it too.
+    The first ``update_params`` sets it as well, because no step is due inside an accumulation window.
     """
 
     _global_step: int
@@ -83,9 +83,9 @@ class _CountsWindows:
 
 
 def make_wrappers(optim: ModuleType) -> dict[str, type[OptimWrapper]]:
-    """Each of halfpeak's wrappers as a subclass of the one that ``mmengine.optim`` has under its name.
+    """Each of halfpeak's wrappers as a subclass of the class with the same name in ``mmengine.optim``.
 
-    halfpeak's class comes first and handles every call, its constructor included. mmengine's is a base for ``isinstance``.
+    halfpeak's class is the first base and handles every call, including ``__init__``. mmengine's is for ``isinstance``.
 
     Args:
         optim: the module ``mmengine.optim``.
@@ -103,13 +103,13 @@ def make_wrappers(optim: ModuleType) -> dict[str, type[OptimWrapper]]:
 def make_constructor(
     optim: ModuleType, wrappers: Mapping[str, type[OptimWrapper]]
 ) -> type[DefaultOptimWrapperConstructor]:
-    """halfpeak's constructor, which builds the classes registered in mmengine's registries.
+    """halfpeak's constructor, changed to build classes from mmengine's registries.
 
     Args:
         optim: the module ``mmengine.optim``.
         wrappers: the result of :func:`make_wrappers`.
     """
-    # Configurations in mmengine's new style give the class itself as type.
+    # mmengine's new-style configurations have the class itself as type.
     instead = {getattr(optim, name): cls for name, cls in wrappers.items()}
 
     class Constructor(DefaultOptimWrapperConstructor):
@@ -129,7 +129,7 @@ def make_constructor(
 
 
 def register_hook(hooks: ModuleType) -> Undo:
-    """Add :class:`halfpeak.runner.DiagnosisHook`, as a hook of mmengine's.
+    """Register a ``DiagnosisHook`` for mmengine, which does the same as :class:`halfpeak.runner.DiagnosisHook`.
 
     Args:
         hooks: the module ``mmengine.hooks``.
@@ -144,7 +144,7 @@ def register_hook(hooks: ModuleType) -> Undo:
             wrapper = runner.optim_wrapper
             if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
                 with wrapper.optim_context(runner.model):
-                    pass  # from here on its engine knows the model
+                    pass  # from now on the wrapper's engine knows the model
 
         def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
             diagnose_into(runner.work_dir, runner.model, self._known)
@@ -155,12 +155,12 @@ def register_hook(hooks: ModuleType) -> Undo:
 
 
 class _ForeignRegistry(Registry):
-    """What mmengine's registry of a kind finds, with halfpeak's checks and messages.
+    """A view of one of mmengine's registries, with halfpeak's checks and messages.
 
-    Dotted names are imported, as mmengine does: its configurations run unedited.
+    Dotted names are imported, as in mmengine, so that its configurations run unedited.
 
     Args:
-        name: a noun for its members, for messages.
+        name: a noun for the members, for messages.
         mmengine: mmengine's name for the registry.
         instead: a class given as ``type`` -> the class to build.
     """
@@ -172,7 +172,7 @@ class _ForeignRegistry(Registry):
         self._instead = instead
 
     def resolve(self, cfg: Mapping[str, Any]) -> Factory:
-        """The factory that ``cfg["type"]`` names in the scope of ``cfg``; a class is itself, or what stands for it."""
+        """The factory that ``cfg["type"]`` names in the scope of ``cfg``, after replacement by ``instead``."""
         factory = super().resolve(cfg)
         return self._instead.get(factory, factory)
 
@@ -181,7 +181,7 @@ class _ForeignRegistry(Registry):
             return registry.get(name)
 
     def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
-        """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments."""
+        """Call the factory of ``cfg["type"]`` with the rest of ``cfg`` as keyword arguments."""
         arguments = {**(default_args or {}), **cfg}
         return super().build({**_without_scope(arguments), "type": self.resolve(arguments)})
 

@@ -1,4 +1,4 @@
-"""Registering classes under names that a registry of mmengine or mmcv has already, and undoing it."""
+"""Replacing classes in registries of mmengine or mmcv, and restoring the former classes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Entry = tuple[Any, str, type]
 
 
 def put(entries: Sequence[Entry]) -> Undo:
-    """Register each class, in place of the one that has its name.
+    """Register each class in place of the class that has its name.
 
     Returns:
-        A function that puts the former classes back. A name that was registered anew since then stays as it is.
+        A function that restores the former classes. A name that was registered again in the meantime stays.
     """
     before = [registry.module_dict.get(name) for registry, name, _ in entries]
     for registry, name, cls in entries:

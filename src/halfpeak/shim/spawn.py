@@ -1,4 +1,4 @@
-"""The context of ``halfpeak run``: shims and the emulated CUDA device, in this process and in those that it spawns."""
+"""The context of ``halfpeak run``: shims and the emulated CUDA device, in this process and its spawned children."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from halfpeak.shim.installing import install, installed, uninstall
 
 @contextmanager
 def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
-    """Install some shims and, if ``cpu``, let the CPU stand for a CUDA device; undo both however the block ends.
+    """Install shims and, if ``cpu``, emulate a CUDA device on the CPU; undo both at the end, also after an exception.
 
-    A process that is spawned, rather than forked, imports the main script anew; it enters the same context before that.
+    A spawned process imports the main script again, and enters the same context before that import.
     """
     before = installed()
     with ExitStack() as undo:
         if cpu:
             undo.enter_context(on_cpu())
-        # Undone before the device: casts that a script left on are torch function modes above the device's.
+        # Undone before the device: casts that a script left on are torch function modes above the device's mode.
         undo.callback(_uninstall_but, before)
         for name in shims:
             install(name)
@@ -33,7 +33,7 @@ def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
 
 
 def enter_for_life(shims: Sequence[str], cpu: bool) -> None:
-    """Enter the context in a child process, until the process ends."""
+    """Enter the context in a child process until the process exits."""
     scope = emulating(shims, cpu=cpu)
     scope.__enter__()
     atexit.register(scope.__exit__, None, None, None)

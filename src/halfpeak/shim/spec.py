@@ -1,4 +1,4 @@
-"""Shim: what ``install(name)`` makes importable, as a value."""
+"""Shim: the description, as data, of everything that ``install(name)`` makes importable."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 Undo = Callable[[], None]
-"""What takes a change of the process back."""
+"""A function that reverts a change of the process."""
 
 SUBMODULES: Final = "."
-"""The source of a row whose names are submodules of its own."""
+"""The source for names that are submodules of the row's module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shim:
-    """One old library: its modules, what is absent from them, and its distribution.
+    """One old library: the modules provided, the names that are absent, and the distribution.
 
-    A row of ``modules`` is a module. It maps a source to the names that are taken from there, separated by spaces; a name
-    that the source calls otherwise is written ``name=name_in_the_source``. A source is one of
+    Each row of ``modules`` is a module. It maps a source to the names taken from it, separated by spaces. A name that
+    differs in the source is written ``name=name_in_the_source``. A source is one of
 
-    * ``"halfpeak.amp.larc"``: a module that is installed;
+    * ``"halfpeak.amp.larc"``: an installed module;
     * ``".frontend"``: another row, relative to this one, which the import then loads;
-    * ``"."``: no module; the names are those of submodules, which the import loads;
-    * ``"halfpeak.shim.apex_impl.op_lists:torch_overrides"``: the result of calling this without arguments, for values
-      that each install makes anew.
+    * ``"."``: the names are submodules of the row's module, which the import loads;
+    * ``"halfpeak.shim.apex_impl.op_lists:torch_overrides"``: the result of calling this function without arguments,
+      for values that each install creates anew.
 
     A row is a package if it has ``"."`` among its sources, or other rows below it.
 
     Attributes:
         modules: full name of a module -> its row.
-        table: the file that ``modules`` stands in; it is the ``__file__`` of every module.
+        table: the file that defines ``modules``; it is the ``__file__`` of every module.
         distribution: name of the distribution that has the modules; empty for none.
-        version: what ``importlib.metadata.version(distribution)`` answers.
-        elsewhere: full name of an attribute -> ``"module:name"`` of another library, which answers where it is installed.
-        absent: full name of a module or attribute that is not provided -> what to use, as the end of a sentence. It
-            applies to everything below that name.
-        setup: what else to do at install, once the imports work; returns what takes it back at uninstall.
-        page: the page that lists what is provided.
+        version: the result of ``importlib.metadata.version(distribution)``.
+        elsewhere: full name of an attribute -> ``"module:name"`` in another library, used if that is installed.
+        absent: full name of a module or attribute that is not provided -> advice, as the end of a sentence. It applies
+            to everything below that name.
+        setup: called at install, once the imports work; returns a function that reverts it at uninstall.
+        page: the page of the documentation that lists what is provided.
     """
 
     modules: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
@@ -61,12 +61,12 @@ class Shim:
         return fullname.partition(".")[0] in self.packages
 
     def is_package(self, fullname: str) -> bool:
-        """Whether the row may have submodules."""
+        """Whether the module of this row is a package."""
         below = f"{fullname}."
         return SUBMODULES in self.modules[fullname] or any(name.startswith(below) for name in self.modules)
 
     def lazy(self, fullname: str) -> Any:
-        """The submodule of that name, or what another library has in its place; None if it is neither."""
+        """The submodule of that name, or the object of another library that replaces it, or None."""
         if fullname in self.modules:
             return import_module(fullname)
         module, _, name = self.elsewhere.get(fullname, "").partition(":")
@@ -74,7 +74,7 @@ class Shim:
         return getattr(import_module(module), name) if is_there else None
 
     def advice(self, fullname: str) -> str:
-        """What to use instead of a name that is not provided; empty if nothing is known."""
+        """The advice for a name that is not provided; empty if there is none."""
         name = fullname
         while name:
             if name in self.absent:

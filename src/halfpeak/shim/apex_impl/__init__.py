@@ -1,1 +1,1 @@
-"""What old scripts import from apex and halfpeak itself has no use for; rows of the table in ``shim/apex.py`` lead here."""
+"""Objects that only old scripts for apex need; the table in ``shim/apex.py`` refers to them."""

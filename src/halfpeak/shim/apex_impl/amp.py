@@ -1,4 +1,4 @@
-"""``apex.amp.initialize``, which leaves apex's attributes on optimizers, and what uninstalling takes back of a session."""
+"""``apex.amp.initialize``, which sets apex's attributes on optimizers, and the uninstall of an amp session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ O0, O1, O2, O3, O4, O5 = (opt_levels[name] for name in ("O0", "O1", "O2", "O3", 
 
 @functools.wraps(amp.initialize)
 def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """:func:`halfpeak.amp.initialize`; each optimizer gets apex's attributes, such as ``_amp_stash``."""
+    """Call :func:`halfpeak.amp.initialize` and give each optimizer apex's attributes, such as ``_amp_stash``."""
     result = amp.initialize(models, optimizers, *args, **kwargs)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
         attach(optimizer)
@@ -26,7 +26,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
 
 
 def set_up() -> Undo:
-    """Record the handle and the registrations; the returned function restores both and removes the attributes."""
+    """Record the amp handle and registrations. The returned function restores them and removes the attributes."""
     handle, registered = _amp_state.handle, dict(_amp_state.registered)
 
     def undo() -> None:

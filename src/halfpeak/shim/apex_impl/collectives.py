@@ -1,4 +1,4 @@
-"""``Reducer``, ``flat_dist_call`` and process groups of ``apex.parallel``: reducing by hand."""
+"""``Reducer``, ``flat_dist_call`` and process groups of ``apex.parallel``, for scripts that reduce by themselves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from halfpeak.core.errors import ConfigError
 
 
 class Reducer:
-    """Average gradients when the script says so.
+    """Averages gradients over the ranks when the script calls :meth:`reduce`.
 
-    A module starts on every rank as rank 0 has it.
+    The parameters of a module are broadcast from rank 0 at construction.
 
     Args:
         module_or_grads_list: a module, whose ``.grad`` are reduced, or the gradients themselves.
@@ -36,7 +36,7 @@ class Reducer:
             raise ConfigError("Reducer takes a module or a list of gradients; write Reducer(model)")
 
     def reduce(self) -> None:
-        """Average them over the ranks, in place."""
+        """Average the gradients over the ranks, in place."""
         if self.module is None:
             grads = self.grads
         else:
@@ -47,14 +47,14 @@ class Reducer:
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
 ) -> None:
-    """Run a collective on tensors as though they were one per dtype, in place.
+    """Run a collective in place on tensors, flattened into one tensor per dtype and device.
 
-    ``all_reduce`` averages here, as it did in apex.
+    ``all_reduce`` averages here, as in apex.
 
     Args:
         tensors: of any dtypes.
-        call: such as ``torch.distributed.broadcast``.
-        extra_args: what it takes after the tensor.
+        call: the collective, such as ``torch.distributed.broadcast``.
+        extra_args: arguments of ``call`` after the tensor.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -71,12 +71,12 @@ def flat_dist_call(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The group of ``group_size`` neighbouring ranks that this rank is in; None, which means all ranks, for 0.
+    """The group of ``group_size`` neighbouring ranks that contains this rank; for 0 None, which means all ranks.
 
     Every rank must call it.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: ``group_size`` does not divide the number of ranks.
     """
     if group_size == 0:
         return None

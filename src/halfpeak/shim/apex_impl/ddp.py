@@ -1,4 +1,4 @@
-"""``apex.parallel.DistributedDataParallel``: torch's, with apex's arguments."""
+"""``apex.parallel.DistributedDataParallel``: torch's class with apex's arguments."""
 
 import inspect
 from collections.abc import Sequence
@@ -13,38 +13,38 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import require_scale
 
 _BASE: Final = nn.parallel.DistributedDataParallel
-# torch 2.13 renamed the argument and warns of the old name.
+# torch 2.13 renamed the argument and warns about the old name.
 _KNOWN: Final = inspect.signature(_BASE.__init__).parameters
 _NO_BUFFERS: Final[dict[str, Any]] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
 }
-BYTES: Final = 4  # apex counted buckets in elements, torch counts them in megabytes of float32 gradients
+BYTES: Final = 4  # of a float32 gradient: apex counts buckets in elements, torch in MiB
 
 
 class DistributedDataParallel(_BASE):
-    """Average gradients over the ranks while ``backward`` runs, on any device and backend.
+    """Averages gradients over the ranks while ``backward`` runs, on any device and backend.
 
-    Parameters and buffers start as rank 0 has them; buffers are not sent again, as in apex. ``no_sync()``, which apex
-    lacked, is torch's, and :meth:`disable_allreduce` is a switch for the same.
+    Parameters and buffers are broadcast from rank 0 once; buffers are not sent again, as in apex. ``no_sync()`` of
+    torch, which apex lacks, does the same as :meth:`disable_allreduce`.
 
     Args:
         module: the model, of which each rank has a copy; ``state_dict()`` has the prefix ``module.``.
-        message_size: elements that are reduced together, at least.
-        delay_allreduce: for models that do not use every parameter in every pass: torch looks for unused parameters. The
-            others are reduced during the pass all the same.
+        message_size: the least number of elements that are reduced together.
+        delay_allreduce: for models that do not use every parameter in every pass: sets ``find_unused_parameters``. Used
+            parameters are still reduced during the pass.
         shared_param: refused, as in apex.
-        allreduce_trigger_params: no effect; torch finds out by itself when a bucket is full.
+        allreduce_trigger_params: no effect; torch detects itself when a bucket is full.
         retain_allreduce_buffers: no effect; gradients are in ``.grad``.
-        allreduce_always_fp32: sum half gradients in float32.
-        num_allreduce_streams: no effect; torch has a stream of its own.
+        allreduce_always_fp32: sum half-precision gradients in float32.
+        num_allreduce_streams: no effect; torch uses its own stream.
         allreduce_communicators: no effect.
         gradient_average: divide by the number of ranks; False leaves the sum.
-        gradient_predivide_factor: divide by this before adding up, and by the rest afterwards.
+        gradient_predivide_factor: divide by this before the sum, and by ``ranks / factor`` after it.
         gradient_average_split_factor: refused, as in apex.
         prof: no effect; use torch.profiler.
 
     Raises:
-        ConfigError: an argument that apex had given up, or a factor that is not a finite number above zero.
+        ConfigError: an argument that apex had removed, or a factor that is not a finite number above zero.
         ValueError: there is no process group; call ``torch.distributed.init_process_group`` first.
     """
 
@@ -86,26 +86,26 @@ class DistributedDataParallel(_BASE):
             self.register_comm_hook(None, hook.reduce)
 
     def disable_allreduce(self) -> None:
-        """Keep gradients to this rank from the next forward pass on."""
+        """Stop reducing gradients, from the next forward pass on."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce again, from the next forward pass on."""
+        """Reduce gradients again, from the next forward pass on."""
         self.require_backward_grad_sync = True
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How a bucket of gradients is reduced where it is not simply averaged."""
+    """The communication hook for a bucket of gradients that is not simply averaged."""
 
-    # torch compares the annotations of the hook with its own types, so this file must not make strings of them.
+    # torch compares the hook's annotations with types, so this file must not import annotations from __future__.
 
     factor: float
     average: bool
     upcast: bool
 
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Divide, add up over the ranks, divide by the rest."""
+        """Divide by the factor, sum over the ranks, divide by the rest."""
         gradients = bucket.buffer()
         summed = gradients.float() if self.upcast else gradients
         if self.factor != 1:

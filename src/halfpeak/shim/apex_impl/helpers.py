@@ -14,7 +14,7 @@ from halfpeak.state.found_inf import is_first_rank
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """apex 25.04 issued it where ``amp`` and ``fp16_utils`` were used. halfpeak never does: here they are not deprecated."""
+    """The warning of apex 25.04 for ``amp`` and ``fp16_utils``. halfpeak itself never issues it."""
 
 
 def deprecated_warning(msg: str) -> None:
@@ -24,17 +24,17 @@ def deprecated_warning(msg: str) -> None:
 
 
 def has_old_rnns() -> bool:
-    """Whether torch is older than 0.5. It is not."""
+    """Whether torch is older than 0.5: always False."""
     return False
 
 
 def variable_is_tensor() -> bool:
-    """Whether torch is 0.4 or newer. It is."""
+    """Whether torch is 0.4 or newer: always True."""
     return True
 
 
 def tensor_is_float_tensor() -> bool:
-    """Whether ``torch.Tensor`` is a class of one dtype, as it was before 0.4. It is not."""
+    """Whether ``torch.Tensor`` is a class of one dtype, as before torch 0.4: always False."""
     return False
 
 
@@ -58,7 +58,7 @@ def is_cuda_enabled() -> bool:
 
 
 def get_cuda_version() -> tuple[int, ...]:
-    """The CUDA that torch was built for; empty without one."""
+    """The CUDA version that torch was built for; empty for a build without CUDA."""
     return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
@@ -68,7 +68,7 @@ def is_nested(x: Any) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
+    """Whether ``x`` is a floating-point tensor, or a list or tuple of only such tensors."""
     if is_nested(x):
         return all(is_fp_tensor(one) for one in x)
     return isinstance(x, Tensor) and torch.is_floating_point(x)
@@ -80,10 +80,10 @@ def type_string(x: Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x`` with its floating tensors in float16."""
+    """``x`` with its floating-point tensors cast to float16."""
     return cast_tree(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x`` with its floating tensors in float32."""
+    """``x`` with its floating-point tensors cast to float32."""
     return cast_tree(x, torch.float32)

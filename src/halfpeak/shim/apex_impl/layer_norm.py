@@ -1,4 +1,4 @@
-"""``apex.normalization`` over torch's functions: layer norm and RMS norm, computed in float32."""
+"""``apex.normalization`` on torch's functions: layer norm and RMS norm, computed in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shape: TypeAlias = int | Sequence[int] | torch.Size
 def manual_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
 ) -> Tensor:
-    """``input / sqrt(mean(input**2) + eps) * weight`` over the last dimensions, rounded to ``weight``'s dtype before it."""
+    """``input / sqrt(mean(input**2) + eps) * weight`` over the last dimensions, in the dtype of a low weight."""
     dims = tuple(range(-len(normalized_shape), 0))
     normed = input * torch.rsqrt(input.float().pow(2).mean(dims, keepdim=True) + eps)
     if weight is None:
@@ -89,7 +89,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 class _FusedNorm(nn.Module):
-    """What apex's norms take beside torch's arguments."""
+    """Adds apex's argument ``memory_efficient`` to torch's norms."""
 
     def __init__(
         self,
@@ -103,19 +103,19 @@ class _FusedNorm(nn.Module):
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
-    """``torch.nn.LayerNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
+    """``torch.nn.LayerNorm``, computed in float32 and returned in the input's dtype, for a weight of any dtype.
 
     Args:
         memory_efficient: no effect here.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input, normalized over its last dimensions."""
+        """Normalize the input over its last dimensions."""
         return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(input.dtype)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
-    """``torch.nn.RMSNorm``, computed in float32 and given back in the input's dtype, whatever the weight's.
+    """``torch.nn.RMSNorm``, computed in float32 and returned in the input's dtype, for a weight of any dtype.
 
     Args:
         memory_efficient: no effect here.
@@ -127,7 +127,7 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
 
 
 class _MixedNorm(_FusedNorm):
-    """A norm whose output has the dtype of its weight, which it cannot do without."""
+    """A norm whose output has the dtype of its weight, so it requires a weight."""
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
@@ -152,7 +152,7 @@ class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input, normalized over its last dimensions."""
+        """Normalize the input over its last dimensions."""
         return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(
             self.weight.dtype
         )
@@ -179,7 +179,7 @@ def _shape(normalized_shape: Shape) -> tuple[int, ...]:
 def _layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """In the widest dtype of its arguments, and at least float32."""
+    """Layer norm in the widest dtype of the arguments, at least float32."""
     wide = _widest(input, weight, bias)
     return F.layer_norm(
         input.to(wide),

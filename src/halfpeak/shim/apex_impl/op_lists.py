@@ -1,4 +1,4 @@
-"""The lists of ``apex.amp.lists``, such as ``functional_overrides.FP32_FUNCS``, which scripts edit before ``initialize``."""
+"""``apex.amp.lists``, such as ``functional_overrides.FP32_FUNCS``: lists that scripts edit before ``initialize``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfpeak.casting.oplists import FLOAT32, LOW, PROMOTE, Rows
 
 
 class OpNames(list[str]):
-    """Names of functions with one rule; adding one registers it, removing one lets it match its input.
+    """A list of functions with one cast rule. Adding a name registers it; removing a name makes the function promote.
 
     >>> import torch
     >>> names = OpNames(torch.nn.functional, "torch.nn.functional", LOW, register_promote_function)
@@ -31,30 +31,30 @@ class OpNames(list[str]):
         self._register = register
 
     def append(self, name: str, /) -> None:
-        """The function gets the rule of this list at the next ``initialize``."""
+        """Add a function, which gets the rule of this list at the next ``initialize``."""
         self._register(self._module, name)
         super().append(name)
 
     def extend(self, names: Iterable[str], /) -> None:
-        """Each of the functions does."""
+        """Add several functions."""
         for name in names:
             self.append(name)
 
     def insert(self, index: SupportsIndex, name: str, /) -> None:
-        """As :meth:`append`."""
+        """Add a function as :meth:`append` does; ``index`` has no effect."""
         self.append(name)
 
     def remove(self, name: str, /) -> None:
-        """The function is cast no more: it computes in the widest dtype of its inputs."""
+        """Remove a function; it then computes in the widest dtype of its inputs."""
         super().remove(name)
         register_promote_function(self._module, name)
 
 
 class Overrides:
-    """The names of one module of ``apex.amp.lists``, with lists as they are before a script edits them.
+    """The lists of one module of ``apex.amp.lists``, before a script edits them.
 
     Args:
-        module: what has the functions.
+        module: the module or class that has the functions.
         path: its name in :mod:`halfpeak.casting.oplists`.
     """
 

@@ -1,6 +1,6 @@
-"""AmpStash: ``optimizer._amp_stash`` and the other attributes by which scripts see how an optimizer was initialised.
+"""AmpStash: ``optimizer._amp_stash``, and the other attributes that apex sets on an initialised optimizer.
 
-halfpeak itself puts nothing on a user's optimizer. These attributes are there while the shim is installed.
+halfpeak itself sets no attributes on a user's optimizer. These exist only while the shim is installed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class AmpStash(MasterGroups):
     """The values of apex's ``optimizer._amp_stash``, read from the engine that steps the optimizer.
 
     Attributes:
-        lazy_init_called: True from the start, since masters exist as soon as ``initialize`` returns. Scripts set it.
-        already_patched: False, since a step to be skipped replaces no method.
+        lazy_init_called: True from the start, because masters exist as soon as ``initialize`` returns. Scripts set it.
+        already_patched: False, because a skipped step replaces no method.
     """
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
@@ -41,12 +41,12 @@ class AmpStash(MasterGroups):
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether the last block had ``delay_unscale=True``."""
+        """Whether gradients are still scaled, as after ``scale_loss(..., delay_unscale=True)``."""
         return self._prepared.has_scaled_grads
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """Half model parameters: those that have a master; at levels without masters, all of them."""
+        """The half-precision parameters that have a master; at levels without masters, all of them."""
         return _flat(self.fp16_groups) or [p for p in params_of(self.optimizer) if is_low(p)]
 
     @property
@@ -56,7 +56,7 @@ class AmpStash(MasterGroups):
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Masters of half parameters."""
+        """Masters of half-precision parameters."""
         return _flat(self.fp32_from_fp16_groups)
 
     @property
@@ -65,7 +65,7 @@ class AmpStash(MasterGroups):
         return self.all_fp32_params
 
     def initialise(self) -> None:
-        """Nothing: apex made the masters here, halfpeak has made them in ``amp.initialize``."""
+        """Do nothing: apex creates masters here, halfpeak has created them in ``amp.initialize``."""
 
     def publish(self) -> None:
         """Round the masters into the model, as ``step`` does."""
@@ -73,7 +73,7 @@ class AmpStash(MasterGroups):
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Give an initialised optimizer the attributes; one that amp was disabled for has none, as in apex."""
+    """Set the attributes on an initialised optimizer; with amp disabled it gets none, as in apex."""
     prepared = prepared_of(optimizer)
     if prepared is None:
         return
@@ -83,7 +83,7 @@ def attach(optimizer: Optimizer) -> None:
 
 
 def detach(optimizers: Iterable[Optimizer]) -> None:
-    """Take the attributes back."""
+    """Remove the attributes."""
     for optimizer in optimizers:
         for name in NAMES:
             vars(optimizer).pop(name, None)

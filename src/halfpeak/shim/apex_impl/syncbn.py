@@ -1,4 +1,4 @@
-"""``apex.parallel.SyncBatchNorm`` and ``convert_syncbn_model``: torch's where it runs, the same sums elsewhere."""
+"""``apex.parallel.SyncBatchNorm`` and ``convert_syncbn_model``: torch's kernels, or all-reduced sums on the CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from halfpeak.core.errors import ConfigError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation with the statistics of all ranks together.
+    """Batch normalisation with statistics over all ranks.
 
-    On devices for which torch has it, torch's. Elsewhere, such as on the CPU with gloo, mean and variance come from two
-    differentiable sums over the ranks; with one rank, or in evaluation, from ``F.batch_norm``. Half inputs are normalised
-    in float32 and returned in their own dtype.
+    On an accelerator the layer runs ``torch.nn.SyncBatchNorm.forward``. On the CPU, mean and variance come from two
+    differentiable sums over the ranks. In evaluation, or with one rank on the CPU, the layer runs ``F.batch_norm``.
+    Half-precision inputs are normalised in float32 and returned in their own dtype.
 
     Args:
         num_features: channels.
@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: whether there are running statistics.
         process_group: the ranks that share statistics; None for all.
         channel_last: inputs are (N, ..., C) rather than (N, C, ...).
-        fuse_relu: apply a ReLU, after ``z`` has been added if there is one.
+        fuse_relu: apply a ReLU to the output, after adding ``z``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """``input`` normalised, plus ``z`` of the same shape, through the ReLU."""
+        """Normalise ``input``, add ``z`` (of the same shape), and apply the ReLU if ``fuse_relu``."""
         x = input.movedim(-1, 1) if self.channel_last and input.dim() > 2 else input
         out = _synchronised(self, x) if self._needs_sums(x) else self._by_torch(x)
         if x is not input:
@@ -63,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         return self.training and dist.is_available() and dist.is_initialized()
 
     def _by_torch(self, x: Tensor) -> Tensor:
-        # Not by inheritance: DistributedDataParallel refuses every nn.SyncBatchNorm on the CPU.
+        # No subclass of nn.SyncBatchNorm, because DistributedDataParallel refuses that on the CPU.
         if x.device.type == "cpu" or not self._is_shared():
             return super().forward(x)
         forward: Any = nn.SyncBatchNorm.forward
@@ -74,15 +74,15 @@ class SyncBatchNorm(_BatchNorm):
             raise ConfigError(f"SyncBatchNorm takes inputs of 2 dimensions at least, not {input.dim()}")
 
     def _check_non_zero_input_channels(self, input: Tensor) -> None:
-        """No check; ``torch.nn.SyncBatchNorm.forward`` calls it."""
+        """Check nothing. ``torch.nn.SyncBatchNorm.forward`` calls this method."""
 
 
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Put a :class:`SyncBatchNorm` in the place of every batch norm, with the same parameters and buffers.
+    """Replace every batch norm by a :class:`SyncBatchNorm` with the same parameters and buffers.
 
-    Returns ``module`` itself, unless it is a batch norm. Call it before the optimizer is built or at any later time: the
+    Returns ``module`` itself, unless it is a batch norm. The optimizer may be built before or after, because the
     parameters stay the same objects.
     """
     if isinstance(module, _BatchNorm):
@@ -110,7 +110,7 @@ def _converted(norm: _BatchNorm, process_group: Any, channel_last: bool) -> Sync
 
 
 def _synchronised(norm: SyncBatchNorm, input: Tensor) -> Tensor:
-    """Normalise by the statistics of all ranks and move the running ones; ranks may differ in their batch sizes."""
+    """Normalise by statistics over all ranks and update the running ones; batch sizes may differ between ranks."""
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
@@ -119,7 +119,7 @@ def _synchronised(norm: SyncBatchNorm, input: Tensor) -> Tensor:
     count = sums[-1].detach()
     mean = sums[:-1] / count
     centred = x - mean.view(shape)
-    # From centred values, not as E[x^2] - E[x]^2, which loses all digits where the mean is large.
+    # From centred values: E[x^2] - E[x]^2 loses all digits where the mean is large.
     variance = _Sum.apply(centred.square().sum(dims), norm.process_group) / count
     _move_running(norm, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
     out = centred * (variance + norm.eps).rsqrt().view(shape)
@@ -139,11 +139,11 @@ def _move_running(norm: SyncBatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks; in the backward pass, the sum of the gradients over the ranks."""
+    """Sums a tensor over the ranks; the backward pass sums the gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add up."""
+        """Sum over the ranks."""
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -151,7 +151,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add up again."""
+        """Sum the gradient over the ranks."""
         total = grad.clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -1,4 +1,4 @@
-"""The old name of :mod:`halfpeak.shim.apex_impl`, which models name that were saved whole, by pickling, under it."""
+"""The former name of :mod:`halfpeak.shim.apex_impl`, kept because pickled models refer to classes under it."""
 
 import sys
 
