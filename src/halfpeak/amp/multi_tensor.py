@@ -5,8 +5,8 @@ Every operation takes ``(chunk_size, noop_flag, tensor_lists, *args)``, the call
 operation sets it to 1 and never back to 0.
 
 The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32 whatever the dtypes of weights,
-gradients and moments. As in apex, they check nothing: inf and nan reach the weights. Only :func:`multi_tensor_sgd` does
-nothing where the flag is set.
+gradients and moments. As in apex, they check nothing: inf and nan reach the weights. Only :func:`multi_tensor_sgd`
+reads the flag, and does nothing if it is set.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def multi_tensor_scale(
 ) -> None:
     """``out = in * scale`` for ``tensor_lists = [in, out]``; the flag is set if an input is not finite.
 
-    Low tensors are multiplied in float32 and rounded once. Outputs are written in any case; they may be the inputs.
+    Low-precision tensors are multiplied in float32 and rounded once. Outputs are always written, and may be the inputs.
     """
     sources, targets = _lists(tensor_lists, 2)
     if not sources:
@@ -103,7 +103,7 @@ def multi_tensor_l2norm(
     """The 2-norm of all elements of ``tensor_lists = [x]``; the flag is set if it is not finite.
 
     Returns:
-        The norm, and that of each tensor (empty unless ``per_tensor``), in float32.  # f32[1], f32[n] or f32[0]
+        The norm, and the norm of each tensor (empty unless ``per_tensor``), in float32.  # f32[1], f32[n] or f32[0]
     """
     (x,) = _lists(tensor_lists, 1)
     return _norms(_upcast(x), noop_flag, per_tensor)
@@ -172,13 +172,13 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """:class:`~halfpeak.fused.rules.sgd.SGDRule` on ``[gradients, weights, buffers]``, and where there are four lists, the
-    new weights into the last. Does nothing where the flag is set; reading it waits for the device.
+    """Apply :class:`~halfpeak.fused.rules.sgd.SGDRule` to ``[gradients, weights, buffers]``. A fourth list receives the
+    new weights. Does nothing if the flag is set; reading the flag waits for the device.
 
     Args:
         wd: weight decay.
         first_run: the gradient is copied into the momentum buffer.
-        wd_after_momentum: decay after the momentum.
+        wd_after_momentum: add the weight decay after the momentum.
         scale: factor for the gradients.
     """
     if bool(noop_flag):
@@ -205,7 +205,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """:class:`~halfpeak.fused.rules.adam.AdamRule` on ``[gradients, weights, first moments, second moments]``.
+    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``.
 
     Args:
         mode: 1 decouples the weight decay, 0 adds it to the gradient.
@@ -225,7 +225,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """:class:`~halfpeak.fused.rules.adagrad.AdagradRule` on ``[gradients, weights, sums]``.
+    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``.
 
     Args:
         mode: 1 decouples the weight decay, 0 adds it to the gradient.
@@ -252,11 +252,11 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool = False,
 ) -> None:
-    """:class:`~halfpeak.fused.rules.lamb.LAMBRule` on ``[gradients, weights, first moments, second moments]``.
+    """Apply :class:`~halfpeak.fused.rules.lamb.LAMBRule` to ``[gradients, weights, first moments, second moments]``.
 
     Args:
         mode: 1 decouples the weight decay, 0 adds it to the gradient.
-        global_grad_norm: the norm of all gradients; above ``max_grad_norm`` they are scaled down to it.  # f32[1]
+        global_grad_norm: the norm of all gradients; above ``max_grad_norm`` gradients are scaled down to it.  # f32[1]
     """
     grads, weights, *moments = tensor_lists
     rule = LAMBRule(
@@ -287,11 +287,11 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """:class:`~halfpeak.fused.rules.novograd.NovoGradRule` on ``[gradients, weights, first moments]``.
+    """Apply :class:`~halfpeak.fused.rules.novograd.NovoGradRule` to ``[gradients, weights, first moments]``.
 
     Args:
         grad_norms: the running norms, one per tensor, updated in place; the caller initialises them.  # f32[n]
-        mode: 1 decays beside the moment, 0 inside it.
+        mode: 1 adds the weight decay to the update, 0 to the moment.
         norm_type: 2, or 0 for the largest absolute value.
     """
     if norm_type not in (0, 2):
@@ -351,7 +351,7 @@ def _apply(
     low_weights: Sequence[Sequence[Tensor]] = (),
     multiplier: float | Tensor = 1.0,
 ) -> None:
-    """One step of ``rule`` for each tensor."""
+    """Take one step of ``rule`` for each weight."""
     lengths = [len(tensors) for tensors in (grads, weights, *states, *low_weights)]
     if len(set(lengths)) != 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The former module of the optimizer steps of ``amp_C``: they are in :mod:`halfpeak.amp.multi_tensor` now."""
+"""Deprecated module: the optimizer steps of ``amp_C`` are in :mod:`halfpeak.amp.multi_tensor` now."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``apex.fp16_utils`` as of apex 25.04: half models, master parameters and loss scaling by hand, on any device.
 
-Nothing here is deprecated, so the warnings of the original are not issued. New code is shorter with
+Unlike apex, halfpeak does not deprecate these names and issues no warnings. New code is shorter with
 :func:`halfpeak.prepare`.
 """
 

@@ -29,23 +29,23 @@ from halfpeak.state.remainder_store import remainder_store_of
 
 
 class FP16_Optimizer(MasterGroups):
-    """Steps float32 masters of the low parameters (float16 or bfloat16) that an optimizer holds, and scales the loss.
+    """Steps float32 masters of the low-precision (float16 or bfloat16) parameters of an optimizer, and scales the loss.
 
-    ``backward`` unscales the gradients: they are on the masters afterwards, and removed from the model. ``step`` steps the
-    masters and rounds them into the model, or skips if a gradient was not finite, and drops the gradients. Unlike apex's it
-    may be called after several ``backward``, checks static scales too, updates the scale in the step, and takes closures and
-    further parameter groups. It is not deprecated here, so no warning is printed.
+    ``backward`` unscales the gradients and moves them from the model to the masters. ``step`` steps the masters and
+    rounds them into the model, or skips if a gradient was not finite, and drops the gradients. Differences from apex:
+    several ``backward`` per step are allowed, static scales are checked too, ``step`` updates the scale, closures and
+    further parameter groups work, and no deprecation warning is printed.
 
     Args:
         init_optimizer: its groups hold the masters afterwards.
         static_loss_scale: the scale, unless ``dynamic_loss_scale``.
         dynamic_loss_scale: start at 2**16, double after 2000 steps without overflow, halve on overflow.
-        dynamic_loss_args: for a dynamic scale, other values than these: ``init_scale``, ``scale_factor``,
-            ``scale_window``, ``min_loss_scale``, ``max_loss_scale``.
+        dynamic_loss_args: other values for a dynamic scale: ``init_scale``, ``scale_factor``, ``scale_window``,
+            ``min_loss_scale``, ``max_loss_scale``.
         verbose: print a line for each skipped step.
 
     Raises:
-        ConfigError: a scale out of its range, an unknown key in ``dynamic_loss_args``, or an optimizer without masters.
+        ConfigError: a scale is out of range, ``dynamic_loss_args`` has an unknown key, or the optimizer has no masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -99,9 +99,9 @@ class FP16_Optimizer(MasterGroups):
         self._engine.accumulate()
 
     def update_master_grads(self) -> None:
-        """Unscale the gradients that lie in the model: those that ``backward`` was told to leave there.
+        """Unscale the scaled gradients in the model, and move them to the masters.
 
-        Also those of a backward pass that the caller ran from ``loss * optimizer.loss_scale``.
+        They are left by ``backward(loss, update_master_grads=False)``, or by ``(loss * loss_scale).backward()``.
         """
         self._engine.adopt_scaled_grads()
 
@@ -109,8 +109,8 @@ class FP16_Optimizer(MasterGroups):
         """Step the masters and round them into the model, or skip; then drop the gradients.
 
         Args:
-            closure: computes the loss, calls :meth:`backward` on it and returns it. While it overflows, the scale falls
-                and it is called again.
+            closure: computes the loss, calls :meth:`backward` on it and returns it. While gradients overflow, the scale
+                falls and the closure is called again.
 
         Returns:
             The loss of the first call of the closure that did not overflow; None without closure.
@@ -141,7 +141,7 @@ class FP16_Optimizer(MasterGroups):
         """Drop the gradients of model and masters, and their overflow flag.
 
         Args:
-            set_grads_to_None: False keeps gradients that the optimizer would have read, as zeros.
+            set_grads_to_None: False zeroes the gradients that the optimizer reads instead of dropping them.
         """
         held = [(param, param.grad) for param in self._engine.main_params()]
         self._engine.abort()
@@ -150,7 +150,7 @@ class FP16_Optimizer(MasterGroups):
                 param.grad = grad.zero_()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
-        """Clip the unscaled gradients by their norm; returns it, or -1 without clipping after an overflow."""
+        """Clip the unscaled gradients by their norm and return the norm; after an overflow only return -1."""
         self._require_unscaled("clip_master_grads")
         clip = ClipNorm(max_norm=max_norm, norm_type=norm_type)
         return -1 if self.overflow else clip(self._engine.main_grads())
@@ -173,7 +173,7 @@ class FP16_Optimizer(MasterGroups):
 
     @property
     def overflow(self) -> bool:
-        """Whether a gradient unscaled since the last step, or else in the last step, was not finite. Waits."""
+        """Whether a gradient since the last step, or if there is none, of the last step, was not finite. Waits."""
         return bool(self._engine.found_inf) if self._engine.is_open else self._last_overflow
 
     @property
@@ -202,7 +202,7 @@ class FP16_Optimizer(MasterGroups):
     """The optimizer's groups, which hold the masters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, masters and loss scale, as plain values and live tensors. Gradients are not in it.
+        """Return optimizer, masters and loss scale, as plain values and live tensors, without gradients.
 
         The keys are apex's; ``loss_scaler`` is a dict of numbers, where apex put the object itself.
         """
@@ -237,7 +237,7 @@ class FP16_Optimizer(MasterGroups):
         if not isinstance(dynamic, bool) or not isinstance(overflow, bool):
             raise StateError("dynamic_loss_scale and overflow must be True or False")
         check_optimizer(self.optimizer, state_dict["optimizer_state_dict"])
-        # torch keeps the tensors it is given.
+        # torch's load_state_dict keeps the tensors that it is given.
         optimizer = copied(state_dict["optimizer_state_dict"], "optimizer_state_dict")
         self.optimizer.load_state_dict(optimizer)
         self._engine.abort()

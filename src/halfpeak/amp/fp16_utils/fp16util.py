@@ -24,7 +24,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Bring every affine batch norm in ``module`` to float32 in place; returns ``module``."""
+    """Convert every affine batch norm in ``module`` to float32 in place; returns ``module``."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and layer.affine:
             layer.float()
@@ -32,9 +32,9 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``network`` in float16 but for its affine batch norms, behind a module that casts its input.
+    """Convert ``network`` to float16, except its affine batch norms, and put a module that casts its input before it.
 
-    The keys of its state dict gain the prefix ``1.``.
+    The keys of the state dict get the prefix ``1.``.
 
     >>> network_to_half(nn.Linear(2, 2))(torch.ones(1, 2)).dtype
     torch.float16
@@ -43,7 +43,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 class FP16Model(nn.Module):
-    """A network in float16 but for its affine batch norms, whose inputs are cast. Its output is as computed.
+    """A network in float16, except its affine batch norms. Casts the inputs to float16, but not the output.
 
     Floating-point tensors are cast in positional and keyword arguments and in nested containers.
 
@@ -61,7 +61,7 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The trainable parameters of a model, and float32 copies for an optimizer to step.
+    """Return the trainable parameters of a model, and float32 copies for an optimizer to step.
 
     Args:
         flat_master: make one flat parameter of all copies.
@@ -91,12 +91,12 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients from model to masters, upcast to float32. They stay scaled.
+    """Copy gradients from model to masters, upcast to float32. The gradients stay scaled.
 
     A parameter without gradient leaves its master without one.
 
     Args:
-        model_params: as :func:`prep_param_lists` gives them, with the next two.
+        model_params: from :func:`prep_param_lists`, like the next two.
 
     Raises:
         ConfigError: the shapes in the lists do not match.

@@ -1,7 +1,7 @@
 """``LossScaler`` and ``DynamicLossScaler`` of ``apex.fp16_utils`` as of apex 25.04: loss scaling by hand.
 
-Neither is deprecated here. Both check every gradient element. apex checked the sum, which large finite gradients can
-overflow, and its static scaler checked nothing.
+Neither is deprecated here. Both check every gradient element. apex's dynamic scaler checked the sum, which large finite
+gradients can overflow, and its static scaler checked nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LossScaler:
     def scale_gradient(
         self, module: nn.Module, grad_in: Sequence[Tensor | None], grad_out: Any
     ) -> tuple[Tensor | None, ...]:
-        """A full backward hook for a module: its input gradients times the scale."""
+        """Multiply a module's input gradients by the scale: a full backward hook."""
         return tuple(None if grad is None else grad * self.cur_scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -124,7 +124,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def dynamic_config(arguments: Mapping[str, Any]) -> ScaleConfig:
-    """The rule that ``FP16_Optimizer``'s ``dynamic_loss_args`` ask for, over halfpeak's defaults.
+    """Return the loss-scale rule with ``FP16_Optimizer``'s ``dynamic_loss_args`` in place of halfpeak's defaults.
 
     Raises:
         ConfigError: an unknown key, or a value out of its range.

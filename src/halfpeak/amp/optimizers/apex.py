@@ -35,7 +35,7 @@ class FusedAdagrad(ApexStateLayout):
         eps: added to the root of the sum of squares.
         weight_decay: weight decay.
         set_grad_none: :meth:`zero_grad` drops gradients.
-        adagrad_w_mode: decay beside the gradient, as in AdamW.
+        adagrad_w_mode: decoupled weight decay, as in AdamW.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -63,8 +63,8 @@ class FusedAdagrad(ApexStateLayout):
 class FusedAdam(InternalMasters):
     """Adam, or AdamW with ``adam_w_mode``, which is on by default; see :class:`halfpeak.fused.rules.adam.AdamRule`.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low parameters are stepped in
-    float32 and rounded.
+    State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low-precision parameters are
+    stepped in float32 and rounded.
 
     Args:
         params: parameters or groups.
@@ -150,7 +150,7 @@ class FusedAdam(InternalMasters):
         return super().step(closure, **others)
 
     def has_master(self, parameter: Tensor) -> bool:
-        """With ``master_weights``, every low parameter."""
+        """With ``master_weights``, every low parameter has a master."""
         return self.master_weights and is_low(parameter)
 
 
@@ -162,7 +162,7 @@ class FusedSGD(ApexStateLayout):
     Args:
         params: parameters or groups.
         lr: learning rate; required unless every group has its own.
-        momentum: what is left of the buffer at each step.
+        momentum: factor of the momentum buffer at each step.
         dampening: the share of a gradient that does not enter the buffer; the first gradient enters whole.
         weight_decay: weight decay.
         nesterov: Nesterov's momentum.
@@ -227,7 +227,7 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
     """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``; per group: ``step``. ``max_grad_norm=0`` does not clip; in apex
-    nothing is learned then.
+    it stops all learning.
 
     Raises:
         ConfigError: ``amsgrad``; a value is out of its range.
@@ -275,7 +275,7 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         params: parameters or groups.
         lr: learning rate; each group gets its own tensor.
         step: the number of steps taken before.
-        reduced_precision_dtype: parameters of this dtype are stepped in float32 copies and rounded from them.
+        reduced_precision_dtype: parameters of this dtype get float32 masters.
 
     The other arguments are those of :class:`FusedLAMB`.
 
@@ -327,15 +327,15 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
 
     def has_master(self, parameter: Tensor) -> bool:
-        """Every parameter of the reduced dtype; a float32 one is its own master."""
+        """Every parameter of the reduced dtype has a master, unless that dtype is float32."""
         return parameter.dtype == self.reduced_precision_dtype != torch.float32
 
 
 class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
-    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments, but for ``norm_type``.
+    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments except for ``norm_type``.
 
-    In ``state_dict``, a parameter has ``exp_avg``, and a group ``step`` and ``exp_avg_sq``: the running norms of its
-    low parameters, and of the others.
+    In ``state_dict``, a parameter has ``exp_avg``, and a group has ``step`` and ``exp_avg_sq``: a tensor of the running
+    norms of its low parameters, and a tensor of the running norms of its other parameters.
 
     Args:
         norm_type: 2, or 0 for the largest absolute value.
@@ -403,7 +403,7 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         """Load a state in apex's layout.
 
         Raises:
-            StateError: the number of norms of a group is not that of its parameters with a state.
+            StateError: a group has more or fewer norms than parameters with a state.
         """
         state = {index: dict(row) for index, row in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]

@@ -1,4 +1,4 @@
-"""``apex.contrib.optimizers``: older optimizers whose ``step`` takes low gradients, and the ``FP16_Optimizer`` around them."""
+"""``apex.contrib.optimizers``: optimizers whose ``step`` takes low-precision gradients, and an ``FP16_Optimizer``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from halfpeak.fused.rules.base import Rule
 from halfpeak.ops.foreach import gradients_of
 
 Lists: TypeAlias = Iterable[Tensor | None] | Sequence[Sequence[Tensor | None]]
-"""Tensors of one group, or lists of them, one per group."""
+"""The tensors of the only group, or one list of tensors per group."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContribAdamRule(Rule):
-    """Adam with the bias corrections in the step size, as in the Adam paper's more efficient form; decay beside the moments.
+    """Adam with the bias corrections in the step size, the Adam paper's more efficient form; decay outside the moments.
 
     ::
 
@@ -38,7 +38,7 @@ class ContribAdamRule(Rule):
         w  <- w - s * (m / (sqrt(v) + eps) + decay * w)
 
     Attributes:
-        inside: ``sqrt(v + eps)``.
+        inside: divide by ``sqrt(v + eps)``.
         correct: False makes ``s = lr``.
     """
 
@@ -65,7 +65,7 @@ class ContribAdamRule(Rule):
 
 
 class ContribStep(FusedOptimizer):
-    """A fused optimizer whose groups hold float32 masters, and whose ``step`` is given gradients and low parameters."""
+    """A fused optimizer whose groups hold float32 masters, and whose ``step`` takes gradients and low parameters."""
 
     def step(
         self,
@@ -79,16 +79,16 @@ class ContribStep(FusedOptimizer):
 
         Args:
             closure: computes the loss again and returns it.
-            grads: gradients for the parameters, as a list for each group, or one list for the only group; where an
-                entry is None, the parameter's own gradient.
+            grads: a list of gradients for each group, or one list for the only group. An entry of None means the
+                parameter's own gradient.
             output_params: parameters that get the new values, rounded; in the same form.
-            scale: what gradients are divided by.
+            scale: divisor of the gradients.
             grad_norms: the norm of the scaled gradients of each group, for groups with a ``max_grad_norm``.
 
         Raises:
             ConfigError: lists and groups have different lengths; a ``max_grad_norm`` without a norm.
         """
-        if self._step_inputs is not None:  # an engine steps it
+        if self._step_inputs is not None:  # set by an engine that takes this step
             return super().step(closure)
         loss = None
         if closure is not None:
@@ -117,7 +117,7 @@ class ContribStep(FusedOptimizer):
         return loss
 
     def _multipliers(self, scale: float, norms: Sequence[Tensor | float] | None) -> list[float]:
-        """The factor for the gradient of each parameter."""
+        """Return the factor for the gradient of each parameter: it unscales and clips."""
         found: list[float] = []
         for number, group in enumerate(self.param_groups):
             limit = group.get("max_grad_norm", 0.0)
@@ -141,12 +141,12 @@ class FusedAdam(ContribStep):
         bias_correction: correct the moments for their start at zero.
         betas: decay rates of the first and of the second moment.
         eps: added to the root of the second moment, or inside it.
-        eps_inside_sqrt: add it inside.
+        eps_inside_sqrt: add ``eps`` inside the root.
         weight_decay: weight decay.
         max_grad_norm: the largest norm of a group's gradients; 0 does not clip. Needs ``grad_norms`` in ``step``.
         amsgrad: not supported; raises ConfigError.
         use_mt: no effect here.
-        amp_scale_adjustment: no effect here: apex had removed what reads it by 25.04.
+        amp_scale_adjustment: no effect here; apex had removed the code that reads it by 25.04.
 
     Raises:
         ConfigError: ``amsgrad``; a value is out of its range.
@@ -210,7 +210,7 @@ class FusedSGD(ContribStep, ApexSGD):
 class FusedLAMB(ApexLAMB):
     """LAMB with the trust ratio for every parameter, with or without weight decay.
 
-    The arguments are those of ``apex.optimizers.FusedLAMB``, but for ``use_nvlamb``.
+    The arguments are those of ``apex.optimizers.FusedLAMB`` without ``use_nvlamb``.
 
     Raises:
         ConfigError: ``amsgrad``; a value is out of its range.
@@ -221,7 +221,7 @@ class FusedLAMB(ApexLAMB):
 
 
 class FP16_Optimizer:
-    """Low parameters with float32 masters, for an optimizer of ``apex.contrib.optimizers``.
+    """Give an optimizer of ``apex.contrib.optimizers`` float32 masters, and scale the loss.
 
     The optimizer's groups hold the masters afterwards. Its step reads the model's low, still scaled gradients and writes
     the model's low parameters. A step whose gradients are not finite is skipped.
@@ -290,7 +290,7 @@ class FP16_Optimizer:
         """Step, or skip if a gradient is not finite; then move the scale.
 
         Raises:
-            ClosureError: a closure.
+            ClosureError: a closure was given.
         """
         if closure is not None:
             raise ClosureError(

@@ -1,4 +1,4 @@
-"""State and masters of apex's optimizers: the step count of a group, and float32 copies that the optimizer keeps itself."""
+"""State and masters of apex's optimizers: a step count per group, and float32 masters inside the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfpeak.ops.versions import TensorVersions
 
 
 class ApexStateLayout(FusedOptimizer):
-    """A fused optimizer whose state is laid out as apex's: ``step`` in the group, none in the state of a parameter.
+    """A fused optimizer with apex's state layout: ``step`` in the group, not in the state of each parameter.
 
     Attributes:
         set_grad_none: whether :meth:`zero_grad` drops gradients instead of zeroing them.
@@ -45,7 +45,7 @@ class ApexStateLayout(FusedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of apex's, or of torch's optimizer of the same rule, which counts steps per parameter."""
+        """Load a state from apex, or from torch's optimizer of the same rule, which counts steps per parameter."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             steps = [self.state[p].pop("step") for p in group["params"] if "step" in self.state.get(p, {})]
@@ -54,11 +54,11 @@ class ApexStateLayout(FusedOptimizer):
 
 
 class InternalMasters(ApexStateLayout):
-    """Steps float32 copies of low parameters, and rounds the parameters from them.
+    """Steps float32 masters of low-precision parameters, and rounds the parameters from the masters.
 
-    The copies are made at the first step and are in no ``state_dict``, as in apex. After a write to a parameter, or an
-    assignment to its ``.data``, its master takes the new value, and keeps its extra precision in the elements that still round
-    to the parameter.
+    The masters are made at the first step and are in no ``state_dict``, as in apex. After an in-place write to a
+    parameter, or an assignment to its ``.data``, its master takes the new value. Elements of the master that still
+    round to the parameter keep their extra precision.
     """
 
     copied = ("_masters",)
@@ -76,8 +76,8 @@ class InternalMasters(ApexStateLayout):
 
         Args:
             closure: computes the loss again and returns it.
-            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. It has no
-                name here because torch's GradScaler warns of optimizers whose ``step`` names it.
+            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. It is
+                not in the signature because torch's GradScaler warns of optimizers whose ``step`` names it.
         """
         given = _given_by(self, **others)
         vars(self).update(given)
@@ -90,7 +90,7 @@ class InternalMasters(ApexStateLayout):
     def _reset(self) -> None:
         super()._reset()
         self._versions = TensorVersions()
-        """Of the parameters with masters, when these last had their values."""
+        """The versions at which the low parameters last agreed with their masters."""
 
     def _slices(self, inputs: StepInputs) -> list[BufferSlice]:
         low = self._low()
@@ -111,7 +111,7 @@ class InternalMasters(ApexStateLayout):
 
 
 def _given_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> dict[str, Any]:
-    """What a step reads of a GradScaler of torch's."""
+    """Return the attributes that a step reads, taken from torch's GradScaler."""
     if grad_scaler is None:
         return {}
     found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
