@@ -1,4 +1,4 @@
-"""PreparedOptimizer: one optimizer with its masters, its window and the step that is running."""
+"""PreparedOptimizer: one optimizer with its masters, its window of gradients and its running step."""
 
 from __future__ import annotations
 
@@ -46,48 +46,48 @@ from halfpeak.state.masters import Masters
 
 
 class StepCallbacks(Protocol):
-    """What the hooks of an optimizer ask when it is stepped. It must not hold the :class:`PreparedOptimizer`."""
+    """Called by the step hooks of an optimizer. Must not store a :class:`PreparedOptimizer`, which refers to it."""
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Finish steps that an exception has interrupted, or discard them."""
+        """Finish or discard steps that an exception has interrupted."""
         ...
 
     def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
-        """Whether to skip the step that the user called."""
+        """Decide whether to skip a step that user code called."""
         ...
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """A loss scaled by ``scaler``, for another optimizer, has left gradients in this one's parameters."""
+        """Record the ``found_inf`` of a loss for other optimizers that left gradients in parameters of this one."""
         ...
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
-        """What the optimizer is to call instead of ``closure``."""
+        """The closure that the optimizer calls instead of ``closure``."""
         ...
 
     def end_step(self, prepared: PreparedOptimizer) -> None:
-        """The optimizer has stepped, or has been kept from it."""
+        """End a step that the optimizer has taken or skipped."""
         ...
 
 
 class PreparedOptimizer:
-    """One optimizer: its masters, where its gradients are, and the hooks by which its ``step`` is watched.
+    """One optimizer: its masters, its window of gradients, and the hooks on its ``step``.
 
-    Nothing is replaced on the optimizer. A pre-hook withholds the gradients of a step that must be skipped (torch's
-    optimizers change only what has one, so moments and counts stay and schedulers see a step), or hands ``found_inf`` to
-    an optimizer that takes it; a post-hook reports the end of the step.
+    No method of the optimizer is replaced. To skip a step, a pre-hook sets the gradients to None: torch's optimizers
+    then change neither parameters nor state, and schedulers still see a step. An optimizer that takes ``found_inf`` is
+    given it instead. A post-hook reports the end of the step.
 
     Args:
-        optimizer: held weakly; its hooks hold this object, so there is no cycle.
-        masters: shared between the optimizers of an engine, so that a parameter of two optimizers has one master.
-        callbacks: asked when the optimizer is stepped.
-        device: where ``found_inf`` lives.
+        optimizer: a weak reference, because the optimizer's hooks refer to this object.
+        masters: shared by the optimizers of an engine, so that a parameter of two optimizers has one master.
+        callbacks: called when the optimizer is stepped.
+        device: of ``found_inf``.
         num_optimizers: how many the engine has.
 
     Attributes:
-        window: where the gradients of the step to come are.
+        window: where the gradients of the coming step are.
         running: the step that has begun and not ended, or None.
-        ended: the last step that came to its end, until the next begins; else None.
-        thread: which thread trains it.
+        ended: the last step that ended, until the next begins; else None.
+        thread: the thread that trains it.
     """
 
     def __init__(
@@ -145,34 +145,34 @@ class PreparedOptimizer:
         return isinstance(self.window, Scaled)
 
     def table(self) -> ParamTable:
-        """The parameters in the groups as they are now."""
+        """The parameters that are in the groups now."""
         table = self._table
         if table is None or not table.is_current(self.optimizer):
-            # Not kept: the next backward pass has to see that the groups changed, to give new parameters masters.
+            # Not cached: the next backward pass must see that the groups changed, to give new parameters masters.
             return ParamTable(self.optimizer, self.masters)
         return table
 
     def members(self) -> ParamTable:
-        """:meth:`table`, but ``pairs`` may be those that were trainable at the last backward pass."""
+        """:meth:`table`, except that ``pairs`` may be the parameters that were trainable at the last backward pass."""
         table = self._table
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
     def pairs(self) -> ParamPairs:
-        """The trainable parameters: inside a window as they were at its last backward pass, else as they are now."""
+        """The parameters that were trainable at the window's last backward pass; in an empty window those of now."""
         pairs = self.window.pairs
         return self.table().pairs if pairs is None else pairs
 
     def window_pairs(self) -> ParamPairs:
-        """The trainable parameters as they are now, and those frozen since whose gradients still belong to the window."""
+        """The trainable parameters, and those frozen since the backward pass whose gradients belong to the window."""
         return self.table().pairs_of(self.window.pairs)
 
     def main_grads(self) -> list[Tensor]:
-        """The gradients that the optimizer will read, unscaled."""
+        """The gradients that the optimizer reads. Pending ones are unscaled first; those of a Scaled window are not."""
         self.unscale_pending()
         return self.pairs().main_grads()
 
     def recover(self) -> None:
-        """Finish a step that an exception has interrupted, or discard it."""
+        """Finish or discard a step that an exception has interrupted."""
         self._callbacks.recover([self])
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
@@ -180,7 +180,7 @@ class PreparedOptimizer:
         self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
 
     def pairs_for_backward(self) -> ParamPairs:
-        """Before a backward pass: follow what happened to groups, weights and gradients since the last one."""
+        """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
         self.finish_or_discard()
         self.unscale_pending()
         table = self._follow_groups()
@@ -194,18 +194,18 @@ class PreparedOptimizer:
         return pairs
 
     def _follow_groups(self) -> ParamTable:
-        """New parameters in the groups get masters. Gradients that lie on these are part of the window."""
+        """Give new parameters in the groups masters. Gradients that they already have join the window."""
         table = self._table
         if table is not None and table.is_current(self.optimizer):
             return table
         self.masters.agree_on_requires_grad()
         self.unscale_pending()
-        # In a Scaled window, their gradients are scaled and stay where they are.
+        # In a Scaled window the gradients of new parameters are scaled, too, and stay where they are.
         self.masters.adopt(self.optimizer, move_grads=not isinstance(self.window, Scaled))
         table = self._table = ParamTable(self.optimizer, self.masters)
         window = self.window
         if isinstance(window, Unscaled):
-            # Their gradients may be not finite: no backward pass of the engine has looked at them.
+            # No backward pass of the engine has checked whether the gradients of new parameters are finite.
             self.window = window._replace(pairs=table.pairs_of(window.pairs))
             self.check_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
@@ -214,10 +214,10 @@ class PreparedOptimizer:
         return table
 
     def disarm(self) -> None:
-        """Remove the sentinel, because gradients are about to be added or stepped; drop the window if it was zeroed.
+        """Remove the sentinel before gradients are added or stepped; drop the window if ``zero_grad()`` was called.
 
         Raises:
-            OrderError: somebody has edited gradients that wait scaled.
+            OrderError: user code edited gradients that wait scaled.
         """
         window = self.window
         if isinstance(window, Scaled | Unscaled):
@@ -228,8 +228,8 @@ class PreparedOptimizer:
                 self.window = ready
 
     def begin_step(self) -> ParamTable:
-        """Before a step: follow what happened to groups, gradients and weights since the backward pass."""
-        # Parameters frozen or unfrozen since the backward pass do not count: it has trained them, or has not.
+        """Before a step: take over changes of groups, gradients and weights since the backward pass."""
+        # Freezing or unfreezing a parameter after the backward pass has no effect on this step.
         table = self.members()
         if self.is_open and table is not self._table:
             table = self._follow_groups()
@@ -238,7 +238,7 @@ class PreparedOptimizer:
         return table
 
     def set_window(self, window: Unscaled | Scaled) -> None:
-        """Take over what a backward pass has left."""
+        """Set the window that a backward pass has left, with a sentinel where one is needed."""
         if isinstance(window, Unscaled):
             smallest = window.pairs.smallest
             if smallest is not None and not self.masters.is_shared(smallest.model):
@@ -248,7 +248,7 @@ class PreparedOptimizer:
             self.masters.retain_grads(self, window.snapshot.holders)
 
     def unscale_pending(self) -> None:
-        """Unscale gradients that were left to the step now, because somebody is to read them, or add to them."""
+        """Unscale gradients that were left to the step, because other code is about to read them or add to them."""
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
@@ -263,7 +263,7 @@ class PreparedOptimizer:
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
     def checked_pending(self, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
-        """Pending gradients in the order of ``table``; None if there are none, or ``zero_grad()`` has dropped them."""
+        """The pending gradients in the order of ``table``; None if there are none or ``zero_grad()`` dropped them."""
         if not isinstance(self.window, Pending):
             return None
         pending = check_pending(self.window, table)
@@ -274,14 +274,14 @@ class PreparedOptimizer:
         return pending
 
     def drop(self) -> None:
-        """Drop the window: no gradient is left anywhere."""
+        """Drop the window and every gradient of the optimizer's parameters and masters."""
         for holder in self.members().grad_holders(self.window.pairs):
             holder.grad = None
         self.masters.release_grads(self)
         self.window = self._empty
 
     def clear_after_step(self, *, keep: bool) -> None:
-        """Drop what a step has left, or with ``keep`` only what ``zero_grad()`` of a model does not reach."""
+        """Drop the gradients that a step has left; with ``keep`` only those of masters."""
         if keep:
             self.drop_master_grads()
         elif self.ended is None or not self.ended.is_cleared:
@@ -295,21 +295,21 @@ class PreparedOptimizer:
                 master.grad = None
 
     def note_found_inf(self, found_inf: Tensor) -> None:
-        """The gradients of the window have been read by the step: whether one is not finite.  # f32[]"""
+        """Record the ``found_inf`` that a fused step measured when it read the gradients of the window.  # f32[]"""
         if isinstance(self.window, Pending):
             self.window.pass_found_inf.copy_(found_inf)
         self.window = self.window._replace(found_inf=torch.maximum(self.window.found_inf, found_inf))
 
     def note_loss(self, nonfinite: Tensor) -> None:
-        """The loss of a backward pass of the window was itself not finite, unless this is 0.  # f32[]"""
+        """Skip the step if the loss of a backward pass was not finite (``nonfinite`` is not 0).  # f32[]"""
         before = self.window.found_inf
         found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))
         self.window = self.window._replace(found_inf=found_inf)
 
     def check_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
-        """The gradients of ``pairs`` that a step would read, after a look at those that no backward pass of the engine left.
+        """The gradients of ``pairs``; those that no backward pass of the engine left are first checked for inf and NaN.
 
-        ``loss.backward()``, a pipeline's schedule, or whoever wrote to gradients has put them there.
+        Such gradients come from ``loss.backward()``, a pipeline schedule, or user code that writes gradients.
         """
         self.unscale_pending()
         window, pairs = self.window, self.pairs() if pairs is None else pairs
@@ -329,15 +329,15 @@ class PreparedOptimizer:
         return grads
 
     def close_window(self, call: StepCall) -> None:
-        """The step has come to its end: begin a new window.
+        """End the step and begin a new window.
 
-        Gradients are dropped by :meth:`clear_after_step` when the last optimizer of the engine has stepped, because two may
-        share a master; after a step of the user's, those of masters are dropped at once.
+        After ``engine.step()``, :meth:`clear_after_step` drops the gradients when all optimizers have stepped, because
+        two may share a master. After a user-called step, the gradients of masters are dropped here.
         """
         if call.fused is not None:
             is_cleared = call.fused.clear(keep=call.keep_grads)
             self.cancel_fused_inputs()
-            # What has ended holds no optimizer, which would hold this object through its hooks.
+            # call.fused refers to the optimizer, whose hooks refer to this object: keeping it would be a cycle.
             call = call._replace(fused=None, is_cleared=is_cleared)
         self.ended = call
         if not call.by_engine:
@@ -346,7 +346,7 @@ class PreparedOptimizer:
         self.end_running()
 
     def cancel_fused_inputs(self) -> None:
-        """A fused optimizer is to read its parameters' own gradients again."""
+        """Let a fused optimizer read ``.grad`` of its parameters again."""
         if isinstance(optimizer := self._optimizer(), FusedOptimizer):
             optimizer.set_step_inputs(None)
 
@@ -356,7 +356,7 @@ class PreparedOptimizer:
         self.window = self._empty
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
-        """Call ``optimizer.step`` and return what it returns; a closure is for one that evaluates the loss itself."""
+        """Call ``optimizer.step`` and return its result; ``closure`` is for optimizers that evaluate the loss."""
         self.running, self.ended = call, None
         optimizer = self.optimizer
         try:
@@ -365,11 +365,11 @@ class PreparedOptimizer:
             self.finish_or_discard()
             hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
             if hooks[-1:] != [self._after_step]:
-                # Later hooks may have written masters, and a compiled forward pass does not look.
+                # Hooks after ours may have written masters, and a compiled forward pass does not check for that.
                 self.masters.follow_masters()
 
     def finish_or_discard(self) -> None:
-        """Bring a step that raised to its end if the optimizer had changed anything by then; else forget it."""
+        """Finish a step that raised if the optimizer had changed anything; else discard it."""
         self.finish_if_mutated()
         if self.running is not None and self.running.progress is not None:
             # The optimizer has changed nothing.
@@ -377,17 +377,17 @@ class PreparedOptimizer:
         self.end_running()
 
     def finish_if_mutated(self) -> None:
-        """The first half of :meth:`finish_or_discard`: a forward pass in a step hook of the user's must not discard."""
+        """The first half of :meth:`finish_or_discard`. A forward pass in a step hook must not discard the step."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
 
     def has_mutated(self) -> bool:
-        """Whether the running step got through the optimizer's own code."""
+        """Whether the optimizer's own code has changed anything in the running step, or had nothing to change."""
         call = self.running
         return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
 
     def record_layout(self) -> bool:
-        """Note which memory the optimizer has given its parameters; whether that may be other than at its last step."""
+        """Whether the optimizer's parameters may have got other memory since the last call. Notes their layout."""
         optimizer = self.optimizer
         if not isinstance(optimizer, FusedOptimizer):
             return True
@@ -395,21 +395,21 @@ class PreparedOptimizer:
         return optimizer.num_layouts != before
 
     def end_running(self) -> None:
-        """No step is running any more."""
+        """Clear :attr:`running` and take ``found_inf`` back from the optimizer."""
         if self.running is not None:
             if (optimizer := self._optimizer()) is not None:
                 take_back_found_inf(optimizer)
             self.running = None
 
     def detach(self) -> None:
-        """Take the hooks off and put the low parameters back into the groups."""
+        """Remove the hooks and put the low-precision parameters back into the groups."""
         for handle in self._handles:
             handle.remove()
         _PREPARED.pop(self, None)
         optimizer = self._optimizer()
         if optimizer is not None:
             if isinstance(self.window, Scaled | Pending):
-                self.drop()  # Nothing would unscale them any more.
+                self.drop()  # After this, nothing would unscale these gradients.
             self.disarm()
             self.masters.release(optimizer)
 
@@ -418,7 +418,7 @@ class PreparedOptimizer:
     ) -> StepArguments | None:
         self.ended = None
         closure, rebuild = take_closure(args, kwargs)
-        # Set before the decision: if that raises, recover() finds a running step and discards what was decided.
+        # Set before the decision: if the decision raises, recover() finds a running step and discards it.
         call = self.running or StepCall(None)
         self.running = call = call._replace(progress=None) if call.progress is not None else call
         found_inf = call.found_inf
@@ -427,7 +427,7 @@ class PreparedOptimizer:
             self.running = call = call._replace(found_inf=found_inf)
         reads_elsewhere = call.fused is not None
         if closure is not None:
-            # Without one, begin_step has done so: weights that were clamped or loaded are what is stepped.
+            # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
             self.masters.refresh()
         indices = self.members().master_indices
         self.masters.follow_values(indices)
@@ -447,7 +447,7 @@ class PreparedOptimizer:
         return None
 
     def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """A frozen parameter with saved state gets its master now: torch casts what it loads to the parameter's dtype."""
+        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         trained = {
             id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
@@ -458,7 +458,7 @@ class PreparedOptimizer:
         self._callbacks.end_step(self)
 
     def _follow_edits(self, window: Unscaled, pairs: ParamPairs) -> None:
-        """After ``zero_grad()`` or an edit of gradients, ``found_inf`` says whether they are not finite now."""
+        """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
         if window.snapshot.unchanged():
             return
         grads = pairs.main_grads()
@@ -481,12 +481,12 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 @untraced
 def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
-    """All prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
+    """The prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
 
-    With the optimizers themselves, which must not be collected during a loop over them.
+    The values are the optimizers, so that they are not garbage-collected while the caller loops over the dict.
 
     Args:
-        prepared: those that this thread trains from now on.
+        prepared: optimizers that this thread trains from now on.
     """
     here = threading.get_ident()
     for one in prepared:
@@ -496,4 +496,4 @@ def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOpt
 
 
 _PREPARED: Final[weakref.WeakKeyDictionary[PreparedOptimizer, None]] = weakref.WeakKeyDictionary()
-"""All that are alive."""
+"""All prepared optimizers that are alive."""

@@ -61,7 +61,7 @@ from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
-"""Called with scaler and ``found_inf`` of a backward pass, and (optimizer, ``found_inf``) of each other one it reached."""
+"""Called with scaler and ``found_inf`` of a backward pass, and (optimizer, ``found_inf``) of others that it reached."""
 
 
 class TrainStep:
