@@ -44,7 +44,7 @@ def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> 
             found.append(f"rank {rank} differs from rank 0 in {'; '.join(counts)}")
     if found:
         raise RankMismatchError(
-            f"{', '.join(found)}. Ranks that have parted do not come together again: go on from a checkpoint on all, and "
+            f"{', '.join(found)}. Ranks that have diverged do not become equal again: go on from a checkpoint on all, and "
             "let no rank catch an exception that the others do not see"
         )
 
