@@ -1,4 +1,4 @@
-"""Inputs of a fused step, and the decision to step or skip: values that an engine passes in and gets back."""
+"""The inputs of a fused step, and the decision to step or skip, as values that an engine passes and gets back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from halfpeak.core.torch_compat import host_values, single
 
 
 class StepInputs(NamedTuple):
-    """What a step reads instead of the parameters' own gradients. Lists are in the order of the groups.
+    """The tensors that a step reads instead of the parameters' own gradients. Lists are in the order of the groups.
 
     Attributes:
         grads: the gradient for each parameter, or None.
-        model_params: the model's weight for each parameter that is a master of one, else the parameter itself.
-        multiplier: what a gradient is multiplied by before the rule sees it: it unscales and clips.  # f32[]
+        model_params: the model's weight for each parameter that is a master, else the parameter itself.
+        multiplier: the factor that unscales and clips each gradient before the rule reads it.  # f32[]
     """
 
     grads: Sequence[Tensor | None]
@@ -28,16 +28,16 @@ class StepInputs(NamedTuple):
 
 
 class DecisionInputs(NamedTuple):
-    """What must be known before the gradients are read to decide about a step.
+    """The inputs of a decision that are known before the gradients are read.
 
     Attributes:
         config: the rule of the loss scale.
         state: the loss scale before the step.
         num_steps: steps taken so far.      # i32[]
         num_skipped: steps skipped so far.  # i32[]
-        found_inf: any value but zero skips the step, whatever the gradients are; see
+        found_inf: a value other than zero skips the step even if all gradients are finite; see
             :func:`~halfpeak.core.schedule.advance` for 2.  # f32[]
-        max_norm: the gradients of all parameters together are clipped to this norm; None does not clip.
+        max_norm: the norm to which the gradients of all parameters together are clipped; None does not clip.
     """
 
     config: ScaleConfig
@@ -71,17 +71,17 @@ class StepDecision(NamedTuple):
 def decide_on_host(
     inputs: DecisionInputs, sum_squares: Tensor, found_inf: Tensor, multiplier: Tensor
 ) -> StepDecision | None:
-    """Decide about a step from gradients that have been read, in Python numbers.
+    """Decide in Python numbers whether to step, from the measured gradients.
 
-    The result has the bits of the same operations on float32 tensors: the scale moves by
-    :func:`~halfpeak.core.schedule.advance`, and gradients are clipped by :func:`~halfpeak.ops.reference.clip_coef`. Thirty
-    operations on scalar tensors would take longer than a kernel.
+    The result has the bits of the same operations on float32 tensors, which are those of
+    :func:`~halfpeak.core.schedule.advance` and :func:`~halfpeak.ops.reference.clip_coef`. Python numbers are used
+    because thirty operations on scalar tensors would take longer than a kernel.
 
     Args:
-        inputs: what was known before.
+        inputs: the values known before measuring.
         sum_squares: the sum of squares of the unscaled gradients.  # f32[]
-        found_inf: 1 if one of them is not finite.                  # f32[]
-        multiplier: what unscales them.                             # f32[]
+        found_inf: 1 if a gradient is not finite.                   # f32[]
+        multiplier: the factor that unscales the gradients.         # f32[]
 
     Returns:
         None if a number is not in host memory.
@@ -94,7 +94,7 @@ def decide_on_host(
         (tensor(4.), tensor(0.0312))
     """
     known = host_values(found_inf, inputs.found_inf, multiplier, inputs.num_steps, inputs.num_skipped)
-    # The tensor's sqrt and not math.sqrt: kernels differ in the last bit, and the norm must match the other path.
+    # The tensor's sqrt, because math.sqrt can differ in the last bit and the norm must match other code paths.
     root = sum_squares.sqrt()
     norms = host_values(root)
     if known is None or norms is None:
@@ -103,7 +103,7 @@ def decide_on_host(
     skips, (norm,) = bool(measured or found_before), norms
     if inputs.max_norm is not None:
         skips = skips or not math.isfinite(norm)
-        # torch divides a number by a tensor as the reciprocal of the tensor times the number.
+        # As torch divides a number by a tensor: the tensor's reciprocal times the number.
         coef = single(single(1 / single(norm + single(1e-6))) * single(inputs.max_norm))
         times = single(times * min(coef, 1.0))
     skip = _float(skips)

@@ -1,4 +1,4 @@
-"""The hooks around ``optimizer.step``, with an entry for a profiler only while one runs."""
+"""Runs the hooks around ``optimizer.step``, and makes a profiler entry only while a profiler runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``step`` between its hooks, as :meth:`torch.optim.Optimizer.profile_hook_step` makes it.
+    """Wrap ``step`` in its hooks, as :meth:`torch.optim.Optimizer.profile_hook_step` does.
 
-    torch's makes an entry for a profiler in every step, and that takes longer than all hooks together: 80 us, where a
-    backward pass has filled the cache. This one makes it only where a profiler runs in this thread.
+    torch's wrapper makes a profiler entry in every step. That takes longer than all hooks together: 80 us after a
+    backward pass has filled the cache. This wrapper makes the entry only if a profiler runs in this thread.
     """
     profiled = Optimizer.profile_hook_step(func)
 

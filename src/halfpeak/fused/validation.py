@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters, parameters, gradients and states, each with an error that names what to write instead."""
+"""Checks of hyper-parameters, parameters, gradients and states. Each error says what to write instead."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     halfpeak.core.errors.ConfigError: lr=-1.0 must be a number of at least 0
 
     Raises:
-        ConfigError: a value is out of its range, or missing. The message names both.
-        ConfigTypeError: a value is no number.
+        ConfigError: a value is out of its range, or missing.
+        ConfigTypeError: a value is not a number.
     """
     for name, value in group.items():
         if value is required:
@@ -79,7 +79,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_parameter(target: Tensor, rule: Rule) -> None:
-    """Raise ParameterError for a parameter that no kernel here can update by a rule."""
+    """Raise ParameterError for a parameter that no kernel can update by ``rule``."""
     sharded = is_shard(target)
     if sharded and (rule.layerwise or any(part.block_size > 1 for part in rule.storage)):
         needs = "norms of whole parameters" if rule.layerwise else "one number for a block of elements"
@@ -103,7 +103,7 @@ def check_parameter(target: Tensor, rule: Rule) -> None:
 
 
 def check_gradients(grads: Sequence[Tensor | None]) -> None:
-    """Raise ParameterError for a sparse gradient. A layer gives sparse ones always or never, so once is enough."""
+    """Raise ParameterError for a sparse gradient. One check per layout is enough: a layer makes them always or never."""
     for grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             raise ParameterError(
@@ -113,7 +113,7 @@ def check_gradients(grads: Sequence[Tensor | None]) -> None:
 
 
 def check_state(name: str, value: Tensor, place: Tensor) -> None:
-    """Raise ParameterError for a state of another shape than its place."""
+    """Raise ParameterError for a state tensor of another shape than its place in the buffer."""
     if value.shape != place.shape:
         raise ParameterError(
             f"the state {name!r} of a parameter has shape {tuple(value.shape)} instead of {tuple(place.shape)}; "

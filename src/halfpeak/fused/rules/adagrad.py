@@ -17,7 +17,7 @@ from halfpeak.ops.triton import KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class AdagradRule(Rule):
-    """Each element has a learning rate that falls with the squares it has seen.
+    """Divides the gradient of each element by the root of the sum of its squares so far.
 
     ::
 
@@ -29,7 +29,7 @@ class AdagradRule(Rule):
 
     Attributes:
         decoupled: decay beside the gradient, as in AdamW.
-        step_scope: with ``"nowhere"``, as in apex's optimizer, the learning rate does not fall.
+        step_scope: with ``"nowhere"``, as in apex's optimizer, ``lr_decay`` is not applied.
 
     Source: Duchi, Hazan and Singer, 2011.
 
@@ -101,10 +101,10 @@ class FusedAdagrad(FusedOptimizer):
     Args:
         params: parameters or groups, dense, real, floating point.
         lr: learning rate: a number or a tensor of one element.
-        lr_decay: by which the learning rate falls as ``lr / (1 + (t - 1) * lr_decay)``.
-        weight_decay: what is added to a gradient, times the weight.
-        initial_accumulator_value: where the sum of squares starts.
-        eps: what is added to its root.
+        lr_decay: the learning rate of step ``t`` is ``lr / (1 + (t - 1) * lr_decay)``.
+        weight_decay: factor of the weight that is added to the gradient.
+        initial_accumulator_value: initial value of the sum of squares.
+        eps: added to the root of the sum of squares.
         options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
@@ -144,7 +144,7 @@ class FusedAdagrad(FusedOptimizer):
         return AdagradRule()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's layout, which has a row for every parameter, stepped or not."""
+        """The state in torch's layout: torch's Adagrad has a row for parameters that were never stepped, too."""
         state = super().state_dict()
         numbers = (index for group in state["param_groups"] for index in group["params"])
         starts = (group["initial_accumulator_value"] for group in self.param_groups for _ in group["params"])

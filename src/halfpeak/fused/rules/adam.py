@@ -27,7 +27,7 @@ class AdamRule(Rule):
         v  <- beta2 * v + (1 - beta2) * g * g
         w  <- w - lr / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
 
-    With ``amsgrad`` the root is taken of the largest ``v`` so far.
+    With ``amsgrad`` the root is that of the largest ``v`` so far.
 
     Attributes:
         decoupled: AdamW's weight decay instead of Adam's.
@@ -111,7 +111,7 @@ class AdamOptions(FusedOptions, total=False):
     """Keywords of :class:`FusedAdam` and :class:`FusedAdamW`.
 
     Attributes:
-        master: where the bits of bfloat16 weights are that the model does not see; see
+        master: where the low bits of bfloat16 weights are stored; see
             :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
             master, bit for bit, in 2 bytes per parameter less.
         moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.
@@ -130,10 +130,10 @@ class FusedAdam(FusedOptimizer):
     Args:
         params: parameters or groups, dense, real, floating point.
         lr: learning rate: a number or a tensor of one element.
-        betas: how much of the first and of the second moment is kept.
-        eps: what is added to the root of the second moment.
-        weight_decay: what is added to a gradient, times the weight.
-        amsgrad: divide by the largest second moment so far.
+        betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: factor of the weight that is added to the gradient.
+        amsgrad: divide by the root of the largest second moment so far.
         master, moments, options: see :class:`AdamOptions`.
 
     Raises:
@@ -185,7 +185,7 @@ class FusedAdamW(FusedAdam):
     """AdamW; see :class:`~halfpeak.fused.rules.adam.AdamRule` for the rule.
 
     Its state goes into ``torch.optim.AdamW`` and back. Arguments and errors are those of :class:`FusedAdam`, but
-    ``weight_decay`` is how much of the weight is taken away, times the learning rate.
+    ``weight_decay`` times the learning rate is the fraction by which a weight shrinks in a step.
 
     Example:
         >>> import torch

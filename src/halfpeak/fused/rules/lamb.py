@@ -20,7 +20,7 @@ from halfpeak.ops.triton import KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class LAMBRule(Rule):
-    """Adam's step for each parameter, rescaled to the size of the parameter.
+    """Adam's update of each parameter, rescaled to the norm of the parameter.
 
     ::
 
@@ -31,14 +31,14 @@ class LAMBRule(Rule):
         u  <- u + decay * w                                        (decoupled)
         w  <- w - lr * |w| / |u| * u                               (trusts; else w - lr * u)
 
-    ``beta3`` is ``1 - beta1``, or 1 where gradients are not averaged. Where ``|w|`` or ``|u|`` is zero the ratio is one.
-    The rule expects gradients that are already clipped to a global norm.
+    ``beta3`` is ``1 - beta1``, or 1 without ``average``. If ``|w|`` or ``|u|`` is zero, their ratio counts as one. The
+    rule expects gradients that are already clipped to a global norm.
 
     Attributes:
         decoupled: decay beside the gradient, as in AdamW.
         average: ``beta3 = 1 - beta1``.
         correct: divide by ``1 - beta**t``.
-        trusts: rescale. apex does so where there is weight decay, and with ``use_nvlamb`` everywhere.
+        trusts: rescale. apex rescales groups with weight decay, and with ``use_nvlamb`` all groups.
 
     Source: You et al., 2020; NVIDIA's NVLAMB.
 
@@ -105,13 +105,13 @@ class FusedLAMB(FusedOptimizer):
         params: parameters or groups, dense, real, floating point.
         lr: learning rate: a number or a tensor of one element.
         bias_correction: correct the moments for their start at zero.
-        betas: how much of the first and of the second moment is kept.
-        eps: what is added to the root of the second moment.
-        weight_decay: how much of the weight is taken away, within the step that is then rescaled.
-        adam_w_mode: decay beside the gradient; False adds it to the gradient.
-        grad_averaging: a gradient enters the first moment by ``1 - beta1``; False lets it enter whole.
-        max_grad_norm: the largest norm of all gradients; 0 does not clip. It is one for all groups.
-        use_nvlamb: rescale the step of groups without weight decay too.
+        betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: factor of the weight that is added to the update before rescaling; see ``adam_w_mode``.
+        adam_w_mode: decoupled weight decay; False adds the weight decay to the gradient.
+        grad_averaging: weight gradients by ``1 - beta1`` in the first moment; False weights them by 1.
+        max_grad_norm: the norm to which the gradients are clipped, the same for all groups; 0 does not clip.
+        use_nvlamb: rescale the updates of groups without weight decay, too.
         options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:

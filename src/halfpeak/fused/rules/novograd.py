@@ -16,7 +16,7 @@ from halfpeak.ops.triton import KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class NovoGradRule(Rule):
-    """Momentum of gradients that are divided by a running norm, one for each parameter.
+    """Momentum over gradients that are divided by a running norm of each parameter's gradient.
 
     ::
 
@@ -28,15 +28,15 @@ class NovoGradRule(Rule):
         m  <- beta1 * m + beta3 * (g / d + decay * w)         (inside)
         w  <- w - lr * m / (1 - beta1**t)
 
-    ``beta3`` is ``1 - beta1``, or 1 where gradients are not averaged. On the first step ``n`` is the norm of ``g`` itself,
-    unless it starts at zero. ``n`` has the size of a gradient, not of its square; its name is apex's.
+    ``beta3`` is ``1 - beta1``, or 1 without ``average``. In the first step ``n`` is the norm of ``g``, unless
+    ``from_zero``. ``n`` is stored as ``exp_avg_sq``, apex's name, although it is a norm and not a square.
 
     Attributes:
-        inside: the division and the decay go into the moment.
+        inside: divide and decay before the moment instead of after it.
         average: ``beta3 = 1 - beta1``.
         correct: divide by ``1 - beta1**t`` and ``sqrt(1 - beta2**t)``.
         largest: the norm is the largest absolute value instead of the 2-norm.
-        from_zero: blend the first norm with zero.
+        from_zero: average the first norm with zero.
 
     Source: Ginsburg et al., 2019.
 
@@ -68,7 +68,7 @@ class NovoGradRule(Rule):
         beta3 = 1 - beta1 if self.average else 1.0
         keep, gain = beta2, 1 - beta2
         if not self.from_zero:
-            # In arithmetic, because the step may be known to the device alone.
+            # As arithmetic and not as a branch, because step may be a tensor on an accelerator.
             keep, gain = beta2 * (step > 1), 1 - beta2 + beta2 * (step <= 1)
         decay = group["weight_decay"]
         return (beta1, beta3, keep, gain, 1 / start1, start2**-0.5, group["eps"], decay, group["lr"])
@@ -106,13 +106,13 @@ class FusedNovoGrad(FusedOptimizer):
         params: parameters or groups, dense, real, floating point.
         lr: learning rate: a number or a tensor of one element.
         bias_correction: correct the moments for their start at zero.
-        betas: how much of the first and of the second moment is kept.
-        eps: what is added to the norm.
-        weight_decay: how much of the weight is taken away.
-        reg_inside_moment: divide and decay before the first moment instead of after it.
-        grad_averaging: a gradient enters the first moment by ``1 - beta1``; False lets it enter whole.
+        betas: decay rates of the first moment and of the norm.
+        eps: added to the norm.
+        weight_decay: factor of the weight that is added to the update; see ``reg_inside_moment``.
+        reg_inside_moment: divide by the norm and decay before the first moment instead of after it.
+        grad_averaging: weight gradients by ``1 - beta1`` in the first moment; False weights them by 1.
         norm_type: 2, or ``float("inf")`` for the largest absolute value.
-        init_zero: blend the first norm with zero.
+        init_zero: average the first norm with zero.
         options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:

@@ -16,7 +16,7 @@ from halfpeak.ops.triton import KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class SGDRule(Rule):
-    """Steepest descent along a running sum of gradients.
+    """Steepest descent along a decaying sum of gradients.
 
     ::
 
@@ -27,9 +27,9 @@ class SGDRule(Rule):
         w  <- w - lr * g
 
     Attributes:
-        momentum: keep ``b``; without it the gradient itself is followed.
-        nesterov: look one step ahead.
-        late: ``g <- g + decay * w`` after the momentum, so that decay gathers none.
+        momentum: keep the buffer ``b``; without it the step follows the gradient itself.
+        nesterov: Nesterov's momentum.
+        late: apply ``g <- g + decay * w`` after the momentum, so that the buffer contains no weight decay.
 
     Source: Polyak, 1964; Nesterov, 1983; Sutskever et al., 2013.
 
@@ -48,14 +48,14 @@ class SGDRule(Rule):
     momentum: bool = False
     nesterov: bool = False
     late: bool = False
-    step_scope: StepScope = field(default="nowhere", kw_only=True)  # torch's SGD keeps none
+    step_scope: StepScope = field(default="nowhere", kw_only=True)  # torch's SGD stores none
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
     def constants(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        # In arithmetic, because the step may be known to the device alone.
+        # As arithmetic and not as a branch, because step may be a tensor on an accelerator.
         gain = 1 - group["dampening"] + group["dampening"] * (step <= 1)
         return (group["lr"], group["momentum"], gain, group["weight_decay"])
 
@@ -109,9 +109,9 @@ class FusedSGD(FusedOptimizer):
     Args:
         params: parameters or groups, dense, real, floating point.
         lr: learning rate: a number or a tensor of one element.
-        momentum: what is left of the buffer at each step; 0 keeps no buffer.
-        dampening: what is left out of a gradient that enters the buffer; the first enters whole.
-        weight_decay: what is added to a gradient, times the weight.
+        momentum: factor of the buffer in each step; 0 keeps no buffer.
+        dampening: gradients enter the buffer times ``1 - dampening``, except the first.
+        weight_decay: factor of the weight that is added to the gradient.
         nesterov: Nesterov's momentum.
         options: see :class:`~halfpeak.fused.base.FusedOptions`.
 

@@ -1,1 +1,1 @@
-"""Optimizer state and weights in fewer bytes than float32: codecs, quantised rules, remainders, loading."""
+"""Storage of optimizer state and weights in fewer bytes than float32: codecs, quantised rules, remainders, loading."""

@@ -1,4 +1,4 @@
-"""Codecs: pure functions between float32 vectors and the tensors that they are stored in."""
+"""Codecs: pure functions that encode float32 vectors into stored tensors and decode them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from torch.nn.functional import pad
 from halfpeak.fused.rules.base import StateTensor
 
 BLOCK_SIZE: Final = 128
-"""Neighbours that share one scale in 8 bits: 1/32 byte per element, and one row of a GPU's load."""
+"""Neighbouring 8-bit elements that share one scale: 1/32 byte of scale per element, and one row of a GPU's load."""
 
 _SMALLEST: Final = 2.0**-126
-"""A scale for blocks of zeros: not zero, and no subnormal that a kernel may flush."""
+"""The smallest scale, for blocks of zeros: a normal number, because a kernel may flush a subnormal one to zero."""
 
 
 class Codec(Protocol):
-    """How a float32 vector is stored. A frozen, hashable value, whose functions every backend traces or calls."""
+    """A storage format of a float32 vector: a frozen, hashable value whose functions every backend traces or calls."""
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        """The tensors that hold it, the one of its own shape first; their names go behind the name of what is stored."""
+        """The stored tensors; the first has the shape of the vector. Their names are suffixes to the state's name."""
         ...
 
     @property
     def kernel_format(self) -> str:
-        """What the Triton kernels call it; see :mod:`halfpeak.ops.triton.codecs`."""
+        """The name of the format in the Triton kernels; see :mod:`halfpeak.ops.triton.codecs`."""
         ...
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The values of the stored tensors.  # f32[n]"""
+        """The vector that the stored tensors encode.  # f32[n]"""
         ...
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         """The tensors that store a vector.
 
         Args:
-            value: what to store.  # f32[n]
+            value: the vector.  # f32[n]
             seed: the number of the step, for codecs with stochastic rounding.  # f32[]
         """
         ...
@@ -48,7 +48,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity(Codec):
-    """As it is."""
+    """Stores the vector unchanged."""
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
@@ -70,8 +70,8 @@ class Bfloat16(Codec):
     """The upper half of a float32: 2 bytes, 8 bits of precision.
 
     Attributes:
-        stochastic: round up as often as the value is near the upper neighbour, instead of to the nearest. A second moment
-            shrinks by a thousandth per step, a quarter of what rounding to the nearest would notice: it would never fall.
+        stochastic: round stochastically instead of to nearest, because a second moment shrinks by a thousandth per
+            step, a quarter of the change that rounding to nearest would keep, so it would never fall.
 
     Example:
         >>> torch.set_printoptions(precision=6)
@@ -103,7 +103,7 @@ class Bfloat16(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8Block(Codec):
-    """127 steps to either side of zero, in blocks of :data:`BLOCK_SIZE` with one scale each.
+    """Signed 8-bit integers, from -127 to 127, in blocks of :data:`BLOCK_SIZE` with one scale each.
 
     Example:
         >>> value = torch.tensor([0.5, -1.27, 0.01])
@@ -125,17 +125,17 @@ class Int8Block(Codec):
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         rows = _blocked(value)
-        # Not divided: a GPU takes the reciprocal of a number from the host, and others do not.
+        # Not divided by 127: a GPU multiplies by the reciprocal of a host number, and other devices do not.
         scale = (rows.abs().amax(1) * (1 / 127)).clamp_min(_SMALLEST)
         return _unblocked(torch.round(rows / scale.unsqueeze(1)), value).to(torch.int8), scale
 
 
 @dataclass(frozen=True, slots=True)
 class UInt8SqrtBlock(Codec):
-    """The root of a number that is never negative, in 255 steps, in blocks of :data:`BLOCK_SIZE` with one scale each.
+    """The root of non-negative numbers as integers from 0 to 255, in blocks of :data:`BLOCK_SIZE` with one scale each.
 
-    Rounded up as often as the root is near the upper step, for the reason that :class:`Bfloat16` gives. What is above zero
-    stays above zero: it divides a first moment that need not be zero.
+    Rounding is stochastic, for the reason that :class:`Bfloat16` gives. A number above zero is stored as at least 1,
+    because a second moment divides a first moment that need not be zero.
 
     Example:
         >>> parts = UInt8SqrtBlock().encode(torch.tensor([4.0, 1e-12, 0.0]), torch.tensor(1.0))
@@ -165,17 +165,17 @@ class UInt8SqrtBlock(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """A float32 weight as the bfloat16 that the model computes with, and what that has rounded away.
+    """A float32 weight as the bfloat16 weight of the model and the remainder that bfloat16 rounds away.
 
-    With 16 bits every float32 comes back exactly, but for the payload of a nan. The bfloat16 is the nearest one; a value
-    that lies exactly between two goes to the one farther from zero, where a cast would go to the even one, because an even
-    one would need 65,537 remainders. That is one value in 130,000.
+    With 16 bits every float32 is restored exactly, except for the payload of a nan. The bfloat16 is the nearest one. A
+    value exactly between two goes to the one farther from zero, because rounding to even, as a cast does, would need
+    65,537 remainders. The result differs from a cast for one value in 130,000.
 
-    With 8 bits the weight has 24 bits; it is rounded stochastically, so that updates smaller than a rounding are not lost
+    With 8 bits the weight has 24 bits. It is rounded stochastically, so that updates smaller than a rounding are kept
     on average. The methods are those of a :class:`Codec`.
 
     Attributes:
-        bits: 16 or 8.
+        bits: of the remainder: 16 or 8.
 
     Example:
         >>> value = torch.tensor([0.1, -3.0, 1e-30])
@@ -195,7 +195,7 @@ class Remainder:
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         low, rest = parts[0].view(torch.int16).to(torch.int32), parts[1].to(torch.int32)
-        # Nothing rounds up to a zero, so it was written there by someone else; one less would be a nan.
+        # encode never rounds up to zero: other code wrote this zero, and subtracting 1 from its bits would make a nan.
         rest = torch.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
         borrowed = (rest < 0).to(torch.int32)
         tail = (rest << (16 - self.bits)) & 0xFFFF
@@ -205,7 +205,7 @@ class Remainder:
         bits = value.view(torch.int32)
         if self.bits == 8:
             bits = bits + (hash_bits(bits, seed) >> 8)
-        # The payload of a nan could round up to a zero.
+        # A nan with a large payload could round up to zero.
         bits = torch.where(torch.isnan(value), 0x7FC00000, bits)
         rest = (bits << 16) >> (32 - self.bits)
         low = (bits >> 16) + (rest < 0).to(torch.int32)
@@ -213,11 +213,11 @@ class Remainder:
 
 
 def hash_bits(bits: Tensor, seed: Tensor) -> Tensor:
-    """16 bits for each element, as good as random, from its own bits and the number of the step: the same in every run.
+    """16 pseudo-random bits for each element, computed from its bits and the number of the step: the same in every run.
 
     Args:
-        bits: of the value that is to be rounded.  # i32[n]
-        seed: the number of the step.               # f32[]
+        bits: of the values to be rounded.  # i32[n]
+        seed: the number of the step.       # f32[]
     """
     mixed = (bits ^ (seed.to(torch.int32) * -1640531527)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387

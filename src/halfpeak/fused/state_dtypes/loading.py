@@ -1,4 +1,4 @@
-"""Loading states that were saved in one format into an optimizer that stores them in another."""
+"""Loads states that were saved in one storage format into an optimizer that uses another."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from halfpeak.fused.state_dtypes.quantized_rule import QuantizedRule
 from halfpeak.ops.foreach import is_dense
 
 REMAINDER: Final = "remainder"
-"""The name of a remainder in the state of its parameter."""
+"""The key of a remainder in the state row of its parameter."""
 
 
 def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
     """Check the saved state of a parameter.
 
     Args:
-        index: of the parameter, for the message.
-        row: its saved state.
-        rule: by which it is to be stepped.
+        index: the parameter's index, for the message.
+        row: its saved state row.
+        rule: the rule that will step the parameter.
         target: the parameter.
 
     Raises:
-        StateError: a tensor has another shape than it has here, or is stored in a format that this rule does not read.
+        StateError: a state is not a tensor, has another shape than here, or has a format that the rule cannot read.
     """
     parts = {part.name: part for part in rule.storage}
     numbers = {"step", *rule.state_names[len(rule.state_names) - rule.per_param_scalars :]}
@@ -63,13 +63,13 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
 
 
 def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before: Tensor | None) -> None:
-    """Bring a state that was just loaded into the format of its rule. Moments in float32 are quantised if it stores them so.
+    """Convert a loaded state row to the format of its rule: quantise moments, keep or drop the remainder.
 
     Args:
-        row: changed in place.
-        rule: by which it is to be stepped.
+        row: the state row, changed in place.
+        rule: the rule that will step the parameter.
         target: the parameter.
-        before: its remainder until now. It belongs to the weight, and stays where the state brings none.
+        before: the remainder before the load, which belongs to the weight and stays if the row has none that fits.
     """
     master = rule.master if isinstance(rule, QuantizedRule) else None
     loaded = row.pop(REMAINDER, None)
@@ -89,13 +89,13 @@ def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before:
 
 
 def rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The saved states with their numbers, in the order of the groups. Torch finds out if there are as many as here."""
+    """The saved state rows with their indices, in the order of the groups. Does not check their number."""
     numbers: Iterable[Any] = (index for group in loaded["param_groups"] for index in group["params"])
     return ((index, loaded["state"].get(index, {})) for index in numbers)
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Replace what torch has rounded to the dtype of a low parameter, or has not copied, by a copy of what was loaded."""
+    """Replace tensors by copies in their saved dtype: torch casts some to a low-precision dtype and shares others."""
     for (_, row), target in zip(rows_of(loaded), params_of(optimizer), strict=True):
         for name, value in row.items():
             if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""QuantizedRule: a rule whose weight and state are stored in other formats than float32; StateFormat: how to ask for it."""
+"""QuantizedRule: a rule whose weight and state are not stored as float32. StateFormat: the options that request it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from halfpeak.ops.triton import KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRule(Rule):
-    """The arithmetic of a rule, between decoding what is stored and encoding what is new.
+    """A rule between decoding the stored tensors and encoding the new values.
 
-    Its state tensors are those that the codecs store for each state of the rule, then the remainder of the weight.
+    Its state tensors are the stored tensors of each codec, then the remainder of the weight.
 
     Attributes:
-        rule: what updates the decoded numbers, element by element.
-        codecs: one for each of its state tensors.
-        master: of the weight; None leaves the weight as it is.
+        rule: updates the decoded values, element by element.
+        codecs: one for each state tensor of ``rule``.
+        master: the codec of the weight; None stores the weight as it is.
 
     Example:
         >>> from halfpeak.fused.state_dtypes.codecs import Remainder, Int8Block, UInt8SqrtBlock
@@ -42,7 +42,7 @@ class QuantizedRule(Rule):
         """See :class:`~halfpeak.fused.rules.base.Rule`.
 
         Raises:
-            ParameterError: remainders of float16 weights.
+            ParameterError: a float16 weight is to have a remainder.
         """
         if dtype is torch.float64:
             return self.rule
@@ -79,7 +79,7 @@ class QuantizedRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        """See :class:`~halfpeak.fused.rules.base.Rule`, on the decoded numbers."""
+        """See :class:`~halfpeak.fused.rules.base.Rule`; works on the decoded values."""
         return self.rule.torch_fused(weight, grad, state, group, step)
 
     def kernel_config(self) -> KernelConfig | None:
@@ -116,7 +116,7 @@ def _next(parts: Iterator[Tensor], count: int) -> list[Tensor]:
 
 
 MasterFormat: TypeAlias = Literal["float32", "remainder", "remainder8"]
-"""Where the low bits of a float32 weight are whose upper half is the model's bfloat16."""
+"""Where the low bits of a float32 weight are stored whose upper half is the model's bfloat16 weight."""
 
 _REMAINDERS: Final[dict[Any, Remainder | None]] = {
     "float32": None,
@@ -132,15 +132,15 @@ _MOMENTS: Final[dict[Any, tuple[Codec, Codec]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How weights and moments are to be stored.
+    """The requested storage of weights and moments.
 
     Args:
-        master: ``"float32"``: in a float32 master, where there is one (4 bytes per parameter). ``"remainder"``: in a
-            16-bit remainder in the optimizer's state, exactly (2 bytes). ``"remainder8"``: the first 8 bits of it (1 byte).
+        master: ``"float32"``: in a float32 master if there is one (4 bytes per parameter). ``"remainder"``: exactly, by
+            a 16-bit remainder in the optimizer's state (2 bytes). ``"remainder8"``: by an 8-bit one (1 byte).
         moments: ``torch.float32`` (8 bytes per parameter), ``torch.bfloat16`` (4) or ``"int8"`` (2 and 1/16).
 
     Raises:
-        ConfigError: neither of these.
+        ConfigError: another value.
 
     Example:
         >>> from halfpeak.fused.rules.adam import AdamRule
@@ -163,15 +163,15 @@ class StateFormat:
 
     @property
     def remainder(self) -> Remainder | None:
-        """How weights are split, if they are."""
+        """The codec that splits weights; None for ``"float32"``."""
         return _REMAINDERS[self.master]
 
     def of(self, rule: Rule, squares: Sequence[bool]) -> Rule:
         """``rule`` with this storage.
 
         Args:
-            rule: that goes element by element.
-            squares: which of its state tensors are means of squares, never negative.
+            rule: a rule that works element by element.
+            squares: for each of its state tensors, whether it is a mean of squares and so never negative.
         """
         if self == StateFormat():
             return rule

@@ -1,4 +1,4 @@
-"""Remainders: the float32 values of bfloat16 weights, by the remainders in the state of the optimizer that steps them."""
+"""Remainders: reads and writes the float32 values of bfloat16 weights whose remainders are in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from halfpeak.ops.versions import TensorVersions
 class Remainders:
     """The :class:`~halfpeak.state.remainder_store.RemainderStore` of a fused optimizer.
 
-    A remainder belongs to the weight that it was rounded from. If a parameter was written or given other memory since, the
-    value is what was written, and the remainder counts for nothing. A write in place through ``parameter.data`` cannot be
-    seen and keeps the remainder, which is less than one rounding of the weight.
+    A remainder is valid only for the weight with which it was encoded. If a parameter was written or given other memory
+    since, its value is what was written, and the remainder is ignored. An in-place write through ``parameter.data`` is
+    not noticed and keeps the remainder, which is less than one rounding of the weight.
 
     Args:
-        optimizer: held weakly; the remainders are in its state.
-        codec: how a weight is split.
+        optimizer: its state holds the remainders. Stored as a weak reference.
+        codec: splits a weight.
     """
 
     def __init__(self, optimizer: Optimizer, codec: Remainder) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._codec = codec
         self._versions = TensorVersions()
-        # Where each parameter is in the list of versions, by ``id``.
+        # The position of each parameter, by ``id``, in the snapshot of versions.
         self._positions: dict[int, int] = {}
         self._placeholders: dict[int, tuple[Tensor, Tensor]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
         self._known: tuple[list[int], set[int]] = ([], set())
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether a weight has a remainder, or will have one from its first step on."""
+        """Whether a parameter has a remainder, or will have one from its first step on."""
         return (
             parameter.dtype is torch.bfloat16
             and id(parameter) in self._members()
@@ -47,7 +47,7 @@ class Remainders:
         )
 
     def fp32_value(self, parameter: Tensor) -> Tensor:
-        """The float32 value of a weight.  # f32 of its shape"""
+        """The float32 value of a parameter.  # f32 of its shape"""
         remainder = self._remainder_of(parameter)
         low = parameter.detach()
         if remainder is None or remainder.shape != low.shape or self._was_written(parameter):
@@ -56,12 +56,12 @@ class Remainders:
 
     @torch.no_grad()
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the value of a weight, to the precision of the codec."""
+        """Set the float32 value of a parameter, to the precision of the codec."""
         parameter.copy_(self.split(parameter, value))
 
     @torch.no_grad()
     def split(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """:meth:`set_value` for a caller whose next write to the parameter stores the returned tensor.  # bf16
+        """Set the remainder and return the bfloat16 weight, which the caller must write to the parameter next.  # bf16
 
         Raises:
             ParameterError: the value has another shape.
@@ -85,7 +85,7 @@ class Remainders:
         return low
 
     def grad_placeholder(self, parameter: Tensor) -> Tensor:
-        """A float32 tensor of a weight's shape and of no memory, whose ``grad`` is stepped if there is one."""
+        """A float32 tensor of the parameter's shape without memory, whose ``grad`` a step reads if there is one."""
         known = self._placeholders.get(id(parameter))
         if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
             zero = self._zeros.setdefault(
@@ -95,7 +95,7 @@ class Remainders:
         return known[1]
 
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of parameters that a step reads: those of their placeholders, or where these have none their own."""
+        """The gradients that a step reads: for each parameter its placeholder's gradient, else its own."""
         if not self._placeholders:
             return gradients_of(parameters)
         holders = (
@@ -104,7 +104,7 @@ class Remainders:
         return [p.grad if one.grad is None else one.grad for p, one in zip(parameters, holders, strict=True)]
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """``optimizer.zero_grad()`` for the placeholders."""
+        """Do the part of ``optimizer.zero_grad()`` that concerns the placeholders."""
         for _, placeholder in self._placeholders.values():
             if placeholder.grad is not None and not set_to_none:
                 placeholder.grad.zero_()
@@ -112,7 +112,7 @@ class Remainders:
                 placeholder.grad = None
 
     def refresh(self) -> None:
-        """Before a step: zero the remainders of weights that were written since the last one."""
+        """Before a step: zero the remainders of parameters that were written since the last step."""
         for parameter in params_of(self._require_optimizer()):
             remainder = self._remainder_of(parameter)
             if remainder is not None and self._was_written(parameter):
@@ -120,13 +120,13 @@ class Remainders:
                 self._versions.record_one(self._positions[id(parameter)], parameter)
 
     def note(self) -> None:
-        """After a step, or when weights have moved in memory: the remainders belong to what the weights hold now."""
+        """After a step, or after weights have moved in memory: record that each remainder matches its weight."""
         parameters = params_of(self._require_optimizer())
         self._positions = {id(parameter): position for position, parameter in enumerate(parameters)}
         self._versions.record(parameters)
 
     def _members(self) -> set[int]:
-        """The parameters of the optimizer by ``id``, looked up anew when their number changes."""
+        """The ``id`` of each parameter of the optimizer, collected again when the size of a group changes."""
         optimizer = self._optimizer()
         sizes = [] if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
         if optimizer is not None and sizes != self._known[0]:
