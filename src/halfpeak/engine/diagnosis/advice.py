@@ -1,4 +1,4 @@
-"""What to write when something is not finite: advice that fits the level and can be followed."""
+"""Advice on what to write when a tensor is not finite, by kind of fault and opt level."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from halfpeak.engine.diagnosis.trace import Event
 
 
 def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -> str:
-    """One or two sentences.
+    """One or two sentences on what to write.
 
     Args:
-        found: all of the report but this.
-        event: what it blames.
-        policy: in which dtype things are.
-        level: of :func:`halfpeak.prepare`; empty where another front end takes the steps, which has no ``keep_fp32``.
+        found: the report, still without its suggestion.
+        event: the event that the report blames.
+        policy: the dtypes of the run.
+        level: of :func:`halfpeak.prepare`; empty if another front end takes the steps, because it has no ``keep_fp32``.
     """
     where, module, tensor, largest_scale = found.where, found.module, found.tensor, found.largest_scale
     name = f"'{module}'" if module else "the model"
@@ -55,7 +55,7 @@ def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -
 
 
 def _wider(dtype: str, policy: Policy, level: str) -> str:
-    """The level with the range of float32, where this one has not got it."""
+    """Advice to use bfloat16, which has the range of float32, if the run uses float16; else an empty string."""
     if "float16" not in (dtype, str(policy.compute)[6:], str(policy.param)[6:]):
         return ""
     if not level:

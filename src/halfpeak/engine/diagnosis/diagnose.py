@@ -1,4 +1,4 @@
-"""diagnose: which module made a loss or a gradient not finite, and whether float32 would have been."""
+"""diagnose: find the module that made a loss or a gradient non-finite, and whether float32 is finite there."""
 
 from __future__ import annotations
 
@@ -34,39 +34,37 @@ AROUND = 4
 """How many calls before and after the guilty one a report shows."""
 
 MOST_TRIED = 8
-"""Tensors with minus infinity of which it is tried whether they are to blame."""
+"""The largest number of tensors with minus infinity that are tried as the cause, by a replay each."""
 
 SMALLEST_EXPONENT = -14
-"""Of the loss scales that are tried, as :class:`~halfpeak.ScaleConfig` has it: with less, gradients of one are subnormal."""
+"""Of the loss scales tried, as in :class:`~halfpeak.ScaleConfig`: a smaller scale makes gradients of 1 subnormal."""
 
 
 def diagnose(
     run: Engine | nn.Module, closure: Closure, *, level: str = "O0", scale: float | None = None
 ) -> Diagnosis:
-    """Replay a batch and name the first module that makes something of it not finite, and what to do about it.
+    """Replay a batch and name the first module that makes a tensor non-finite, and what to do about it.
 
-    Forward and backward pass run as in training, under the same loss scale, and once more in float32 from the masters, which
-    tells an overflow (float32 is finite there) from a fault. Everything is as before afterwards: weights, gradients, the
-    open window, batch-norm statistics, random generators, loss scale and counters; also when the closure raises.
+    Forward and backward pass run as in training, under the same loss scale, and once more in float32 from the masters.
+    If float32 is finite there, the cause is an overflow, else a fault. Everything is restored, even if the closure
+    raises: weights, gradients, the open window, batch-norm statistics, random generators, loss scale and counters.
 
-    Takes a few passes and the memory of two copies of the weights, one in float32. Compiled models run uncompiled, and ranks do
-    not wait for each other.
+    Takes a few passes and the memory of two copies of the weights, one in float32. Compiled models run uncompiled, and
+    ranks do not wait for each other.
 
     Args:
-        run: an engine, or the model that it prepared, through whichever front end; or a model that was not prepared,
-            which is then converted for the time of the call.
-        closure: computes and returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts
-            are on.
-        level: for a model that was not prepared: the opt level to try.
-        scale: what the loss is multiplied by; None for the loss scale as it is now, which a skip
-            has lowered.
+        run: an engine, or a model that any front end has prepared; or a model that was not prepared, which is converted
+            for the time of the call.
+        closure: returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts are on.
+        level: the opt level to try, for a model that was not prepared.
+        scale: the factor of the loss; None for the current loss scale, which a skip has lowered.
 
     Returns:
-        A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None where all is finite.
+        A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None if everything is finite.
 
     Raises:
-        ConfigTypeError: not an engine or a module, or the closure returns no scalar tensor.
-        OrderError: the engine of the model does not exist any more.
+        ConfigTypeError: ``run`` is no engine or module, or the closure returns no scalar tensor.
+        OrderError: the model's engine has been deleted.
 
     Example:
         >>> import torch, halfpeak
@@ -100,15 +98,15 @@ def diagnose(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is replayed.
+    """The models to replay, and how they train.
 
     Attributes:
-        models: whose modules are named.
-        policy: in which dtype things are.
-        level: its name; empty where another front end than ``prepare`` takes the steps.
-        scale: what the loss is multiplied by.
-        value: from a parameter to its value in float32.
-        computing: the context of a forward pass as in training.
+        models: the owners of the modules in the report.
+        policy: the dtypes of the run.
+        level: the opt level; empty if another front end than ``prepare`` takes the steps.
+        scale: the factor of the loss.
+        value: returns the float32 value of a parameter.
+        computing: returns the context of a forward pass as in training.
     """
 
     models: Sequence[nn.Module]
@@ -176,7 +174,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 class _Replay:
-    """Runs the closure in one way or another, from the same random numbers."""
+    """Runs the closure as in training or in float32, each time from the same random numbers."""
 
     def __init__(self, subject: _Subject, closure: Closure, rewind: Callable[[], None]) -> None:
         self.subject = subject
@@ -184,11 +182,12 @@ class _Replay:
         self._rewind = rewind
 
     def trace(self, *, float32: bool = False, unmasked: Key | None = None) -> Trace:
-        """What a run was: as in training, or in float32.
+        """Run forward and backward, as in training or in float32, and return the trace.
 
         Args:
-            float32: everything in it. The trace is then cut short where the closure raises, as it may with dtypes of its own.
-            unmasked: an input or output of a module that gets ones for what is not finite in it.
+            float32: compute everything in float32. If the closure raises, which casts of its own may cause, the trace
+                ends there.
+            unmasked: an input or output of a module whose non-finite elements are replaced by ones.
         """
 
         def unmask(key: Key, tensor: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ class _Replay:
 
 
 class _Suspect(NamedTuple):
-    """What is blamed: what the report says of it, and what was seen there."""
+    """The blamed event, and the place that the report names."""
 
     where: Where
     module: str
@@ -250,7 +249,7 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
     inside = _wide_events(suspect, wide)
     if inside:
         reason, value = _reason(inside)
-    else:  # float32 did not get there: a closure with dtypes of its own
+    else:  # The float32 run did not reach this event, because the closure raised on casts of its own.
         summary = suspect.event.summary
         low_overflow = summary is not None and summary.dtype == "float16" and not summary.nan
         reason, value = (
@@ -274,15 +273,15 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
 
 
 def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
-    """The first event that is not finite, but for those that do no harm."""
+    """The first non-finite event, except harmless ones."""
     bad = [event for event in low.events if not event.is_finite]
-    if wide.is_finite:  # what float32 has as well, and yet is finite in the end, is a mask or its like
+    if wide.is_finite:  # Events that are non-finite in float32, too, although its loss is finite, are masks or similar.
         harmless = {event.key for event in wide.events if not event.is_finite}
         bad = [event for event in bad if event.key not in harmless]
     plain = [event for event in bad if not event.is_mask_like]
     plain.sort(key=lambda event: event.kind in ("grad_output", "grad_input"))
     if not plain:
-        # A gradient that is not finite, and nothing that made it.
+        # A gradient of a weight is not finite, but no event explains it.
         return _Suspect("backward", "", "grad_output[0]", low.loss or low.events[-1])
     first = plain[0]
     if first.kind in ("grad_output", "grad_input"):
@@ -291,7 +290,7 @@ def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
 
 
 def _origin(first: Event, bad: Sequence[Event], replay: _Replay) -> Event | None:
-    """The minus infinity from which ``first`` comes, or None; whether it does is tried, as a softmax takes masks away."""
+    """The mask-like event that caused ``first``, or None. Found by replays, because a softmax may remove a mask."""
     before = bad[: next(index for index, event in enumerate(bad) if event is first)]
     tensors = {event.data: event for event in reversed(before) if event.is_mask_like}
     for event in list(reversed(tensors.values()))[:MOST_TRIED]:
@@ -327,7 +326,7 @@ def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
         return [e for e in wide.events if e.key == event.key and e.kind in ("grad_output", "grad_input")]
     inside = wide.gradients_of(event.key.module, event.key.call)
     same = [e for e in inside if e.key.tensor == event.key.tensor and e.operation == event.operation]
-    # The first: what comes later in the call may be what became of it.
+    # Only the first: later events in the call may be its consequences.
     return same[:1] or inside
 
 
@@ -354,7 +353,7 @@ def _largest_scale(replay: _Replay) -> float | None:
 
 
 def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
-    """The calls around the guilty one, in order: its neighbours among those that call nothing themselves."""
+    """The guilty call and its neighbours in order of execution, among the calls without calls inside."""
     calls = [call for call in trace.calls if not call.recomputed]
     parents = {id(call.parent) for call in calls}
     blamed = None if guilty is None else guilty.call
@@ -380,7 +379,7 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
         tensors: dict[str, Summary] = {}
         for event in seen:
             name, summary = event.key.tensor, event.summary
-            # Of several gradients of one name, the first that is not finite.
+            # Of several gradients with one name, keep the first that is not finite, else the first.
             if summary is not None and (
                 name not in tensors or (tensors[name].is_finite and not summary.is_finite)
             ):

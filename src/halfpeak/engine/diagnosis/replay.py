@@ -1,4 +1,4 @@
-"""Running a batch again so that nothing of it remains: stand-ins for weights, fixed random numbers, and all in float32."""
+"""Contexts to run a batch again without a trace: copies of the weights, the same random numbers, float32 throughout."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.state import random_state
 
 Value = Callable[[nn.Parameter], Tensor]
-"""What stands in for a parameter."""
+"""From a parameter to the value of its copy."""
 
 
 @contextmanager
 def stand_ins(
     models: Iterable[nn.Module], value: Value, *, dtype: torch.dtype | None = None
 ) -> Generator[None]:
-    """Run the body with copies in the place of every parameter and buffer; whatever it does to these is gone afterwards.
+    """Replace every parameter and buffer by a copy in the body, so that writes of the body are gone afterwards.
 
-    The parameters themselves are not touched: gradients, versions, and hooks of wrappers such as
-    ``DistributedDataParallel`` know nothing of the body. Hooks on a parameter's gradient hold for its copy.
+    The originals are not touched: the body changes no gradients and versions of theirs, and calls no hooks of wrappers
+    such as ``DistributedDataParallel``. Each copy gets the gradient hooks of its parameter.
 
     Args:
-        models: their modules get the originals back, in every case.
-        value: from a parameter to the tensor whose copy stands in.
-        dtype: of low copies; None leaves them as they are.
+        models: their modules get the originals back, even if the body raises.
+        value: returns the tensor to copy for a parameter.
+        dtype: of the copies of low-precision tensors; None keeps their dtype.
     """
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     copies: dict[int, Any] = {}
@@ -69,8 +69,8 @@ def stand_ins(
 
 
 def _copied(tensor: Tensor, value: Value, dtype: torch.dtype | None, copies: dict[int, Any]) -> Tensor:
-    """The stand-in of a tensor, the same one wherever it is shared."""
-    if type(tensor) not in (Tensor, nn.Parameter):  # what shards or packs itself, or has no storage yet
+    """The copy of a tensor, one for all modules that share the tensor."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # a subclass that shards or packs itself, or has no storage yet
         return tensor
     if id(tensor) not in copies:
         source = value(tensor) if isinstance(tensor, nn.Parameter) else tensor
@@ -88,10 +88,10 @@ def _copied(tensor: Tensor, value: Value, dtype: torch.dtype | None, copies: dic
 
 
 class Float32(TorchDispatchMode):
-    """Everything in the body computes in float32 where it would have been float16 or bfloat16.
+    """Computes in float32 in the body wherever an operation would compute in float16 or bfloat16.
 
-    Below autograd and below autocast, whatever asks for a low dtype is given float32, and low operands are upcast: so casts
-    at boundaries, per operation and in the user's own code are all without effect, in forward and in backward.
+    The mode works below autograd and autocast: it replaces a requested low dtype by float32 and upcasts low operands.
+    So casts at boundaries, per operation and in user code have no effect, in forward and in backward.
     """
 
     def __torch_dispatch__(
@@ -112,10 +112,10 @@ def _upcast(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def undisturbed(models: Iterable[nn.Module]) -> Generator[Callable[[], None]]:
-    """Run the body uncompiled and without talking to other ranks.
+    """Run the body uncompiled and without collectives, and restore the random generators at its end.
 
-    Returns:
-        Puts the random generators back to where they were, as it is done at the end.
+    Yields:
+        A function that restores the random generators at once.
     """
     devices = {parameter.device for model in models for parameter in model.parameters()}
     rewind = partial(random_state.restore, random_state.capture(devices))
@@ -129,7 +129,7 @@ def undisturbed(models: Iterable[nn.Module]) -> Generator[Callable[[], None]]:
 
 @contextmanager
 def _without_synchronisation() -> Generator[None]:
-    """Keep every ``DistributedDataParallel`` that is called in the body from collectives, as in its ``no_sync``."""
+    """Let no ``DistributedDataParallel`` that is called in the body run collectives, as in its ``no_sync``."""
     found: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     names = ("require_backward_grad_sync", "require_forward_param_sync")
 
@@ -141,7 +141,7 @@ def _without_synchronisation() -> Generator[None]:
     handle = nn.modules.module.register_module_forward_pre_hook(before)
     try:
         with warnings.catch_warnings():
-            # Of a hook that fires once more for a compiled module, which does no harm here.
+            # The warning says that the hook fires once more for a compiled module, which does no harm here.
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""Diagnosis: what halfpeak.diagnose found, as a value, a table, a page with pictures, and JSON."""
+"""Diagnosis: the result of halfpeak.diagnose as a value, a table, a page with pictures, and JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from halfpeak.core.finite_json import finite_json
 from halfpeak.engine.diagnosis.trace import Summary
 
 Where = Literal["input", "weight", "forward", "loss", "backward"]
-"""In which part of a training step something first was not finite."""
+"""The part of a training step in which a tensor first was not finite."""
 
 Reason = Literal["overflow", "nan", "inf"]
-"""``"overflow"``: float32 is finite there. Otherwise what float32 gives."""
+"""``"overflow"`` if float32 is finite there; else the value in float32."""
 
 IN_WORDS: Final[dict[str, str]] = {
     "input": "the input",
@@ -39,9 +39,8 @@ class Frame:
         module: qualified name; empty for the model itself.
         kind: name of its class.
         call: how many calls of this module came before.
-        tensors: dtype, shape, smallest and largest magnitude and share of zeros of each input, weight, output and gradient, by
-            name.
-        is_guilty: whether it is the one that the report names.
+        tensors: a summary of each input, weight, buffer, output and gradient, by name.
+        is_guilty: whether the report names this call.
     """
 
     module: str
@@ -53,19 +52,19 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What :func:`halfpeak.diagnose` found. ``print`` shows a table.
+    """The result of :func:`halfpeak.diagnose`. ``print`` shows a table.
 
     Attributes:
-        where: ``"input"``, ``"weight"``, ``"forward"``, ``"loss"`` or ``"backward"``; None where all is finite.
-        module: qualified name of the first guilty module in order of execution; empty for the model itself and outside of it.
-        tensor: what is not finite, such as ``"output[0]"``, ``"input[1]"``, ``"weight"``, ``"grad_input[0]"``,
-            ``"weight.grad"``; ``"child.input[0]"`` where the module itself made what it gave its child.
-        reason: ``"overflow"`` where float32 is finite; else ``"nan"`` or ``"inf"``, which float32 gives as well.
-        value: largest magnitude that float32 gives there.
+        where: ``"input"``, ``"weight"``, ``"forward"``, ``"loss"`` or ``"backward"``; None if everything is finite.
+        module: qualified name of the first guilty module in order of execution; empty for the model or outside of it.
+        tensor: the non-finite tensor, such as ``"output[0]"``, ``"input[1]"``, ``"weight"``, ``"grad_input[0]"``,
+            ``"weight.grad"``; ``"child.input[0]"`` if the module itself computed the input of its child.
+        reason: ``"overflow"`` if float32 is finite there; else ``"nan"`` or ``"inf"``, which float32 gives as well.
+        value: largest magnitude in float32.
         suggestion: what to write.
-        largest_scale: for an overflow in the backward pass alone, the largest power of two that would have fitted as the loss
-            scale; None if there is none, or for anything else.
-        frames: the calls around it.
+        largest_scale: for an overflow in the backward pass, the largest power of two that fits as the loss scale; None
+            if there is none, or for anything else.
+        frames: the guilty call and the calls around it.
     """
 
     where: Where | None = None
@@ -100,14 +99,14 @@ class Diagnosis:
     def save(self, path: str | Path) -> None:
         """Write a page with pictures to ``path``, and the same as JSON beside it, with the suffix ``.json``.
 
-        The page needs nothing else and no network.
+        The page needs no other file and no network.
         """
         path = Path(path)
         write_text(path.with_suffix(".json"), self.to_json())
         write_text(path, self.to_html())
 
     def to_json(self) -> str:
-        """All fields. Numbers that are not finite are null, as JSON has none."""
+        """All fields. Non-finite numbers become null, because JSON has none."""
         return finite_json(asdict(self), indent=1)
 
     def to_html(self) -> str:

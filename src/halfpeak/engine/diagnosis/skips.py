@@ -1,4 +1,4 @@
-"""What ``prepare(..., on_skip=...)`` does: notices skips that are not the usual search for a loss scale, and reports them."""
+"""``prepare(..., on_skip=...)``: detects skips that are not the usual search for a loss scale, and reports them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.state.found_inf import is_first_rank, is_multi_rank
 
 WINDOW: Final = 200
-"""Steps over which the share of skips is taken."""
+"""The number of steps over which the share of skips is computed."""
 
 LARGEST_SHARE: Final = 0.05
-"""Of skips in a window, without a report."""
+"""The largest share of skips in a window that is not reported."""
 
 QUIET: Final = 1000
-"""Steps after a report in which no other of its kind is made."""
+"""The number of steps after a report without another report of the same kind."""
 
 EVERY: Final = 16
-"""On an accelerator the counters are read once in so many steps, without waiting."""
+"""On an accelerator the counters are read once in this many steps, without waiting."""
 
 _logger = logging.getLogger("halfpeak")
 
@@ -42,11 +42,11 @@ class SkipEvent(NamedTuple):
     """Why ``on_skip`` is called.
 
     Attributes:
-        step: steps so far, skipped ones included.
-        kind: ``"skip"``, a skip that lowered no scale, or lowered it far below its first value, or a step that should have
-            been one; ``"floor"``, the scale is within a factor 16 of its floor; ``"share"``, more than 5 % of the last 200
-            steps were skipped.
-        message: it in a line.
+        step: steps so far, including skipped ones.
+        kind: ``"skip"``: a skip that lowered no scale or lowered one far below its first value, or a step that was
+            taken although an output was not finite; ``"floor"``: the scale is within a factor 16 of its floor;
+            ``"share"``: more than 5 % of the last 200 steps were skipped.
+        message: the reason in one line.
     """
 
     step: int
@@ -55,7 +55,7 @@ class SkipEvent(NamedTuple):
 
 
 OnSkip = Callable[[Engine, SkipEvent], object]
-"""Told of skips worth a look, after the step in which they were noticed."""
+"""Called with the engine and a :class:`SkipEvent`, after the step in which the skip was detected."""
 
 
 class _Counters(NamedTuple):
@@ -68,14 +68,14 @@ class _Counters(NamedTuple):
 
 
 class SkipWatch:
-    """Reads the counters of an engine after its steps and calls ``on_skip`` where they say that something is wrong.
+    """Reads the counters of an engine after its steps and calls ``on_skip`` if they show that something is wrong.
 
-    On the CPU they are read after every step; elsewhere once in :data:`EVERY` steps and when they have arrived, so that no step
-    waits.
+    On the CPU it reads them after every step. On other devices it starts a copy once in :data:`EVERY` steps and reads
+    the copy when it has arrived, so no step waits.
 
     Args:
-        on_skip: what is called.
-        waits: read them after every step on every device.
+        on_skip: see :data:`OnSkip`.
+        waits: read the counters after every step on every device.
     """
 
     def __init__(self, on_skip: OnSkip, *, waits: bool = False) -> None:
@@ -88,7 +88,7 @@ class SkipWatch:
         self._told: dict[str, int] = {}
 
     def __call__(self, engine: Engine, result: StepResult) -> None:
-        """After a step. Does not wait for the device, unless asked to."""
+        """Called after a step. Waits for the device only with ``waits``."""
         if not result.boundary:
             return
         self._calls += 1
@@ -108,13 +108,13 @@ class SkipWatch:
                 self._copy = AsyncCopy(torch.stack([one.float() for one in scalars])), self._calls
 
     def attach(self, engine: Engine) -> None:
-        """Have the engine tell of its steps."""
+        """Make the engine call this object after each of its steps."""
         first = tuple(scaler.config.start("cpu").scale.item() for scaler in engine.scalers)
         self._last = self._window = _Counters(0, 0, first, (0,) * len(first))
         engine.tell(self, self._hooks(engine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
-        """That of a copied engine, which has told of nothing yet."""
+        """A watch for a copied engine, without reports so far."""
         return SkipWatch(self._on_skip, waits=self._waits)
 
     def _hooks(self, engine: Engine) -> list[RemovableHandle]:
@@ -122,7 +122,7 @@ class SkipWatch:
         return []
 
     def _is_beyond_scale(self) -> bool:
-        """Whether the step is known to have gone wrong before the loss was scaled."""
+        """Whether the step is known to have gone wrong independently of the loss scale."""
         return False
 
     def _judge(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
@@ -131,7 +131,7 @@ class SkipWatch:
         since, self._calls_at_last = calls - self._calls_at_last, calls
         step = now.num_steps + now.num_skipped
         if last is None or self._window is None or step - last.num_steps - last.num_skipped > since:
-            self._window = now  # a copied engine, or a state was loaded
+            self._window = now  # The engine is a copy, or a state was loaded.
             return
         window = self._window
         if now.num_skipped > last.num_skipped:
@@ -161,7 +161,7 @@ class SkipWatch:
             if not config.dynamic:
                 continue
             first = min(config.init, config.ceiling)
-            # Before the first step the scale is still looked for.
+            # Before the first step taken, the scale is still searched for.
             if scale < before and scale < first / 16 and last.num_steps:
                 text = f"step {step} was skipped, and the loss scale has fallen from {first:g} to {scale:g}.{shown}"
                 self._tell(engine, step, "skip", text)
@@ -182,10 +182,10 @@ def _counters(numbers: Sequence[float]) -> _Counters:
 
 
 def watch_for(on_skip: object) -> SkipWatch | None:
-    """What an engine calls after each step, for an ``on_skip`` of :func:`halfpeak.prepare`.
+    """The watch for an ``on_skip`` argument of :func:`halfpeak.prepare`; None for None.
 
     Raises:
-        ConfigError: it is something else than ``"warn"``, ``"diagnose"``, a function or None.
+        ConfigError: ``on_skip`` is not ``"warn"``, ``"diagnose"``, a function or None.
     """
     if on_skip is None or isinstance(on_skip, SkipWatch):
         return on_skip
@@ -201,7 +201,7 @@ def watch_for(on_skip: object) -> SkipWatch | None:
 
 
 def log(engine: Engine, event: SkipEvent) -> None:
-    """``on_skip="warn"``: a line to the logger ``"halfpeak"``, on the first rank."""
+    """``on_skip="warn"``: log one line to the logger ``"halfpeak"``, on the first rank only."""
     if is_first_rank():
         _logger.warning("%s halfpeak.diagnose(engine, closure) names the layer.", _sentence(event.message))
 
@@ -211,16 +211,16 @@ def _sentence(text: str) -> str:
 
 
 class DiagnosingWatch(SkipWatch):
-    """``on_skip="diagnose"``: writes ``diagnosis-<step>.html``, of the forward passes that the skipped step was made of.
+    """``on_skip="diagnose"``: replays the forward passes of a skipped step and writes ``diagnosis-<step>.html``.
 
-    They are run again on the inputs they had, and backward from the gradients that their outputs got. Reads the counters after
-    every step, so it waits for the device, and keeps inputs and outputs of a step until the next. A CUDA graph calls no hooks,
-    so of its steps there is a line in the log alone.
+    Each replay uses the recorded inputs, and runs backward from the recorded gradients of the outputs. The watch reads
+    the counters after every step, so it waits for the device, and keeps inputs and outputs of a step until the next. A
+    CUDA graph calls no hooks, so its steps get only a line in the log.
 
-    Where the loss scale falls after a loss that is not finite, as it does in other libraries' rules, that is told all the same.
+    With other libraries' rules the loss scale falls after a non-finite loss, too. The watch reports such skips as well.
 
     Args:
-        folder: says where the reports go.
+        folder: returns the folder for the reports.
     """
 
     def __init__(self, folder: Callable[[], Path] = Path) -> None:
@@ -230,17 +230,17 @@ class DiagnosingWatch(SkipWatch):
         self._is_replaying = False
 
     def __call__(self, engine: Engine, result: StepResult) -> None:
-        """After a step."""
+        """Called after a step."""
         super().__call__(engine, result)
         if result.boundary:
             self._calls_of_models.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
-        """That of a copied engine, whose forward passes nobody notes: it logs."""
+        """A watch for a copied engine that only logs, because the models of the copy have no hooks."""
         return SkipWatch(log)
 
     def _hooks(self, engine: Engine) -> list[RemovableHandle]:
-        """Take note of the models' forward passes."""
+        """Record the models' forward passes."""
         before = [
             m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True) for m in engine.models
         ]
@@ -264,13 +264,13 @@ class DiagnosingWatch(SkipWatch):
 
     def _is_beyond_scale(self) -> bool:
         grads = [grad for call in self._calls_of_models for grad, _ in call.grads.values()]
-        # In a low dtype, the scaled gradient of an output may overflow.
+        # In a low dtype an inf may come from the loss scale, so only nan counts there.
         faults = [grad.isnan() if grad.dtype in LOW else ~grad.isfinite() for grad in grads]
         faults += [~output.isfinite() for call in self._calls_of_models for output in call.outputs]
         return any(bool(fault.any()) for fault in faults)
 
     def _diagnose(self, engine: Engine, event: SkipEvent) -> None:
-        if not self._calls_of_models:  # a graph, which calls no hooks
+        if not self._calls_of_models:  # The step was a CUDA graph, which calls no hooks.
             log(engine, event)
             return
         path = self._folder() / f"diagnosis-{event.step}.html"
@@ -283,8 +283,8 @@ class DiagnosingWatch(SkipWatch):
             if report.where is not None:
                 report.save(path)
             elif is_multi_rank():
-                return  # another rank has seen more
-        except Exception as error:  # a report is never worth the run
+                return  # This rank's replay is finite, so the fault is on another rank.
+        except Exception as error:  # A failed report must not end the run.
             _logger.warning("%s It could not be diagnosed: %s", _sentence(event.message), error)
             return
         finally:
@@ -295,12 +295,12 @@ class DiagnosingWatch(SkipWatch):
 
 
 def diagnose_into(folder: str | Path, model: nn.Module, known: set[Engine]) -> None:
-    """Have each engine that trains ``model`` or a part of it write its diagnoses into ``folder``.
+    """Make each engine that trains ``model`` or a part of it write its diagnoses into ``folder``.
 
     Args:
-        folder: where they go.
-        model: in whichever wrapper.
-        known: the engines that were told so before; those that are told now are put in.
+        folder: for the reports.
+        model: bare or in any wrapper.
+        known: engines to leave out, because an earlier call attached them; this call adds the engines it attaches.
     """
     for engine in filter(None, map(engine_of, model.modules())):
         if engine not in known:
@@ -312,12 +312,12 @@ class _Call(NamedTuple):
     """A forward pass of a model.
 
     Attributes:
-        model: what was called.
-        args: with what.
-        kwargs: and with what by name.
-        casts: the autocast of torch's around it, if there was one.
-        outputs: floating-point tensors that it returned.
-        grads: their gradients by number, with the loss scale that is in it.
+        model: the called model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        casts: a ``torch.autocast`` with the settings that held around the call.
+        outputs: the floating-point tensors that it returned.
+        grads: the scaled gradient of each output and its loss scale, by index of the output.
     """
 
     model: nn.Module
@@ -340,7 +340,7 @@ def _keep(grads: dict[int, tuple[Tensor, float]], number: int, engine: Engine, g
 
 
 def _replay(calls: Sequence[_Call]) -> Tensor:
-    """A loss whose gradients with respect to the outputs are those that were kept, without the loss scale."""
+    """A loss whose gradients with respect to the outputs are the recorded ones, without the loss scale."""
     total = torch.zeros((), dtype=torch.float32)
     for call in calls:
         with call.casts:

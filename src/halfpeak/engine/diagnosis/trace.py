@@ -1,8 +1,8 @@
-"""One forward and backward pass as events in order: what each call of a module was given, held and made, and each gradient.
+"""Trace a forward and backward pass as ordered events: inputs, weights and outputs of module calls, and gradients.
 
-Nothing of the model is replaced: forward hooks look at what goes in and out, and hooks on the nodes of autograd's graph at
-every single gradient, so that a sum over several uses hides nothing. A node belongs to the innermost call that made it, by the
-sequence numbers that autograd gives.
+The model is not changed. Forward hooks read inputs and outputs. Hooks on the nodes of autograd's graph read every
+single gradient before gradients of several uses are summed. A node belongs to the innermost call that made it, found by
+autograd's sequence numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.tree import map_tree
 
 Kind = Literal["input", "weight", "buffer", "output", "grad_output", "grad_input", "loss"]
-"""What an event is about."""
+"""The role of the tensor of an event."""
 
 
 class Key(NamedTuple):
-    """Names one tensor of a run, the same in a run of another precision.
+    """The name of one tensor of a run, equal in runs of other precisions.
 
     Attributes:
         module: qualified name; empty outside of every call.
-        call: how many calls of this module came before.
+        call: the number of earlier calls of this module.
         tensor: such as ``"output[0]"``.
     """
 
@@ -41,13 +41,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is remembered of a tensor.
+    """Statistics of a tensor.
 
     Attributes:
         dtype: such as ``"float16"``.
         shape: its sizes.
-        smallest: magnitude, among elements that are finite and not zero; 0 if there is none.
-        largest: magnitude, among elements that are finite.
+        smallest: magnitude among finite nonzero elements; 0 if there are none.
+        largest: magnitude among finite elements.
         zeros: share of elements that are zero.
         nan: whether an element is not a number.
         posinf: whether an element is plus infinity.
@@ -65,12 +65,12 @@ class Summary:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element is."""
+        """Whether every element is finite."""
         return not (self.nan or self.posinf or self.neginf)
 
     @property
     def is_mask_like(self) -> bool:
-        """Whether minus infinity is all that is not finite, as in a mask that is added to scores."""
+        """Whether all non-finite elements are minus infinity, as in a mask that is added to scores."""
         return self.neginf and not (self.nan or self.posinf)
 
 
@@ -81,12 +81,12 @@ class Call:
     Attributes:
         module: qualified name.
         kind: name of its class.
-        number: how many calls of this module came before.
+        number: the number of earlier calls of this module.
         parent: the call around it, or None.
-        first: autograd's sequence number when it began.
-        last: and when it ended; None while it runs, or where it raised.
-        thread: in which it ran.
-        recomputed: whether a checkpointed block ran it again, in the backward pass.
+        first: autograd's sequence number at its beginning.
+        last: autograd's sequence number at its end; None while it runs, or if it raised.
+        thread: the thread in which it ran.
+        recomputed: whether activation checkpointing ran it again in the backward pass.
     """
 
     module: str
@@ -101,15 +101,15 @@ class Call:
 
 @dataclass(slots=True)
 class Event:
-    """Something that was looked at.
+    """One tensor, seen at one point of the run.
 
     Attributes:
-        kind: what it is.
+        kind: the role of the tensor.
         key: its name.
-        call: of which it is a part; None outside of every call.
-        data: address and version of the tensor, to find it again where another module is given it.
+        call: the call around it; None outside of every call.
+        data: address and version of the tensor, to recognise it as input of another module.
         operation: the derivative that made a gradient, such as ``"Sqrt"``.
-        summary: what was seen; filled in when the run is over.
+        summary: statistics of the tensor, filled in after the run.
     """
 
     kind: Kind
@@ -121,12 +121,12 @@ class Event:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element is."""
+        """Whether every element is finite; True without a summary."""
         return self.summary is None or self.summary.is_finite
 
     @property
     def is_mask_like(self) -> bool:
-        """Whether it may be a mask that is added to scores: no weight, and nothing but minus infinity in it."""
+        """Whether it may be a mask that is added to scores: no weight, and all that is non-finite is minus infinity."""
         return (
             self.kind in ("input", "output", "buffer")
             and self.summary is not None
@@ -136,13 +136,13 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """What a run was.
+    """The record of one run.
 
     Attributes:
-        events: in the order in which they happened.
+        events: in order of time.
         calls: in the order in which they began.
-        loss: its event; None if the closure raised.
-        grads_finite: whether all gradients of weights are; None without a backward pass.
+        loss: the event of the loss; None if the closure raised.
+        grads_finite: whether all gradients of weights are finite; None without a backward pass.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -152,29 +152,29 @@ class Trace:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and all gradients of weights are."""
+        """Whether the loss and all gradients of weights are finite."""
         return self.loss is not None and self.loss.is_finite and self.grads_finite is not False
 
     def find(self, key: Key) -> Event | None:
-        """The first event of that name."""
+        """The first event with that key, or None."""
         return next((event for event in self.events if event.key == key), None)
 
     def gradients_of(self, module: str, call: int) -> list[Event]:
-        """What was seen of the gradients inside one call."""
+        """The events of gradients inside one call."""
         kinds = ("grad_output", "grad_input")
         return [e for e in self.events if e.kind in kinds and (e.key.module, e.key.call) == (module, call)]
 
 
 Replace = Callable[[Key, Tensor], Tensor]
-"""Gives what stands in for an input or an output of a module."""
+"""Returns the tensor to use in place of an input or an output of a module."""
 
 
 class Tracer:
     """Records a :class:`Trace`.
 
     Args:
-        models: what is looked at.
-        replace: asked for every input and output of every module; None leaves them.
+        models: the models to trace.
+        replace: called with every input and output of every module; None replaces nothing.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None = None) -> None:
@@ -193,7 +193,7 @@ class Tracer:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Have hooks on every module in the body."""
+        """Register hooks on every module for the time of the body."""
         modules = {id(module): module for model in self._models for module in model.modules()}
         with ExitStack() as stack:
             for module in modules.values():
@@ -205,7 +205,7 @@ class Tracer:
             yield
 
     def backward(self, scaled: Tensor) -> None:
-        """Run the backward pass of a scaled loss and look at every gradient on its way."""
+        """Run the backward pass of a scaled loss and record every gradient."""
         if not scaled.requires_grad:
             return
         self._in_backward = True
@@ -215,11 +215,11 @@ class Tracer:
         self.trace.grads_finite = all(_all_finite(grad) for grad in grads)
 
     def see_loss(self, loss: Tensor) -> None:
-        """Take note of what the closure returned."""
+        """Record the loss that the closure returned."""
         self.trace.loss = self._see("loss", Key("", 0, "loss"), None, loss)
 
     def finish(self) -> Trace:
-        """Read what was seen. Waits for the device."""
+        """Read the statistics into the events and return the trace. Waits for the device."""
         for event, packed, dtype, shape in self._flags:
             smallest, largest, zeros, nan, posinf, neginf = packed.tolist()
             event.summary = Summary(
@@ -240,7 +240,7 @@ class Tracer:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names[id(module)]
-        # A module of several names goes by the one that lies inside the module that calls it.
+        # If a module has several names, its name inside the calling module is used.
         parent = self._stack[-1] if self._stack else None
         name = next((n for n in names if parent is not None and n.startswith(f"{parent.module}.")), names[0])
         number = self._counts.get((name, self._in_backward), 0)
@@ -271,7 +271,7 @@ class Tracer:
         return map_tree(value, lambda leaf: replace(keys[id(leaf)], leaf) if id(leaf) in keys else leaf)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # Calls that raised, and checkpoints that stop early, are still on the stack.
+        # Calls that raised, and checkpoints that stopped early, are still on the stack.
         while self._stack and self._stack[-1].module not in self._names[id(module)]:
             self._stack.pop()
         if not self._stack:
@@ -282,13 +282,13 @@ class Tracer:
             _named_in(output, "output[0]") if isinstance(output, Tensor) else _named(output, "output")
         )
         if self._in_backward:
-            # The block of a reentrant checkpoint: its graph exists from here on, and for a moment.
+            # A block of a reentrant checkpoint: its graph exists only from here until its own backward pass.
             self.trace.calls.append(call)
             if not self._stack:
                 self._hook_nodes([tensor for _, tensor in outputs])
             return None
         for owner, attribute, weight in self._weights:
-            # What no call of its own has used, such as the output projection inside of an attention.
+            # A weight whose own module was never called, such as the output projection inside an attention.
             if id(weight) not in self._checked and owner.startswith(f"{call.module}." if call.module else ""):
                 self._see_weight(owner, attribute, weight, call)
         keys = {id(tensor): Key(call.module, call.number, name) for name, tensor in outputs}
@@ -312,7 +312,7 @@ class Tracer:
     # Backward.
 
     def _hook_nodes(self, tensors: Sequence[Tensor]) -> None:
-        """Look at what every node of the graph behind ``tensors`` is given and gives."""
+        """Record the incoming and outgoing gradients of every node of the graph behind ``tensors``."""
         thread, recomputed = threading.get_ident(), bool(self._nodes)
         calls = [c for c in self.trace.calls if c.thread == thread and c.recomputed == recomputed]
         waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
@@ -352,8 +352,8 @@ class Tracer:
         return look
 
     def _gradient_name(self, node: Any, call: Call | None, index: int) -> str:
-        """Whose gradient it is that goes to a node: a weight's, or that of an input."""
-        for _ in range(8):  # transposed, cast and viewed on the way
+        """The name of the gradient that goes to a node: of a weight, or of an input."""
+        for _ in range(8):  # A weight may be transposed, cast and viewed on the way.
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 return f"{self._owners.get(id(variable), ('', 'input'))[1]}.grad"
@@ -369,11 +369,11 @@ class Tracer:
 
 
 _REARRANGING: Final = frozenset({"T", "Transpose", "Permute", "View", "ToCopy"})
-"""What a weight goes through before it is used; the gradient there is the weight's."""
+"""Operations on a weight before its use. The gradient that they receive counts as the weight's."""
 
 
 def _names_of(models: Sequence[nn.Module]) -> dict[int, list[str]]:
-    """All names of every module; the model itself has none."""
+    """All names of every module, by ``id``; the name of the model itself is empty."""
     names: dict[int, list[str]] = {}
     for name, module in _named_modules(models):
         names.setdefault(id(module), []).append(name)
@@ -394,7 +394,7 @@ def _weights_of(models: Sequence[nn.Module]) -> list[tuple[str, str, Tensor]]:
 
 
 def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by each of its names, with the number of its model where there are several."""
+    """Every module with each of its names, which begin with the number of the model if there are several models."""
     for number, model in enumerate(models):
         prefix = "" if len(models) == 1 else f"model {number}: "
         for name, module in model.named_modules(remove_duplicate=False):
@@ -423,7 +423,7 @@ def _named_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _innermost(calls: Sequence[Call], number: int) -> Call | None:
-    """The call during which autograd gave a sequence number: the last to begin of those that had not ended."""
+    """The call during which autograd gave out a sequence number; if calls are nested, the innermost."""
     inside = [c for c in calls if c.first <= number and (c.last is None or number < c.last)]
     return inside[-1] if inside else None
 
@@ -431,12 +431,12 @@ def _innermost(calls: Sequence[Call], number: int) -> Call | None:
 def _data(tensor: Tensor) -> tuple[int, int]:
     try:
         return tensor.data_ptr(), tensor._version
-    except RuntimeError:  # without storage, or made in inference mode
+    except RuntimeError:  # The tensor has no storage, or was made in inference mode.
         return id(tensor), 0
 
 
 def _packed(tensor: Tensor) -> Tensor | None:
-    """What a :class:`Summary` holds, as one tensor on the device.  # f64[6]"""
+    """The numbers of a :class:`Summary` as one tensor on the device; None if no element can be read.  # f64[6]"""
     if tensor.layout is not torch.strided:
         if not tensor.is_sparse:
             return None
