@@ -275,7 +275,7 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
 def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
     """The first non-finite event, except harmless ones."""
     bad = [event for event in low.events if not event.is_finite]
-    if wide.is_finite:  # Events that are non-finite in float32, too, although its loss is finite, are masks or similar.
+    if wide.is_finite:  # What float32 survives is harmless, such as a mask.
         harmless = {event.key for event in wide.events if not event.is_finite}
         bad = [event for event in bad if event.key not in harmless]
     plain = [event for event in bad if not event.is_mask_like]

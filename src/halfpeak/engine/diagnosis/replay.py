@@ -70,7 +70,7 @@ def stand_ins(
 
 def _copied(tensor: Tensor, value: Value, dtype: torch.dtype | None, copies: dict[int, Any]) -> Tensor:
     """The copy of a tensor, one for all modules that share the tensor."""
-    if type(tensor) not in (Tensor, nn.Parameter):  # a subclass that shards or packs itself, or has no storage yet
+    if type(tensor) not in (Tensor, nn.Parameter):  # it may shard or pack itself, or have no storage yet
         return tensor
     if id(tensor) not in copies:
         source = value(tensor) if isinstance(tensor, nn.Parameter) else tensor
