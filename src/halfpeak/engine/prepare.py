@@ -1,4 +1,4 @@
-"""prepare: from models, optimizers and an opt level to an Engine. Checks everything, then changes something."""
+"""prepare: makes an Engine from models, optimizers and an opt level. Checks everything before it changes anything."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from halfpeak.state.masters import Masters
 from halfpeak.state.remainder_store import remainder_store_of
 
 OpLists = Literal["apex", "torch"]
-"""Whose lists say what operations compute in."""
+"""Which op lists choose the dtype of each operation: apex's or torch.autocast's."""
 
 
 @known_keywords
@@ -82,16 +82,16 @@ def prepare(
     """Convert models and optimizers in place for an opt level and return the engine that takes their steps.
 
     Call it after the models are on their device, before ``DistributedDataParallel`` wraps them, and after
-    :func:`halfpeak.distributed.fully_shard`, whose float32 shards stay what the optimizer steps; ``torch.compile`` may come
-    before or after. Everything is checked first: a refused call leaves models and optimizers as they were.
+    :func:`halfpeak.distributed.fully_shard`, whose float32 shards the optimizer steps. ``torch.compile`` may come
+    before or after. Everything is checked first: if the call raises, models and optimizers are unchanged.
 
     Args:
         models: one module or several.
-        optimizers: torch optimizers over their parameters. At levels with master weights their groups hold float32
-            masters afterwards, in place of low parameters.
-        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`. ``"auto"`` takes the one that suits the device of the
-            parameters, O5 where it computes in bfloat16 and O2 elsewhere, and logs it once at ``logging.INFO``.
-        cast_model_type: overrides the level; likewise the next four.
+        optimizers: torch optimizers over their parameters. At levels with master weights, float32 masters replace the
+            low-precision parameters in their groups.
+        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`. ``"auto"`` suits the device of the parameters: O5 if
+            it computes in bfloat16, else O2. The choice is logged once at ``logging.INFO``.
+        cast_model_type: dtype of parameters, buffers and inputs. This and the next four override the level.
         patch_torch_functions: cast per operation (O1, O4 only).
         keep_batchnorm_fp32: leave normalisation layers in float32.
         master_weights: step float32 copies of low parameters.
@@ -99,39 +99,39 @@ def prepare(
         cast_model_outputs: dtype of what ``forward`` returns; None means float32 at levels that cast the model.
         norms: which layers stay float32: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
         scale: bounds, factors and window of the loss scale; None means ``ScaleConfig(recovers=True)``.
-        num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses.
+        num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses one.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
         clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.
-        restore_buffers: put batch-norm statistics back when a step is skipped.
-        op_lists: by which lists operations are cast at O1 and O4: ``"apex"``'s, the same on every device, or ``"torch"``'s
-            for the device of the model, which ``torch.autocast`` applies at less cost per operation.
-        shadow_weights: deprecated, without effect: a forward pass caches the casts of its weights in any case.
+        restore_buffers: restore batch-norm statistics when a step is skipped.
+        op_lists: the lists by which O1 and O4 cast operations: ``"apex"``, the same on every device, or ``"torch"``,
+            those of ``torch.autocast`` for the model's device, which cost less per operation.
+        shadow_weights: deprecated, without effect: a forward pass always caches the casts of its weights.
         release_gradients: deprecated, without effect: it saved memory only in windows of several passes.
-        keep_gradient_memory: whether the float32 gradients of masters keep their memory from step to step, 4 bytes per
-            parameter. None keeps it on the CPU, where mapping new memory would take longer than all else that is done
-            with gradients: with torch's optimizers, and with those of :mod:`halfpeak.fused` where ``accumulate`` sums in
-            it, but never with remainders, which are there to save memory.
-        keep_fp32: modules that are stored and computed in float32, with all inside them: classes, patterns of qualified names
-            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` says which are worth it.
-        float8: O5 only: linear layers whose sizes are divisible by 16 multiply in float8, by torchao's recipe of that name,
-            ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, which
-            leaves layers out. Weights, masters and checkpoints are those of O5. A GPU must have float8; the CPU emulates it.
-        group: ranks that must agree on skipping although their gradients are not reduced over all of them; None where
-            ``DistributedDataParallel`` reduces every gradient. Mark parameters that other ranks do not have (experts,
-            pipeline stages) by ``parameter.allreduce = False``: a norm to clip by is then one of all ranks.
-        check_ranks: call :meth:`halfpeak.Engine.check_ranks` after so many steps, and after a step that raises in their
-            place.
-        on_skip: what is done about skipped steps that are not the usual search for a loss scale, a scale near its floor, and
-            more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at most once in 1,000
-            steps, and waits for nothing; ``"diagnose"`` replays the step and writes ``diagnosis-<step>.html``, and waits for
-            each step to know; a function is called with the engine and a :class:`~halfpeak.engine.diagnosis.skips.SkipEvent`.
+        keep_gradient_memory: whether to reuse the memory of the masters' float32 gradients in the next step, at 4 bytes
+            per parameter. None decides: on an accelerator no, because its allocator keeps memory. On the CPU yes,
+            because mapping new memory takes longer than all other work on gradients; but not with remainders, whose
+            purpose is to save memory, and not with optimizers of :mod:`halfpeak.fused` without ``accumulate``.
+        keep_fp32: modules to store and compute in float32, with their submodules: classes, patterns of qualified names
+            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` suggests some.
+        float8: O5 only: multiply in float8 in linear layers with sizes divisible by 16. A recipe of torchao,
+            ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, to exclude
+            layers. Weights, masters and checkpoints are as at O5. A GPU must support float8; a CPU emulates it.
+        group: ranks that must skip together although their gradients are not reduced over all of them; None if
+            ``DistributedDataParallel`` reduces every gradient. Set ``parameter.allreduce = False`` on parameters that
+            other ranks do not have (experts, pipeline stages): clipping then uses one norm of all ranks.
+        check_ranks: call :meth:`halfpeak.Engine.check_ranks` every so many steps, even if that step raises.
+        on_skip: the reaction to a skip that is not part of the usual search for a loss scale, to a scale near its
+            floor, and to more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at
+            most once in 1,000 steps, without waiting. ``"diagnose"`` waits for each step, replays the bad one and
+            writes ``diagnosis-<step>.html``. A function gets the engine and a
+            :class:`~halfpeak.engine.diagnosis.skips.SkipEvent`.
 
     Warns:
-        UserWarning: the ``eps`` of an optimizer or a norm is zero in the dtype that it is used in, with the value to write.
+        UserWarning: the ``eps`` of an optimizer or a norm is zero in the dtype it is used in; the message has a remedy.
 
     Raises:
         ConfigError: an unknown level, or an override it does not allow.
-        ConfigTypeError: an unknown keyword; the message names the one that is near.
+        ConfigTypeError: an unknown keyword; the message names the most similar one.
         ParameterError: a model or optimizer that cannot be prepared.
         MissingExtraError: ``float8`` without torchao.
 
@@ -200,14 +200,14 @@ def build(
     casts: OpCasts | Literal["torch"] | None = None,
     reducer: FoundInfReducer | None = None,
 ) -> Engine:
-    """What every front end calls: prepare from a config. See :func:`prepare`.
+    """Prepare from a config; every front end calls this. See :func:`prepare`.
 
     Args:
-        config: what to do.
+        config: the configuration.
         models: converted in place.
         optimizers: given masters in place.
-        casts: the casting scope of a per-operation policy; None makes one, ``"torch"`` one of ``torch.autocast``.
-        reducer: of ``found_inf`` over ranks; None leaves each rank to itself.
+        casts: the scope that casts per operation; None makes one, ``"torch"`` makes one of ``torch.autocast``.
+        reducer: reduces ``found_inf`` over ranks; None reduces nothing.
     """
     refuse_inference_mode("prepare()")
     policy = config.policy
@@ -257,7 +257,7 @@ def build(
 def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
     if config.keep_gradient_memory is not None:
         return config.keep_gradient_memory
-    # On an accelerator, the allocator keeps it.
+    # On an accelerator, the caching allocator keeps the memory.
     if device.type != "cpu" or any(remainder_store_of(optimizer) is not None for optimizer in optimizers):
         return False
     fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
@@ -297,10 +297,10 @@ def _listed(given: Any, kind: type[Any]) -> list[Any]:
 def _exact_values(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy
 ) -> dict[int, Tensor]:
-    """The float32 values, by parameter, that casting the models will round: what the masters start from.
+    """The float32 values that casting will round, by ``id`` of the parameter; the masters start from them.
 
-    With several ranks the masters start from the rounded values, as in apex: DistributedDataParallel then broadcasts
-    the rounded parameters of one rank, and masters that kept what each rank had rounded away would differ for ever.
+    Empty on several ranks, where masters start from the rounded values, as in apex: DistributedDataParallel broadcasts
+    only the rounded parameters of one rank, so masters with each rank's exact values would differ for ever.
     """
     if policy.param is None or is_multi_rank():
         return {}
@@ -326,10 +326,10 @@ def _convert(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
 
 
 def _cast_state(optimizer: Optimizer) -> None:
-    """State that a model cast left behind follows its parameter's dtype, as ``Optimizer.load_state_dict`` casts it."""
+    """Cast optimizer state to the dtype of its cast parameter, as ``Optimizer.load_state_dict`` does."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            # Without a dimension it may be a counter, which stays as wide as it is.
+            # A tensor without dimensions may be a counter, which keeps its dtype.
             follows = isinstance(value, Tensor) and value.is_floating_point() and key != "step"
             if follows and (value.dim() or key in PER_ELEMENT):
                 state[key] = value.to(parameter.dtype)
@@ -341,7 +341,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def _home(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device:
-    """Where the scalars of a step live: with the first parameter."""
+    """The device of the scalars of a step: that of the first parameter."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -353,5 +353,5 @@ def _home(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch
 
 
 def is_prepared(optimizer: Optimizer) -> bool:
-    """Whether an engine steps, or watches the steps of, an optimizer."""
+    """Whether an optimizer was prepared."""
     return prepared_of(optimizer) is not None
