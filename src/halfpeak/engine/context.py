@@ -1,4 +1,4 @@
-"""EngineContext: what an engine is made of, for the functions that save, copy, report or compile it."""
+"""EngineContext: the parts of an engine, for the functions that save, copy, report on or compile it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class EngineContext:
     """The parts of an engine.
 
     Attributes:
-        config: what it was asked to do.
+        config: the configuration.
         models: the prepared models.
         prepared: one per optimizer.
         masters: the float32 copies that the optimizers step.
         scalers: one loss scaler per loss.
-        record: counters, and what a step has decided and not yet applied.
-        stats: the running statistics that a skipped step puts back.
+        record: the counters, and the commit of a step that is decided but not yet applied.
+        stats: the batch-norm statistics that a skipped step restores.
         train_step: the order of a step.
-        casting: the scope in which operations are cast (O1, O4); elsewhere a null context.
-        device: where the scalars of a step live.
-        handles: of the hooks on the models.
-        synchronised: whether gradients of the last forward pass are reduced over the ranks by its backward pass.
-        reduces: by model, whether its ``DistributedDataParallel`` was outside of ``no_sync`` when it last computed.
+        casting: the scope in which operations are cast (O1, O4); at other levels a null context.
+        device: of the scalars of a step.
+        handles: of the hooks on models and optimizers.
+        synchronised: whether the backward pass of the last ``engine.forward()`` reduces gradients over the ranks.
+        reduces: by model, whether its ``DistributedDataParallel`` was outside of ``no_sync`` in its last forward pass.
     """
 
     config: EngineConfig
@@ -65,13 +65,13 @@ class EngineContext:
 
     @property
     def holds_local_grads(self) -> bool:
-        """Whether gradients of the open window are those of this rank alone."""
+        """Whether gradients of the open window are not reduced over the ranks yet."""
         return not self.is_reduced(self.prepared) and any(
             isinstance(one.window, Scaled) for one in self.prepared
         )
 
     def names_of(self, prepared: PreparedOptimizer) -> list[str]:
-        """What the parameters of an optimizer are called in the models, in the order of its groups."""
+        """The names of an optimizer's parameters in the models, in the order of its groups."""
         several = len(self.models) > 1
         names = {
             id(p): f"models.{i}.{name}" if several else name
@@ -83,15 +83,15 @@ class EngineContext:
         ]
 
     def catch_up(self) -> None:
-        """Before a forward pass: finish an interrupted step if it has changed anything, and follow writes to masters.
+        """Before a forward pass: finish an interrupted step if it changed anything, and publish masters written since.
 
-        An evaluation in another thread than the one that trains computes with the weights as they are: publishing masters
-        there would write weights between a forward pass here and its backward pass.
+        Does nothing for an evaluation in another thread than the training thread: publishing masters there would write
+        weights between a forward pass of the training thread and its backward pass.
         """
         trains = {one.thread for one in self.prepared}
         if not torch.is_grad_enabled() and threading.get_ident() not in trains:
             alive = {thread.ident for thread in threading.enumerate()}
-            if trains & alive:  # one that has ended has no pass open
+            if trains & alive:  # A thread that has ended has no backward pass open.
                 return
         for one in self.prepared:
             one.finish_if_mutated()
@@ -102,7 +102,7 @@ class EngineContext:
         self.stats.begin_forward()
 
     def is_reduced(self, prepared: Iterable[PreparedOptimizer]) -> bool:
-        """Whether the coming backward pass reduces the gradients of all parameters of these optimizers over the ranks."""
+        """Whether the coming backward pass reduces the gradients of all parameters of ``prepared`` over the ranks."""
         if not self.synchronised or all(self.reduces.values()):
             return self.synchronised
         unreduced = (model for model, is_reduced in self.reduces.items() if not is_reduced)
@@ -110,11 +110,10 @@ class EngineContext:
         return not any(id(p) in local for one in prepared for p in one.window_pairs().model_params)
 
     def delays_unscaling(self, prepared: Iterable[PreparedOptimizer]) -> bool:
-        """Whether gradients of the coming backward pass stay scaled for a later one of the window.
+        """Whether gradients of the coming backward pass stay scaled for a later pass of the window.
 
-        They must where they are not reduced over the ranks yet. They can where the weights are float32 and one scale holds
-        for the whole window: then autograd itself adds them up, until somebody reads or changes gradients of the window, for
-        which they are unscaled.
+        They must if they are not reduced over the ranks yet. They can inside a window over float32 weights with one
+        loss scale: autograd itself adds them up, until other code reads or edits gradients, which unscales them.
         """
         config = self.config
         inside = not config.accumulation.is_boundary(self.record.micro_step)
@@ -126,13 +125,13 @@ class EngineContext:
 
 
 class StepEngine(Protocol):
-    """The part of :class:`halfpeak.Engine` that graphs of whole steps call."""
+    """The part of :class:`halfpeak.Engine` that compiled and captured steps call."""
 
     context: EngineContext
     compiled_step: Any
 
     def forward(self) -> AbstractContextManager[None]:
-        """The forward pass and the loss."""
+        """Context for the forward pass and the loss."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -144,7 +143,7 @@ class StepEngine(Protocol):
         ...
 
     def report(self, result: StepResult) -> None:
-        """Report a step."""
+        """Call the engine's after-step function."""
         ...
 
     def scaled(
@@ -155,5 +154,5 @@ class StepEngine(Protocol):
         loss_id: int = 0,
         delay: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The scaled loss, for a backward pass in the body."""
+        """Context that yields the scaled loss for a backward pass in the body."""
         ...

@@ -1,4 +1,4 @@
-"""What a step has decided and not yet applied, so that an exception neither loses nor repeats it, and the step counters."""
+"""StepRecord: the step counters, and the commit of a decided step, which an exception neither loses nor repeats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfpeak.state.loss_scaler import LossScaler
 
 @dataclass(frozen=True, slots=True)
 class PendingCommit:
-    """The consequences of one step, all values computed beforehand: applying it twice is harmless."""
+    """The values that one step will set, computed before it: applying them twice is harmless."""
 
     scales: list[tuple[LossScaler, ScaleState]]
     num_steps: Tensor
@@ -29,17 +29,17 @@ class PendingCommit:
 
 
 class StepRecord:
-    """Collects ``found_inf`` per loss over a window, and applies the consequences of a step exactly once.
+    """Collects ``found_inf`` per loss over a window, and commits each step exactly once.
 
     Attributes:
         num_steps: steps in which the optimizers moved.       # i32[]
         num_skipped: steps that were skipped.                 # i32[]
-        micro_step: steps and accumulated backward passes together.
+        micro_step: ended micro-steps of the run; the last one of each window is the step.
         num_dropped: passes and windows that an exception or ``abort()`` has ended in this process.
 
     Args:
-        stats: the batch-norm statistics that a step keeps or puts back.
-        device: where the counters live.
+        stats: the batch-norm statistics that a step keeps or a skip restores.
+        device: of the counters.
     """
 
     def __init__(self, stats: BatchNormStats, device: torch.device) -> None:
@@ -63,13 +63,13 @@ class StepRecord:
 
     @property
     def found_inf_of_window(self) -> list[tuple[LossScaler, Tensor]]:
-        """:attr:`found_inf_per_scaler`, and for losses whose gradients wait scaled, whether the loss itself was finite."""
+        """:attr:`found_inf_per_scaler`, and whether losses whose gradients wait scaled were themselves not finite."""
         used = [scaler for scaler, _ in self._found_infs]
         waiting = [(one, self.with_loss(one, found)) for one, found in self._losses if one not in used]
         return [*self.found_inf_per_scaler, *waiting]
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Remember that a backward pass used ``scaler``; the value may be written when its gradients are read."""
+        """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
         for known, of_passes in self._found_infs:
             if known is scaler:
                 of_passes.append(found_inf)
@@ -77,11 +77,11 @@ class StepRecord:
         self._found_infs.append((scaler, [found_inf]))
 
     def add_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
-        """Remember whether a loss was itself not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
+        """Record whether a loss itself was not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
         self._losses.append((scaler, nonfinite))
 
     def with_loss(self, scaler: LossScaler, found_inf: Tensor) -> Tensor:
-        """``found_inf``, or ``NONFINITE_LOSS`` where a loss of ``scaler`` was itself not finite.  # f32[]"""
+        """``found_inf``, or ``NONFINITE_LOSS`` if a loss of ``scaler`` itself was not finite.  # f32[]"""
         for known, nonfinite in self._losses:
             if known is scaler:
                 found_inf = torch.maximum(found_inf, nonfinite.to(found_inf.device))
@@ -89,18 +89,18 @@ class StepRecord:
 
     @property
     def only_scaler(self) -> LossScaler | None:
-        """The one loss scaler of all gradients since the last step; None where there are several, or none."""
+        """The loss scaler of all gradients since the last step; None if there are several, or none."""
         return self._found_infs[0][0] if len(self._found_infs) == 1 and not self._found_elsewhere else None
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Remember a backward pass that was not for the optimizers of the step: its scale falls if it makes them skip."""
+        """Record a backward pass for other optimizers that reached these. Its scale falls if it makes these skip."""
         self._found_elsewhere.append((scaler, found_inf))
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
-        """``found_inf`` of the step, then that of each used loss, in one tensor that one all-reduce can carry.
+        """``found_inf`` of the step, then of each used loss, in one tensor, so that one all-reduce is enough.
 
         Args:
-            of_optimizers: of each optimizer's window.  # f32[] each
+            of_optimizers: ``found_inf`` of each optimizer's window.  # f32[] each
         """
         first = of_optimizers[0]
         step = first
@@ -118,13 +118,13 @@ class StepRecord:
         *,
         has_gradients: bool = True,
     ) -> None:
-        """Compute the consequences of a step that is about to be taken.
+        """Compute the commit of a step that is about to be taken.
 
         Args:
-            found_infs: what :meth:`found_infs` gave.  # f32[1 + losses]
-            found_inf: its first element, as a bool where the host knows it.
-            parameters: what the step is of; None for all that the engine trains.
-            has_gradients: False where there is nothing to step: neither a step nor a skip.
+            found_infs: from :meth:`found_infs`.  # f32[1 + losses]
+            found_inf: its first element, as a bool if the host knows it.
+            parameters: those of the step; None for all that the engine trains.
+            has_gradients: False if there is nothing to step, which counts neither as a step nor as a skip.
         """
         if not has_gradients:
             num_steps, num_skipped = self.num_steps, self.num_skipped
@@ -152,7 +152,7 @@ class StepRecord:
         )
 
     def begin_from_decision(self, decision: StepDecision) -> None:
-        """Take over the consequences of a step of all optimizers that was decided on the device of the gradients."""
+        """Take over the commit of a step of all optimizers that was decided on the device of the gradients."""
         ((scaler, _),) = self._found_infs
         self._pending = PendingCommit(
             scales=[(scaler, decision.scale_state)],
@@ -172,24 +172,24 @@ class StepRecord:
         )
 
     def discard(self) -> None:
-        """The step did not happen: drop its consequences and what backward passes found."""
+        """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
         self._pending = None
         self._found_infs.clear()
         self._found_elsewhere.clear()
         self._losses.clear()
 
     def discard_evaluation(self) -> None:
-        """Discard an evaluation of a closure, and the batch-norm statistics of its forward pass."""
+        """Discard an evaluation of a closure, and restore the batch-norm statistics from before it."""
         self.discard()
         self._stats.end_step(True)
 
     def restart_window(self, every: int) -> None:
-        """Begin the accumulation window of ``every`` backward passes anew, after an exception or ``abort()``."""
+        """Begin the accumulation window of ``every`` backward passes again, after an exception or ``abort()``."""
         self.num_dropped += 1
         self.micro_step -= self.micro_step % every
 
     def apply_pending(self) -> None:
-        """Apply the consequences of a step that happened, if any are outstanding."""
+        """Apply the pending commit of a step that happened, if there is one."""
         pending = self._pending
         if pending is None:
             return
@@ -201,7 +201,7 @@ class StepRecord:
         self.discard()
 
     def use_counters(self, num_steps: Tensor, num_skipped: Tensor) -> None:
-        """Keep the counters in these tensors from here on.  # i32[], i32[]"""
+        """Replace the counters by these tensors.  # i32[], i32[]"""
         self.num_steps, self.num_skipped = num_steps, num_skipped
 
     def state_dict(self) -> dict[str, int]:
@@ -219,7 +219,7 @@ class StepRecord:
         return taken, skipped, index
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counters; what was outstanding is dropped.
+        """Restore the counters, and drop a pending commit.
 
         Raises:
             StateError: as :meth:`parse` does. Nothing was loaded.
@@ -231,7 +231,7 @@ class StepRecord:
 
 
 def _lowered(scaler: LossScaler, found_inf: Tensor) -> ScaleState:
-    """The state of a scaler after an overflow that another step skips for; a finite pass does not count there."""
+    """The state of a scaler after a pass that reached other optimizers: an overflow counts, a finite pass does not."""
     state = scaler.state
     found_inf = found_inf.to(state.scale.device)
     moved = advance(scaler.config, state, found_inf)
