@@ -103,7 +103,7 @@ def check_parameter(target: Tensor, rule: Rule) -> None:
 
 
 def check_gradients(grads: Sequence[Tensor | None]) -> None:
-    """Raise ParameterError for a sparse gradient. One check per layout is enough: a layer makes them always or never."""
+    """Raise ParameterError for a sparse gradient. One check per layout is enough: a layer makes all sparse or none."""
     for grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             raise ParameterError(

@@ -1,1 +1,1 @@
-"""The ready training jobs of ``halfpeak train``: a model, its data, and what is measured."""
+"""The training jobs of ``halfpeak train``: models, their data, their settings, and the loop that trains them."""

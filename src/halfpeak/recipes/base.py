@@ -1,4 +1,4 @@
-"""What a recipe is: a model, its data, and what is measured."""
+"""Recipe: the interface of a training job, which gives a model and its data; the score of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Batch(NamedTuple):
-    """Inputs and what the model should say about them, on the device."""
+    """Inputs and the targets that the model should predict from them, on the device."""
 
     inputs: Tensor
     targets: Tensor
@@ -25,26 +25,26 @@ class Score(NamedTuple):
 
 
 class Recipe(Protocol):
-    """A training job. Everything here is a pure function of the configuration, the seed and the data on disk."""
+    """A training job. All methods are pure functions of the configuration, the seed and the data on disk."""
 
     @property
     def samples(self) -> int:
-        """How many training samples there are."""
+        """The number of training samples."""
         ...
 
     @property
     def unit(self) -> str:
-        """What the speed is counted in: ``"samples"`` or ``"tokens"``."""
+        """The unit of training speed: ``"samples"`` or ``"tokens"``."""
         ...
 
     @property
     def units(self) -> int:
-        """How many units one sample holds."""
+        """The number of units in one sample."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the data: a run can only be continued on the data that it began with."""
+        """A digest of the data, because a run can only be continued on the data that it began with."""
         ...
 
     def model(self) -> nn.Module:
@@ -52,7 +52,7 @@ class Recipe(Protocol):
         ...
 
     def batch(self, indices: Tensor) -> Batch:
-        """The training samples of these numbers.
+        """The training samples with these indices.
 
         Args:
             indices: i64[batch], on the host.
@@ -77,5 +77,5 @@ def score(outputs: Tensor, targets: Tensor) -> Score:
 
 
 def mean_score(scores: Sequence[Score]) -> Score:
-    """The mean of scores of equally large batches, on the device."""
+    """The mean of the scores of batches of equal size, on the device."""
     return Score(*(torch.stack(list(column)).mean() for column in zip(*scores, strict=True)))

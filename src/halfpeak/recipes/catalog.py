@@ -1,4 +1,4 @@
-"""The recipes by name, and how what a person asked for becomes a complete configuration."""
+"""Builds recipes by name, and completes a user's settings to a configuration."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _BUILDERS: Mapping[str, Callable[[TrainConfig, torch.device], Recipe]] = Mapping
 
 
 def build_recipe(config: TrainConfig, device: torch.device) -> Recipe:
-    """The recipe that a configuration names, with its data on the device."""
+    """Build the recipe that a configuration names, with its data on the device."""
     return _BUILDERS[config.recipe](config, device)
 
 
 def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from the recipe's defaults and the given layers, later ones winning.
+    """Build a configuration from the recipe's defaults and the given layers. Later layers override earlier ones.
 
     Raises:
         ConfigError: an unknown setting, a bad value, a setting that the recipe does not read, or an override that makes
@@ -52,7 +52,7 @@ def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
             raise ConfigError(
                 f"{setting}={short_repr(given[setting])}: recipe {name!r} has no such setting; leave it out"
             )
-    # The recipe's warm-up may be too long for the run, whose length only complete() knows.
+    # The recipe's warm-up may be too long for the run. Only complete() knows the run's length.
     config = TrainConfig.from_values(merge_layers(info.defaults, {"warmup": None}, given))
     _check_level(config.level)
     if config.level != AUTO:
@@ -61,7 +61,7 @@ def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
 
 
 def choose_level(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, str | None]:
-    """The configuration with the level that suits the device where none was asked for, and the reason for it."""
+    """Replace level ``"auto"`` by the level that suits the device; also return the reason, None for any other level."""
     if config.level != AUTO:
         return config, None
     advice = suitable_level(device)
@@ -71,7 +71,7 @@ def choose_level(config: TrainConfig, device: torch.device) -> tuple[TrainConfig
 
 
 def complete(config: TrainConfig, recipe: Recipe) -> tuple[TrainConfig, BatchSampler]:
-    """The configuration with length and warm-up in steps, now that the amount of data is known, and the data order."""
+    """Fill in length and warm-up in steps, which depend on the amount of data, and build the data order."""
     sampler = BatchSampler(samples=recipe.samples, batch=config.batch, seed=config.seed)
     if config.steps is None:
         if config.epochs is None:

@@ -1,4 +1,4 @@
-"""The device of a run: found by name, made repeatable, and described."""
+"""The device of a run: finding it by name, deterministic kernels, threads, and its description."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halfpeak.distributed.launched import ALONE, Ranks
 
 
 def find_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """The device of that name; ``"auto"`` is the accelerator if there is one, else the CPU. Each rank has its own accelerator.
+    """The device of that name, on each rank another accelerator; ``"auto"`` is the accelerator if any, else the CPU.
 
     Raises:
-        ConfigError: there is no such device here, or fewer than ranks.
+        ConfigError: this machine has no such device, or fewer than ranks.
 
     >>> find_device("cpu")
     device(type='cpu')
@@ -45,16 +45,16 @@ def find_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
 @contextmanager
 def repeatable(enabled: bool) -> Generator[None]:
-    """Inside, torch uses only kernels that give the same bits again; everything is put back afterwards."""
+    """Let torch use only deterministic kernels inside, and restore all settings on exit."""
     if not enabled:
         yield
         return
-    # cuBLAS reads this when it starts; without it torch refuses to run matrix products repeatably.
+    # cuBLAS reads this variable when it starts. Without it torch refuses deterministic matrix products.
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch's stubs do not know this switch: a module property.
+    # Any, because torch's stubs do not declare fill_uninitialized_memory, a module property.
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
@@ -73,7 +73,7 @@ def repeatable(enabled: bool) -> Generator[None]:
 
 @contextmanager
 def threads(count: int | None) -> Generator[None]:
-    """Inside, that many threads share one operation on a CPU; None leaves it to torch."""
+    """Let ``count`` threads share one operation on a CPU inside; None keeps torch's number."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -84,7 +84,7 @@ def threads(count: int | None) -> Generator[None]:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the last bits of a result depend on besides the program."""
+    """The versions and hardware on which the last bits of a result depend, beside the program."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     described = f"{device.type} ({name})"
     on_cpu = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
@@ -92,7 +92,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors have held on the accelerator; None where the device does not count."""
+    """The peak number of bytes allocated on the accelerator; None if the device keeps no count."""
     if device.type == "cpu":
         return None
     try:

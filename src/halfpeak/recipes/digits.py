@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 
 class DigitsNet(nn.Module):
-    """Stem, two residual blocks, mean over the image, one linear layer: about 20 000 parameters."""
+    """Convolution, two residual blocks, mean over the image, one linear layer: about 20 000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class DigitsNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """f[batch, 1, 8, 8] -> f[batch, 10]."""
-        # A mean rather than adaptive pooling, which has no repeatable backward pass on a GPU.
+        # A mean, because adaptive pooling has no deterministic backward pass on a GPU.
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
 class Digits:
-    """1797 images of 8x8 pixels; a fifth of each class, always the same ones, is held out."""
+    """1797 images of 8x8 pixels. A fixed fifth of each class is held out."""
 
     unit = "samples"
     units = 1
@@ -71,7 +71,7 @@ class Digits:
         return DigitsNet()
 
     def batch(self, indices: Tensor) -> Batch:
-        """The training images of these numbers."""
+        """The training images with these indices."""
         images, labels = self._training
         chosen = indices.to(labels.device, non_blocking=True)
         return Batch(images[chosen], labels[chosen])
@@ -82,7 +82,7 @@ class Digits:
 
 
 def _load() -> tuple[Tensor, Tensor, Tensor]:
-    """Images f32[n, 1, 8, 8] in 0..1, labels i64[n], and which images are held out bool[n]."""
+    """Load images f32[n, 1, 8, 8] in 0..1, labels i64[n], and the mask of held-out images bool[n]."""
     with needs_extra():
         from sklearn.datasets import load_digits
     bunch: Any = load_digits()
@@ -98,5 +98,5 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def build(config: TrainConfig, device: torch.device) -> Digits:
-    """The recipe; it has no settings of its own."""
+    """Build the recipe, which has no settings of its own."""
     return Digits(device)

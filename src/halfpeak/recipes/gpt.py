@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Depth, width and number of heads."""
+    """The number of layers, the width and the number of heads."""
 
     layers: int
     width: int
@@ -36,7 +36,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each on normalised input and added to the stream."""
+    """Attention, then a two-layer perceptron, each on a normalised input and added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts each next byte from the bytes before it. Output weights are the byte embeddings."""
+    """Predicts each next byte from the bytes before it. The output weights are the byte embeddings."""
 
     def __init__(self, shape: Shape, context: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ByteGPT(nn.Module):
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith(("merge.weight", "narrow.weight")):
-                # 2 * layers terms are added to the stream; this keeps its variance independent of the depth.
+                # 2 * layers terms are added to the stream; this std keeps its variance independent of the depth.
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:

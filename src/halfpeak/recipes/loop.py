@@ -1,4 +1,4 @@
-"""The loop: steps, validations and checkpoints at their times, until the run is over or is stopped."""
+"""Loop: runs the steps, validations and checkpoints of a training until it is over or is stopped."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from halfpeak.insight.history import History, Row
 from halfpeak.recipes.training import Step, Training
 
 PATIENCE = 1.0
-"""Seconds after which slow steps are read although fewer than ``log_every`` have passed."""
+"""Seconds after which the results of steps are read even if fewer than ``log_every`` steps have passed."""
 
 
 class Reporter(Protocol):
-    """What shows a run: a display, or lines of text."""
+    """Shows the progress of a run, as a display or as lines of text."""
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
-        """Steps whose numbers have just been read, and how many units a second they went at."""
+        """Show steps whose results have just been read, and their speed in units per second."""
         ...
 
     def validated(self, row: Row) -> None:
-        """A validation."""
+        """Show a validation."""
         ...
 
 
 class Loop:
     """Drives a training to its last step.
 
-    The clock runs only while steps do: validations, checkpoints and their waits are not training time.
+    Only steps count as training time, not validations, checkpoints and the waits for them.
 
     Args:
         save: writes a checkpoint of the training.
-        stop: asked after each step; when it says yes, the run saves and ends there.
+        stop: called after each step; if it returns True, the run saves and ends.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Loop:
         self._last_read = 0.0
 
     def run(self) -> Row | None:
-        """The last validation; None if ``stop`` ended the run before its last step."""
+        """Run to the end and return the last validation; None if ``stop`` ended the run before its last step."""
         training, config = self._training, self._training.config
         total = config.steps or 0
         validation: Row | None = None
@@ -78,7 +78,7 @@ class Loop:
         self._report(self._history.read() if overdue else rows)
 
     def _report(self, rows: Sequence[Row]) -> None:
-        """Pass on rows that have arrived: their steps are done."""
+        """Report rows that have been read from the device, and add the time of their steps."""
         if not rows:
             return
         now = time.perf_counter()

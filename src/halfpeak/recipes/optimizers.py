@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate as a pure function of the number of real steps."""
+"""Optimizers by name, and the learning rate as a pure function of the number of steps that were not skipped."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingPro
 FUSED = frozenset({"adam", "adamw", "sgd"})
 
 LEAST_FACTOR = 0.01
-"""Where the learning rate ends, as a share of its peak."""
+"""The final learning rate as a share of the peak."""
 
 LOW_EPSILON = 1e-4
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, steps_low: bool) -> Optimizer:
-    """The optimizer over the model's parameters. Vectors (biases, norms) are not decayed.
+    """Build the optimizer of the model's parameters. Vectors (biases, norms) get no weight decay.
 
     Args:
-        steps_low: whether it will step 16-bit parameters. The usual epsilon of 1e-8 is 0 in float16, and the first
-            vanished second moment would then be a division by zero; it gets 1e-4.
-
+        steps_low: whether the optimizer will step low-precision parameters. Its epsilon is then 1e-4, because the usual
+            1e-8 is 0 in float16, so that a second moment of zero would cause a division by zero.
     """
     kind, options = OPTIMIZERS[config.optimizer]
     epsilon = {"eps": LOW_EPSILON} if steps_low and config.optimizer != "sgd" else {}
@@ -53,15 +52,16 @@ def build_optimizer(config: TrainConfig, model: nn.Module, *, steps_low: bool) -
         {"params": vectors, "weight_decay": 0.0},
     ]
     on_cuda = all(parameter.is_cuda for parameter in model.parameters())
-    # A fused optimizer skips in its own kernel, so no step waits for the device.
+    # Torch's fused optimizers read found_inf in their kernel, so no step waits for the device.
     fused = {"fused": True} if on_cuda and config.optimizer in FUSED else {}
     return kind(groups, lr=config.lr, **options, **epsilon, **fused)  # type: ignore[call-arg]
 
 
 def learning_rate(config: TrainConfig, num_steps: int) -> float:
-    """The rate of the step that follows ``num_steps`` real steps; a skipped step does not move it.
+    """The learning rate of the step after ``num_steps`` steps that were not skipped.
 
-    It rises in a line over ``warmup`` steps, then falls to a hundredth of its peak by ``schedule_steps`` and stays.
+    It rises linearly over ``warmup`` steps, then falls to a hundredth of its peak by ``schedule_steps`` and stays
+    there. With schedule ``"constant"`` it does not fall.
 
     >>> config = TrainConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, warmup=2, batch=1, eval_every=0, save_every=0,
     ...             schedule="linear", schedule_steps=12)

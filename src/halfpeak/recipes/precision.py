@@ -1,4 +1,4 @@
-"""What a configuration means for the engine: its level with overrides, its loss scale, its clipping."""
+"""Translates a configuration for the engine: the level with overrides, the loss scale, the clipping."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 def build_engine(
     config: TrainConfig, model: nn.Module, optimizer: Optimizer, *, on_skip: Any = "warn"
 ) -> Engine:
-    """The engine of a run; ``on_skip`` is that of :func:`halfpeak.prepare`."""
+    """Build the engine of a run; see :func:`halfpeak.prepare` for ``on_skip``."""
     return prepare(
         model,
         optimizer,
         get_level(config.level).name,
         **_overrides(config),
         cast_model_outputs=_dtype(config.cast_model_outputs),
-        # The bounds and pace of the loss scale; whether it moves at all is the level's business.
+        # Bounds and pace of a dynamic loss scale. The level decides whether the scale is dynamic.
         scale=ScaleConfig(
             init=config.init_loss_scale,
             interval=config.loss_scale_interval,
@@ -46,7 +46,7 @@ def build_engine(
 
 
 def properties(config: TrainConfig) -> Properties:
-    """What the level and its overrides mean.
+    """The properties of the level with its overrides.
 
     Raises:
         ConfigError: an unknown level, or an override that makes no sense at it.
@@ -56,7 +56,7 @@ def properties(config: TrainConfig) -> Properties:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredClip:
-    """Clips as asked, and returns the gradient norm from before in every case, so a run without clipping shows it too."""
+    """Clips by ``clip`` and always returns the norm before clipping, so that a run without clipping reports it, too."""
 
     clip: Clip
 
@@ -70,7 +70,7 @@ class MeasuredClip:
 
 
 def _overrides(config: TrainConfig) -> dict[str, Any]:
-    """The properties that are set otherwise than the level does; None where it is left alone."""
+    """The properties that override the level's; None for a property that keeps the level's value."""
     return {
         "cast_model_type": _dtype(config.cast_model_type),
         "keep_batchnorm_fp32": config.keep_batchnorm_fp32,

@@ -16,7 +16,7 @@ from halfpeak.recipes.gpt import SHAPES, ByteGPT
 from halfpeak.recipes.settings import RECIPES, TrainConfig
 
 HELD_OUT_OF = 20
-"""One file in so many is held out."""
+"""One file in this many is held out."""
 
 VALIDATION_SAMPLES = 64
 
@@ -24,9 +24,9 @@ DEFAULTS = RECIPES["pysource"].defaults
 
 
 class PySource:
-    """The library's ``.py`` files end to end, each closed by a zero byte, cut into windows of ``context`` bytes.
+    """The library's ``.py`` files end to end, each followed by a zero byte, cut into windows of ``context`` bytes.
 
-    Training and held-out text share no file: the digest of its path decides where a file goes.
+    Training and held-out text share no file: the digest of a file's path decides to which text it belongs.
     """
 
     unit = "tokens"
@@ -53,7 +53,7 @@ class PySource:
         return ByteGPT(self._shape, self.units)
 
     def batch(self, indices: Tensor) -> Batch:
-        """The training windows of these numbers."""
+        """The training windows with these indices."""
         return self._windows(self._training, indices)
 
     def validation(self) -> Iterator[Batch]:
@@ -70,7 +70,7 @@ class PySource:
 
 
 def _read(root: Path) -> tuple[bytes, bytes]:
-    """Training and held-out text of the files under ``root``."""
+    """Read the training and the held-out text from the files under ``root``."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -86,6 +86,6 @@ def _read(root: Path) -> tuple[bytes, bytes]:
 
 
 def build(config: TrainConfig, device: torch.device) -> PySource:
-    """The recipe of that size and context, on the library of the running Python."""
+    """Build the recipe with the configured size and context, on the library of the running Python."""
     size, context = config.size or DEFAULTS["size"], config.context or DEFAULTS["context"]
     return PySource(size, context, config.batch, device)

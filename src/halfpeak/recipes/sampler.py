@@ -1,4 +1,4 @@
-"""The data order: which samples make which batch, from the seed and the batch's number alone."""
+"""The data order: computes the samples of a batch from the seed and the batch's number alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from halfpeak.core.errors import ConfigError
 
 
 class BatchSampler:
-    """Batch ``b`` of the run is a slice of a random permutation of all samples; there is a new one for each epoch.
+    """Gives batch ``b`` of the run, a slice of a random permutation of all samples. Each epoch has another permutation.
 
-    An epoch has ``samples // batch`` batches, so all batches are of one size; the few samples that are left over differ
-    from epoch to epoch. It has no state to save: any batch can be asked for at any time.
+    An epoch has ``samples // batch`` batches of one size. It leaves out the few remaining samples, other ones in each
+    epoch. The sampler has no state to save: any batch can be computed at any time.
 
     Raises:
         ConfigError: a batch is larger than the data.
@@ -42,5 +42,5 @@ class BatchSampler:
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """One seed from two numbers. torch's generator uses the low 32 bits only, so both must be in them."""
+    """Mix two numbers into one seed of 32 bits, because torch's generator uses only the low 32 bits of a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")

@@ -1,7 +1,7 @@
 """TrainConfig: every setting of ``halfpeak train``, with its type, default, range and help, written once.
 
-The command line and configuration files both become a dict of values, which :func:`parse_values` reads under the types of
-the table. Needs no torch, so that help is quick.
+The command line and configuration files both become a dict of values, which :func:`parse_values` converts to the types
+of the fields. This file does not import torch, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _setting(
     most: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A field with its help, range and choices. Required fields have no default here: each recipe brings one."""
+    """A field with its help, range and choices. ``MISSING`` makes it required: each recipe has a default for it."""
     metadata = MappingProxyType(
         {"group": group, "help": text, "least": least, "above": above, "most": most, "choices": choices}
     )
@@ -44,12 +44,12 @@ OPTIMIZER_NAMES = ("adam", "adamw", "adagrad", "lamb", "nadam", "novograd", "rad
 SIZES = ("tiny", "small", "medium", "large", "xl")
 
 AUTO = "auto"
-"""The level that suits the device."""
+"""The level name that stands for the level that suits the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """What a run does. Plain values only, so a configuration is also a file and a part of a checkpoint.
+    """The settings of a run, all plain values, so that they can be written to a file and into a checkpoint.
 
     Raises:
         ConfigError: a value has the wrong type, is out of its range, or contradicts another one.
@@ -118,7 +118,7 @@ class TrainConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """A configuration from plain values, such as those of a file.
+        """Build a configuration from plain values, such as the values of a file.
 
         Raises:
             ConfigError: an unknown name (the message lists near ones), or a value that does not fit.
@@ -144,12 +144,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeInfo:
-    """What is known of a recipe before its data is loaded.
+    """The description and the default settings of a recipe, known before its data is loaded.
 
     Attributes:
-        brief: what it trains, in a line.
-        defaults: the settings it brings; every setting without a default of its own is among them. A short run gets
-            less than their warm-up.
+        brief: a line that says what it trains.
+        defaults: settings, among them all that have no default of their own. A short run gets a shorter warm-up.
         own: the settings that only this recipe reads.
     """
 
@@ -162,7 +161,7 @@ RECIPES: Mapping[str, RecipeInfo] = MappingProxyType(
     {
         "digits": RecipeInfo(
             brief="a residual network with batch norm on 8x8 images of digits; seconds on a CPU",
-            # A large rate on normalised weights keeps updates above float16's resolution: O3 has no float32 copies.
+            # A large lr on normalised weights keeps updates above float16's resolution, because O3 has no masters.
             defaults=MappingProxyType(
                 {
                     "optimizer": "sgd",
@@ -173,7 +172,7 @@ RECIPES: Mapping[str, RecipeInfo] = MappingProxyType(
                     "batch": 64,
                     "eval_every": 44,
                     "save_every": 110,
-                    # Its tensors are small: more threads gain a third on idle cores, and cost far more on busy ones.
+                    # The tensors are small: more threads gain a third on idle cores, and cost far more on busy ones.
                     "threads": 1,
                 }
             ),
@@ -207,23 +206,23 @@ CHANGEABLE = frozenset({
     "steps", "epochs", "device", "threads", "shard", "output", "eval_every", "save_every", "log_every", "diagnose",
     "tensorboard", "plot",
 })  # fmt: skip
-"""Settings that may change when a run is resumed: the parameters after a given step do not depend on them, or on the
-device, its threads and the number of processes in the last bits only."""
+"""Settings that may change when a run is resumed. The parameters after a given step do not depend on them, except in
+their last bits on the device, its threads and the number of processes."""
 
 COMMON = frozenset({"level", "optimizer", "lr", "clip_norm", "epochs", "steps", "batch", "output"})
 """Settings that ``--help`` shows; ``--help-all`` shows every one."""
 
 EXCLUSIVE = (("steps", "epochs"), ("clip_norm", "clip_value"))
-"""Settings of which one replaces the other."""
+"""Pairs of settings that exclude each other; in later layers, one replaces the other."""
 
 REMOVED: Mapping[str, str] = MappingProxyType(
     {"wrapper": "examples/openmmlab/optim_wrapper.py", "runner": "examples/openmmlab/runner.py"}
 )
-"""Settings of earlier versions, and the script that shows the same. Saved runs have them as None, which is ignored."""
+"""Settings of earlier versions, and the script that replaces each. Saved runs have the value None, which is ignored."""
 
 
 def refuse_removed(name: str) -> NoReturn:
-    """Say what to run in place of a setting that :data:`REMOVED` lists.
+    """Refuse a setting that :data:`REMOVED` lists, and name its replacement.
 
     Raises:
         ConfigError: always.
@@ -235,7 +234,7 @@ def find_recipe(name: object) -> RecipeInfo:
     """The recipe of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such recipe.
     """
     if not isinstance(name, str) or name not in RECIPES:
         message = f"unknown recipe {short_repr(name)}; write one of {', '.join(RECIPES)}"
@@ -244,7 +243,7 @@ def find_recipe(name: object) -> RecipeInfo:
 
 
 def merge_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """One dict of values from several, later ones winning. A length in epochs replaces one in steps, and so on.
+    """Merge dicts of values; later ones override. A value also replaces the setting it excludes (:data:`EXCLUSIVE`).
 
     >>> merge_layers({"steps": 10, "lr": 0.1}, {"epochs": 2.0})
     {'lr': 0.1, 'epochs': 2.0}
@@ -260,11 +259,11 @@ def merge_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under their own types. Text is read as the type that the setting has.
+    """Convert values to the types of their settings. Text is parsed as the setting's type.
 
     Raises:
         ConfigError: an unknown name; the message lists near ones.
-        ConfigTypeError: a value that is not of the setting's type.
+        ConfigTypeError: a value does not have the setting's type.
 
     >>> parse_values({"lr": "1e-3", "steps": 10, "plot": "false", "init_loss_scale": "2**10"})
     {'lr': 0.001, 'steps': 10, 'plot': False, 'init_loss_scale': 1024.0}
@@ -305,7 +304,7 @@ def _parse_value(name: str, value: Any, kind: Any) -> Any:
 
 
 def _read(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Whether ``value`` is of ``kind``, or text that spells one, and the value."""
+    """Whether ``value`` is of type ``kind`` or text that spells such a value, and the parsed value."""
     if get_origin(kind) is Literal:
         return value in get_args(kind), value
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
@@ -319,7 +318,7 @@ def _read(value: Any, kind: Any) -> tuple[bool, Any]:
 
 
 def _power(value: str | int) -> float:
-    """A number, or text such as ``2**16``, which is how large and small scales are written."""
+    """Parse a number, or text such as ``2**16``, the usual way to write large and small loss scales."""
     base, stars, exponent = str(value).partition("**")
     return math.pow(float(base), float(exponent)) if stars else float(value)
 

@@ -1,4 +1,4 @@
-"""Training: a run in progress. One step of it, its validation, and the state that continues it bit for bit."""
+"""Training: a run in progress, with its step, its validation, and the state that resumes it bit for bit."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ VERSION = 1
 
 
 class Step(NamedTuple):
-    """What one step gave: numbers that are on the host, and scalars that are still on the device."""
+    """The results of one step: numbers that are on the host, and scalars that are still on the device."""
 
     known: dict[str, Any]
     scalars: dict[str, Tensor]
 
 
 class Training:
-    """The state of a run and how it moves.
+    """The state of a run, and the methods that advance it.
 
-    What a step computes depends on the configuration, the data and :meth:`state_dict`, and on nothing else: batches follow
-    from (seed, step), the learning rate from the number of real steps. Whether a step was skipped is copied to the host
-    while the device works on the next one and read before that one ends, so the rate follows real steps exactly and the
-    device is never idle for it.
+    A step depends on the configuration, the data and :meth:`state_dict` only: the seed and the step number give the
+    batches, and the number of steps that were not skipped gives the learning rate. ``found_inf`` of a step is copied to
+    the host asynchronously, and read when the next backward pass has been launched. So the learning rate is exact, and
+    the device does not idle.
 
     Attributes:
         step: steps begun so far, skipped ones included.
-        num_steps: steps in which the optimizer moved, without the last one until that is read.
+        num_steps: steps that were not skipped; the last step counts after its ``found_inf`` was read.
         seconds: time spent in training steps; the loop adds to it.
-        parameters: how many numbers the model learns.
+        parameters: number of elements of the model's parameters.
 
     Args:
-        config: what to do; a batch is divided among the ranks, so it is the same training on any number of them.
+        config: the settings. A batch is divided among the ranks, so the training is the same on any number of ranks.
         recipe: model and data.
         sampler: the order of the data.
         device: of this rank.
         ranks: the processes that train together.
 
     Raises:
-        ConfigError: the ranks cannot divide a batch among them, or there are none to shard over.
+        ConfigError: the batch size is no multiple of the number of ranks, or ``shard`` has no process group.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Training:
         return Step({"step": self.step, "epoch": epoch, "lr": rate}, scalars)
 
     def validate(self) -> Step:
-        """Loss and accuracy on the held-out data, all of which every rank goes through."""
+        """Compute loss and accuracy on the held-out data. Every rank evaluates all of it."""
         model = self.model
         self.ranks.copy_buffers(model)
         model.eval()
@@ -131,7 +131,7 @@ class Training:
         return Step({"step": self.step}, {"validation_loss": loss, "validation_accuracy": accuracy})
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run, on any number of ranks; all must call it. Waits for the device."""
+        """The state that resumes the run on any number of ranks. All ranks must call this. Waits for the device."""
         self._count_last()
         self.ranks.copy_buffers(self.model)
         return {
@@ -154,8 +154,8 @@ class Training:
             state: as :func:`require_checkpoint` returns it.
 
         Raises:
-            ConfigError: the configuration differs in a setting that the parameters depend on, or the data are others.
-            StateError: a part is missing or impossible, or does not fit the model, the optimizer or the random generators.
+            ConfigError: the configuration differs in a setting that the parameters depend on, or the data has changed.
+            StateError: a part is missing or invalid, or does not fit the model, the optimizer or the random generators.
         """
         require_same(state["plan"], self.config)
         _check_parts(state)
@@ -171,16 +171,16 @@ class Training:
             put_back()
 
     def environment(self) -> dict[str, str]:
-        """What the last bits of a result depend on besides the program."""
+        """The environment on which the last bits of a result depend, beside the program."""
         shards = ", which hold shards" if self.config.shard else ""
         return {**environment(self.device), "number of processes": f"{self.ranks.count}{shards}"}
 
     def _backward(self, batches: Sequence[Batch]) -> Score:
-        """Forward and backward of every batch of one step; their mean gradient is kept, their mean score returned."""
+        """Run forward and backward of every batch of one step; keep their mean gradient, return their mean score."""
         scores: list[Score] = []
         for number, batch in enumerate(batches):
             if number:
-                self._engine.step()  # inside a window: it only ends the backward pass before
+                self._engine.step()  # inside an accumulation window, this only ends the previous micro-step
             with self._engine.forward(self._wrapped):
                 of_batch = score((self._wrapped or self.model)(batch.inputs), batch.targets)
             self._engine.backward(of_batch.loss)
@@ -188,7 +188,7 @@ class Training:
         return Score(*self.ranks.mean(torch.stack(mean_score(scores))).unbind())
 
     def _devices_by_name(self, drawn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state of the random generators; earlier versions saved that of the run's one device without its name."""
+        """The random state by device name. Earlier versions saved the state of their only device without its name."""
         if "devices" in drawn:
             return drawn
         return {**drawn, "devices": {self.device.type: drawn["device"]} if "device" in drawn else {}}
@@ -201,10 +201,10 @@ class Training:
 
 
 def require_same(saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse to continue a run under other settings than those it began with.
+    """Refuse to resume a run with changed settings.
 
     Raises:
-        ConfigError: names every setting that differs and is not in :data:`~halfpeak.recipes.settings.CHANGEABLE`.
+        ConfigError: names every changed setting that is not in :data:`~halfpeak.recipes.settings.CHANGEABLE`.
     """
     now = config.values()
     changed = [
@@ -219,10 +219,10 @@ def require_same(saved: Mapping[str, Any], config: TrainConfig) -> None:
 
 
 def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str, Any]:
-    """Return ``state`` if it is one of :meth:`Training.state_dict`.
+    """Return ``state`` if it is a result of :meth:`Training.state_dict`.
 
     Raises:
-        CheckpointError: it is something else, or of another version.
+        CheckpointError: ``state`` is something else, or has another version.
     """
     if state.get("format") != FORMAT or not isinstance(state.get("plan"), dict):
         raise CheckpointError(f"{source} is not a checkpoint of 'halfpeak train'")
