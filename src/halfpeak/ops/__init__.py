@@ -1,5 +1,5 @@
-"""The tensor verbs of a step: lists of tensors in, effects named by a trailing underscore.
+"""The operations of a step on lists of tensors; a trailing underscore marks those that write in place.
 
-:mod:`~halfpeak.ops.reference` says what each verb means, one tensor at a time; :mod:`~halfpeak.ops.foreach` does the
-same over whole lists and is what the engine calls.
+:mod:`~halfpeak.ops.reference` defines each operation, one tensor at a time; the engine calls those of
+:mod:`~halfpeak.ops.foreach`, which handle whole lists.
 """

@@ -1,4 +1,4 @@
-"""Device values on their way to the host: the copy is started, and nothing waits for it."""
+"""Asynchronous copies of small device tensors to the host, which reads a value when it has arrived."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class AsyncCopy:
 class AsyncScalar:
     """The newest value of a device scalar that has arrived on the host, read without ever waiting.
 
-    :meth:`push` starts a copy, and is ignored while an earlier copy is on its way, so on an accelerator :attr:`value` is
-    usually that of a step or two ago. On the CPU it is the current one. While a CUDA graph is captured nothing is read,
-    because what is launched then does not run.
+    :meth:`push` starts a copy, or does nothing while an earlier copy is on its way, so on an accelerator :attr:`value` is
+    usually a step or two old. On the CPU it is current. While a CUDA graph is captured nothing is read, because the copies
+    launched then do not run.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ class AsyncScalar:
         return self._value
 
     def _has_arrived(self) -> bool:
-        """Whether no copy is on its way; then its value is taken over."""
+        """Whether no copy is on its way. Stores the value of a copy that has arrived."""
         if is_capturing(self._device):
             return False
         if self._copy is not None:

@@ -1,9 +1,9 @@
-"""The verbs over whole lists, through ``torch._foreach_*`` and ``torch._amp_foreach_*``. Same meaning as the reference.
+"""The operations of the reference over whole lists of tensors, by ``torch._foreach_*`` and ``torch._amp_foreach_*``.
 
-Tensors are grouped by device and dtype first. What those kernels do not take (sparse gradients, complex ones, bfloat16
-on an accelerator) is viewed, upcast, or handed to the reference. On the CPU a large gradient is unscaled and added chunk by
-chunk, so that memory is read and written once and not three times. Of shards (``DTensor``) the kernels get the local memory,
-and what is found or summed is reduced over their meshes: every rank must make the same calls.
+Tensors are grouped by device and dtype first. Gradients that those kernels do not support (sparse, complex, bfloat16 on an
+accelerator) are viewed as real, upcast, or passed to the reference. On the CPU a large gradient is unscaled and added chunk
+by chunk, so that memory is read and written once instead of three times. For shards (``DTensor``) the kernels get the local
+tensors, and ``found_inf`` and norms are reduced over the meshes, so every rank must make the same calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 2**16
 """Elements of a large tensor that are unscaled at a time, so that they stay in the cache."""
 
 MIN_CHUNKED = 2**14
-"""Elements of a tensor from which a loop over its chunks is faster than an operation on a list."""
+"""The number of elements from which a loop over a tensor's chunks is faster than an operation on a list."""
 
 _Group: TypeAlias = tuple[torch.device, torch.dtype, list[Tensor]]
 
@@ -63,7 +63,7 @@ def unscaled(
 def unscale_into(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
-    """``into = grad * inv_scale``, strided floats that ``into`` is at least as wide as; see :func:`unscaled`."""
+    """``into = grad * inv_scale`` for strided real tensors, ``into`` in the same or a wider dtype; see :func:`unscaled`."""
     into, grads = _without_large(_unscale_chunks, into, grads, inv_scale, found_inf)
     groups = _groups(into)
     if len(groups) == len(set(map(_DTYPE, grads))) == 1:
@@ -122,7 +122,7 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
     """``dst = src``, rounded to the dtype of ``dst``; see :func:`halfpeak.ops.reference.copy_cast_`."""
     if not dst:
         return
-    # On the host a list is copied one by one in any case; elsewhere one of several dtypes would be.
+    # On the host the kernel copies one by one in any case; on an accelerator it would if the list had several dtypes.
     if (dst[0].is_cpu and src[0].is_cpu) or (_are_alike(dst) and len(set(map(_DTYPE, src))) == 1):
         torch._foreach_copy_(list(dst), list(src))
         return
@@ -138,7 +138,7 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 def merge_(wide: Sequence[Tensor], low: Sequence[Tensor]) -> None:
     """``wide = low`` where ``wide`` does not round to it; see :func:`halfpeak.ops.reference.merge_`.
 
-    On the host what agrees, as nearly everything does nearly always, is only read.
+    On the host, tensors that agree (nearly all of them, in nearly every call) are read and not written.
     """
     changed = [not (one.is_cpu and _rounds_to(one, other)) for one, other in zip(wide, low, strict=True)]
     reference.merge_(list(compress(wide, changed)), list(compress(low, changed)))
@@ -151,7 +151,7 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     home = grads[0].device if grads else None
     whole: list[Tensor] = []
     if norm_type != 2:
-        # Only the 2-norm of a complex tensor is the norm of its parts.
+        # Only the 2-norm of a complex tensor is the norm of its real and imaginary parts.
         whole = [grad for grad in grads if grad.is_complex()]
         grads = [grad for grad in grads if not grad.is_complex()]
     groups, rest = _sorted(grads)
@@ -165,7 +165,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale down to a norm; see :func:`halfpeak.ops.reference.clip_norm_`.  # f32[]"""
+    """Scale gradients down to a largest norm; see :func:`halfpeak.ops.reference.clip_norm_`.  # f32[]"""
     if shards.has_shards(grads):
         norm = global_norm(grads, norm_type)
         scale_(grads, reference.clip_coef(norm, max_norm))
@@ -183,7 +183,7 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp every element to ``[-limit, limit]``; see :func:`halfpeak.ops.reference.clamp_`."""
     if shards.has_shards(grads):
-        # Element by element: a sum over ranks that is outstanding is taken by the tensors themselves.
+        # The operations of DTensor itself, which complete a pending (partial) sum over ranks first.
         reference.clamp_(grads, limit)
         return
     groups, rest = _sorted(grads)
@@ -205,12 +205,12 @@ def are_none(grads: Sequence[Tensor | None]) -> bool:
 
 
 def is_in_bucket(tensor: Tensor | None) -> bool:
-    """Whether a tensor is part of a larger piece of memory: a bucket of DDP's, or a flat buffer of a fused optimizer."""
+    """Whether a tensor is part of a larger storage: a bucket of DDP, or a flat buffer of a fused optimizer."""
     return tensor is not None and not tensor.is_sparse and tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-    """Whether every gradient is there, a plain dense tensor without a graph. Asked in loops that run in C."""
+    """Whether every gradient exists and is a plain strided tensor without a graph. The loops run in C (``map``)."""
     return (
         set(map(type, grads)) <= {Tensor}
         and not any(map(_HAS_GRAPH, grads))
@@ -219,13 +219,13 @@ def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
 
 
 def cannot_overflow(inv_scale: Tensor) -> bool:
-    """Whether the host knows, without asking a device, that what is finite stays so when it is multiplied.  # f32[]"""
+    """Whether the host knows, without waiting, that finite values times ``inv_scale`` stay finite.  # f32[]"""
     known = host_values(inv_scale)
     return known is not None and known[0] <= 1
 
 
 def matching_vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The memory of both as vectors, where they are large, dense, of one order and on the host, and ``into`` is float32."""
+    """Both as vectors over their memory if they are large, dense, with equal strides, on the host, and ``into`` is float32."""
     if into.numel() < MIN_CHUNKED or not into.is_cpu or into.dtype is not torch.float32:
         return None
     if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
@@ -237,7 +237,7 @@ def matching_vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in whatever order.
+    """Whether the elements fill their memory without gap or overlap, in any order.
 
     >>> import torch
     >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2])
@@ -257,7 +257,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def as_vector(tensor: Tensor) -> Tensor | None:
-    """The memory of a plain dense tensor as a vector, in the order in which it lies; None for any other.
+    """The elements of a plain dense tensor as a vector, in the order of memory; None for any other tensor.
 
     >>> import torch
     >>> as_vector(torch.tensor([[1, 2], [3, 4]]).T)
@@ -269,7 +269,7 @@ def as_vector(tensor: Tensor) -> Tensor | None:
 
 
 def _rounds_to(wide: Tensor, low: Tensor) -> bool:
-    """Whether the bits of ``low`` are those of ``wide`` rounded; False where the host cannot compare them as integers."""
+    """Whether the bits of ``low`` are those of ``wide`` rounded; False if the host cannot compare them as integers."""
     if wide.shape != low.shape or as_vector(low) is None or low.element_size() != 2:
         return False
     rounded = wide.to(low.dtype)
@@ -281,7 +281,7 @@ def _rounds_to(wide: Tensor, low: Tensor) -> bool:
 
 
 def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
-    """``into = grad * inv_scale`` in the dtype of ``into``; False, and nothing is done, where :func:`_chunks` are none."""
+    """``into = grad * inv_scale`` in the dtype of ``into``; returns False and does nothing if :func:`_chunks` are none."""
     pairs = _chunks(into, grad, inv_scale)
     for there, chunk in pairs:
         there.copy_(chunk)
@@ -290,7 +290,7 @@ def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Te
 
 
 def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
-    """``into += grad * inv_scale``; False, and nothing is done, where :func:`_chunks` are none."""
+    """``into += grad * inv_scale``; returns False and does nothing if :func:`_chunks` are none."""
     pairs = _chunks(into, grad, inv_scale)
     scratch = into.new_empty(min(CHUNK, into.numel())) if pairs else into
     for there, chunk in pairs:
@@ -301,7 +301,7 @@ def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf:
 
 
 def _chunks(into: Tensor, grad: Tensor, inv_scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Both in chunks, where they are host memory in one order and no product overflows; else none."""
+    """Pairs of chunks of both, if :func:`matching_vectors` supports them and no product can overflow; else none."""
     both = matching_vectors(into, grad) if cannot_overflow(inv_scale) else None
     return [] if both is None else list(zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True))
 
@@ -315,7 +315,7 @@ def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) ->
             torch._foreach_mul_(wide, inv_scale.to(device))
             torch._foreach_copy_(group, wide)
         if not cannot_overflow(inv_scale):
-            # The kernel above looks at what it reads. A scale below one can push what it writes over the top.
+            # The kernel above checks the values that it reads. With a scale below 1, those that it writes may overflow.
             _check_group_(group, device, dtype, found_inf)
 
 
@@ -374,7 +374,7 @@ def _has_amp_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``grad`` can be copied to ``dtype`` and multiplied there, which is the dtype it is multiplied in."""
+    """Whether ``grad`` can be copied to ``dtype`` before the product, because that is the dtype of the product."""
     wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
     return grad.layout is torch.strided and dtype is wide and not grad.is_complex()
 
@@ -386,7 +386,7 @@ def _without_large(
     inv_scale: Tensor,
     found_inf: Tensor,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Do the large ones chunk by chunk, where that is possible; the pairs that are left."""
+    """Call ``verb`` on each pair if one is large; returns the pairs for which it did nothing."""
     if not into or max(map(Tensor.numel, into)) < MIN_CHUNKED:
         return into, grads
     left = [not verb(total, grad, inv_scale, found_inf) for total, grad in zip(into, grads, strict=True)]
@@ -412,7 +412,7 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
 
 def _sorted(tensors: Sequence[Tensor]) -> tuple[list[_Group], list[Tensor]]:
     """Dense real tensors by device and dtype, and all others."""
-    # Most lists are of one kind. Asked in loops that run in C: it is asked of every list.
+    # A fast path for the usual list of one device and dtype. It runs for every list, so its loops run in C.
     if (
         _are_alike(tensors)
         and set(map(_LAYOUT, tensors)) == {torch.strided}
@@ -436,7 +436,7 @@ def _groups(tensors: Sequence[Tensor]) -> list[_Group]:
 
 _DTYPE: Final = attrgetter("dtype")
 _DEVICE: Final = Tensor.get_device
-"""An index, -1 on the host: half the cost of a ``torch.device``, and no process has two kinds of accelerator."""
+"""The device index, -1 on the host: half the cost of ``Tensor.device``, and no process has two kinds of accelerator."""
 _LAYOUT: Final = attrgetter("layout")
 _GRAD: Final = attrgetter("grad")
 _HAS_GRAPH: Final = attrgetter("requires_grad")

@@ -1,8 +1,8 @@
-"""What each verb means, one tensor at a time. Every other backend is tested against this file.
+"""The reference of each operation, one tensor at a time. Every other backend is tested against this file.
 
-``inv_scale``, ``factor`` and ``found_inf`` are float32 scalars on the device. A verb never sets ``found_inf`` back to
-zero; it sets it to exactly 1 when a value that it computed is infinite or not a number. Arithmetic on low tensors is
-done in float32 and rounded once, on the way out.
+``inv_scale``, ``factor`` and ``found_inf`` are float32 scalars on the device. No operation resets ``found_inf`` to zero;
+it sets it to exactly 1 if a value that it computed is infinite or not a number. Arithmetic on low-precision tensors is
+done in float32, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def copy_cast_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
 
 
 def merged(wide: Tensor, low: Tensor) -> Tensor:
-    """Where ``wide`` rounds to ``low``, itself, and elsewhere ``low``: a new tensor of the dtype of ``wide``.
+    """``wide`` where it rounds to ``low``, and ``low`` elsewhere: a new tensor in the dtype of ``wide``.
 
     >>> wide = torch.tensor([1.001, 1.001])
     >>> merged(wide, torch.tensor([1.0, 3.0], dtype=torch.bfloat16))
@@ -109,7 +109,7 @@ def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element to ``[-limit, limit]`` in place, of a complex one both parts."""
+    """Clamp every element to ``[-limit, limit]`` in place, and of a complex element both parts."""
     for grad in grads:
         if grad.is_sparse:
             summed = grad.coalesce()
@@ -125,7 +125,7 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
     """The product, in float32 or wider."""
     factor = factor.to(tensor.device)
     if tensor.is_complex() and not tensor.is_sparse:
-        # As a complex number, the factor would make an infinite part of one turn the other into nan.
+        # A complex product would turn the real part into nan where the imaginary part is infinite, and vice versa.
         return torch.view_as_complex(torch.view_as_real(tensor.resolve_conj()) * factor)
     return _wide(tensor) * factor
 

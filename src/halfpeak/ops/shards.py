@@ -1,4 +1,4 @@
-"""Shards (``DTensor``): an operation works on the memory of this rank, and what is summed or found is so over the mesh."""
+"""Shards (``DTensor``): access to the local tensor of this rank, and reductions of ``found_inf`` and norms over the mesh."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def has_process_group() -> bool:
-    """Whether this process has joined others, or is ready to."""
+    """Whether the default process group of ``torch.distributed`` is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def has_shards(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of the tensors is a shard. Without a process group there is none, and nothing is looked at."""
+    """Whether one of the tensors is a shard. Without a process group there is none, so no tensor is checked."""
     return has_process_group() and not set(map(type, tensors)) <= _PLAIN and any(map(is_shard, tensors))
 
 
 def local_of(tensors: Iterable[Any]) -> list[Tensor]:
-    """The memory of this rank, where a tensor is a shard; others as they are."""
+    """The local tensors of shards; other tensors as they are."""
     with torch.no_grad():
         return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
 def local_gradients(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of this rank's parts of parameters, cut as these are."""
+    """The gradients of this rank's parts of parameters; a gradient with other placements is redistributed first."""
     if not has_shards(params):
         return grads
     cut: list[Any] = list(zip(grads, params, strict=True))
@@ -49,10 +49,10 @@ def local_gradients(grads: Sequence[Tensor | None], params: Sequence[Tensor]) ->
 
 
 def shard_like(local: Tensor, parameter: Any) -> Tensor:
-    """``local``, of this rank, as a part of a tensor that is cut as a parameter is; itself where that is no shard."""
+    """``local`` as this rank's part of a ``DTensor`` with the placements of a parameter; itself if that is no shard."""
     if not is_shard(parameter):
         return local
-    from torch.distributed.tensor import DTensor  # slow, and imported already where there is a shard
+    from torch.distributed.tensor import DTensor  # a slow import, already done where a shard exists
 
     return DTensor.from_local(
         local,
@@ -65,12 +65,12 @@ def shard_like(local: Tensor, parameter: Any) -> Tensor:
 
 
 def split_of(tensor: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """The mesh of a shard and the dimensions of it over which the tensor is cut in parts; None where it is whole."""
+    """The mesh of a shard, and the mesh dimensions over which the tensor is split; None if it is no shard."""
     return (tensor.device_mesh, _split_dims(tensor)) if is_shard(tensor) else None
 
 
 def sum_over(values: Tensor, split: tuple[Any, tuple[int, ...]] | None) -> Tensor:
-    """The sums of ``values``, in place, over the ranks that have the parts of a tensor; see :func:`split_of`."""
+    """Sum ``values`` in place over the ranks that hold the parts of a tensor; ``split`` is that of :func:`split_of`."""
     if split is not None:
         _all_reduce_(values, *split, dist.ReduceOp.SUM)
     return values
@@ -85,12 +85,12 @@ def reduce_found_inf_(found_inf: Tensor, tensors: Iterable[Any]) -> None:
 def global_norm(
     tensors: Iterable[Tensor], norm_type: float, local_norm: Callable[[Sequence[Tensor], float], Tensor]
 ) -> Tensor:
-    """The norm of all elements of shards and other tensors together, by one reduction for each way in which they are sharded.
+    """The norm of all elements of shards and other tensors together, with one reduction for each mesh and split.
 
     Args:
-        tensors: the same ones on every rank; what is no shard has the same values on every rank.
+        tensors: the same tensors on every rank; one that is no shard has the same values on every rank.
         norm_type: as in ``torch.linalg.vector_norm``.
-        local_norm: the norm of plain tensors.
+        local_norm: computes the norm of plain tensors.
     """  # f32[]
     groups: dict[tuple[Any, tuple[int, ...]] | None, list[Tensor]] = {}
     for tensor in map(_summed, tensors):
@@ -110,21 +110,21 @@ def global_norm(
 
 
 def _split_dims(shard: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh over which a tensor is cut in parts."""
+    """The mesh dimensions over which a tensor is split."""
     return tuple(dim for dim, placement in enumerate(shard.placements) if not placement.is_replicate())
 
 
 def _summed(tensor: Any) -> Any:
-    """A gradient whose sum over ranks is outstanding is summed: the norm of a sum is not that of its parts."""
+    """Complete a pending (partial) sum over ranks, because the norm of a sum is not the sum of norms."""
     if not is_shard(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
-    from torch.distributed.tensor import Replicate  # slow, and imported already where there is a DTensor
+    from torch.distributed.tensor import Replicate  # a slow import, already done where a shard exists
 
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 def _all_reduce_(scalar: Tensor, mesh: Any, dims: Iterable[int], op: Any) -> None:
-    """Reduce a scalar over dimensions of a mesh, on its device: offloaded gradients lie elsewhere."""
+    """All-reduce a scalar over mesh dimensions, on the device of the mesh, because offloaded gradients are elsewhere."""
     there = scalar if scalar.device.type == mesh.device_type else scalar.to(mesh.device_type)
     for dim in dims:
         if mesh.size(dim) > 1:

@@ -1,4 +1,4 @@
-"""Access to the Triton kernels without importing triton: whether it is installed, their module, and what is asked of them."""
+"""Access to the Triton kernels without importing triton: whether it is installed, their module, and their configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KernelConfig(NamedTuple):
         other: a second variant of it.
         master: bits of the weight's remainder, 0 where it has none.
         moments: the storage format of each state tensor.
-        norm: what is taken of each parameter's gradient before the update: nothing, ``squares`` or ``largest``.
+        norm: what the rule needs of each gradient before the update: nothing, sums of ``squares``, or the ``largest`` value.
         trust: whether an update is rescaled to the norm of the weight.
     """
 

@@ -1,6 +1,6 @@
-"""Codecs: how weights and moments are read and written within the update, as :mod:`halfpeak.fused.state_dtypes.codecs` says.
+"""Codecs: how the update kernel loads and stores weights and moments; see :mod:`halfpeak.fused.state_dtypes.codecs`.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from halfpeak.ops.triton.measure import pointer
 
 LOW = tl.constexpr(3)
-"""Columns of a member's row: weight, the model's low weight, the remainder; then three slots, each beside its scales."""
+"""Columns of a parameter's row: weight, the model's low weight, remainder, then three state tensors, each before its scales."""
 WEIGHT = tl.constexpr(2)
 REST = tl.constexpr(4)
 FIRST = tl.constexpr(5)
@@ -20,14 +20,14 @@ SECOND = tl.constexpr(7)
 THIRD = tl.constexpr(9)
 
 ROW = tl.constexpr(128)
-"""Neighbours that share a scale in 8 bits: what a warp holds side by side, so that none need be asked for their largest."""
+"""Neighbouring elements that share a scale in 8-bit formats. One warp holds them, so it finds their largest value alone."""
 
 _SMALLEST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
 def where_of(chunk, size, CHUNK: tl.constexpr):
-    """Where the elements of a parameter's chunk are: its first one, the others beside it, how many there are.
+    """The elements of a parameter's chunk: the index of the first, the offsets of all from it, and how many exist.
 
     Returns:
         i64, i32[CHUNK / ROW, ROW], i32
@@ -39,7 +39,7 @@ def where_of(chunk, size, CHUNK: tl.constexpr):
 
 @triton.jit
 def load(own, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, where, FULL: tl.constexpr):
-    """Elements of the tensor whose address is ``own[COLUMN]``, and zeros beside it."""
+    """Load a chunk of the tensor whose address is ``own[COLUMN]``, with zeros past its end."""
     start, at, left = where
     place = pointer(own, COLUMN, DTYPE, ALIGN) + start + at
     if FULL:
@@ -52,7 +52,7 @@ def load(own, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, wh
 def store(
     own, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, where, value, FULL: tl.constexpr
 ):
-    """Write elements of the tensor whose address is ``own[COLUMN]``."""
+    """Store a chunk of the tensor whose address is ``own[COLUMN]``."""
     start, at, left = where
     place = pointer(own, COLUMN, DTYPE, ALIGN) + start + at
     if FULL:
@@ -63,7 +63,7 @@ def store(
 
 @triton.jit
 def _scales(own, COLUMN: tl.constexpr, where):
-    """Where the scales of a chunk's rows are, and which rows there are.  # [CHUNK / ROW, 1]"""
+    """Pointers to the scales of a chunk's rows, and which of the rows exist.  # [CHUNK / ROW, 1]"""
     start, at, left = where
     row = tl.arange(0, at.shape[0])[:, None]
     return pointer(own, COLUMN, tl.float32, 1) + start // ROW + row, row * ROW < left
@@ -71,7 +71,7 @@ def _scales(own, COLUMN: tl.constexpr, where):
 
 @triton.jit
 def _hash_bits(bits, seed):
-    """See :func:`halfpeak.fused.state_dtypes.codecs.hash_bits`. Its products are meant to wrap around."""
+    """See :func:`halfpeak.fused.state_dtypes.codecs.hash_bits`. The products wrap around on purpose."""
     mixed = bits ^ tl.mul(seed, -1640531527, sanitize_overflow=False)
     mixed = tl.mul(mixed, -2048144789, sanitize_overflow=False)
     mixed = tl.mul(mixed ^ ((mixed >> 13) & 0x7FFFF), -1028477387, sanitize_overflow=False)
@@ -82,13 +82,13 @@ def _hash_bits(bits, seed):
 def load_weight(
     own, DTYPE: tl.constexpr, MASTER: tl.constexpr, ALIGN: tl.constexpr, where, FULL: tl.constexpr
 ):
-    """A weight as float32. ``MASTER``: the bits of its remainder, 0 where it has none."""
+    """Load a chunk of a weight as float32. ``MASTER``: the number of bits of its remainder, 0 if it has none."""
     if MASTER == 0:
         return load(own, WEIGHT, DTYPE, ALIGN, where, FULL).to(tl.float32)
     else:
         low = load(own, WEIGHT, tl.int16, ALIGN, where, FULL).to(tl.int32)
         rest = load(own, REST, tl.int16 if MASTER == 16 else tl.int8, ALIGN, where, FULL).to(tl.int32)
-        # Nothing rounds up to a zero: one less would be a nan.
+        # A zero with a negative remainder (nothing rounds up to zero) would give a nan: one less than the bits of zero.
         rest = tl.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
         tail = (rest << (16 - MASTER)) & 0xFFFF
         return (((low - (rest < 0).to(tl.int32)) << 16) | tail).to(tl.float32, bitcast=True)
@@ -105,14 +105,14 @@ def store_weight(
     seed,
     FULL: tl.constexpr,
 ):
-    """Write a weight, and what it has rounded away."""
+    """Store a chunk of a weight, and the remainder of its rounding."""
     if MASTER == 0:
         store(own, WEIGHT, DTYPE, ALIGN, where, value, FULL)
     else:
         bits = value.to(tl.int32, bitcast=True)
         if MASTER == 8:
             bits = tl.add(bits, _hash_bits(bits, seed) >> 8, sanitize_overflow=False)
-        # The payload of a nan could round up to a zero.
+        # The bits of some nans would round up to a zero.
         bits = tl.where(value != value, 0x7FC00000, bits)
         rest = (bits << 16) >> (32 - MASTER)
         low = (bits >> 16) + (rest < 0).to(tl.int32)
@@ -124,7 +124,7 @@ def store_weight(
 def load_moment(
     own, COLUMN: tl.constexpr, FORMAT: tl.constexpr, ALIGN: tl.constexpr, where, FULL: tl.constexpr
 ):
-    """A moment as float32.
+    """Load a chunk of a moment as float32.
 
     Args:
         FORMAT: ``identity``, ``bf16``, ``bf16_stochastic``, ``int8_block`` or ``uint8_sqrt_block``.
@@ -152,7 +152,7 @@ def store_moment(
     seed,
     FULL: tl.constexpr,
 ):
-    """Write a moment; see :func:`load_moment`."""
+    """Store a chunk of a moment; see :func:`load_moment`."""
     if FORMAT == "identity":
         store(own, COLUMN, tl.float32, ALIGN, where, value, FULL)
     elif FORMAT == "bf16":
@@ -163,7 +163,7 @@ def store_moment(
         store(own, COLUMN, tl.int16, ALIGN, where, bits >> 16, FULL)
     else:
         root = value if FORMAT == "int8_block" else tl.sqrt_rn(value)
-        # The bits of floats without their sign are in the order of the floats, and a nan is the largest.
+        # Without the sign, the bits of floats are in the order of their values, and a nan is the largest.
         bits = tl.max(root.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
         scale = bits.to(tl.float32, bitcast=True) * (1 / 127 if FORMAT == "int8_block" else 1 / 255)
         scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)
@@ -171,7 +171,7 @@ def store_moment(
         tl.store(scales, scale, mask=exists)
         steps = tl.div_rn(root, tl.broadcast_to(scale, root.shape))
         if FORMAT == "int8_block":
-            # To the nearest, halves to the even: beside 1.5 * 2**23 a float32 has no digits behind the point.
+            # Rounds to nearest, ties to even, because a float32 near 1.5 * 2**23 has no fractional bits.
             steps = (steps + 12582912.0) - 12582912.0
             store(own, COLUMN, tl.int8, ALIGN, where, steps.to(tl.int32), FULL)
         else:

@@ -1,6 +1,6 @@
-"""Control: what a host would work out between reading the gradients and moving the weights, in one small program.
+"""The control kernel: decides a step on the device, between reading the gradients and updating the weights.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
@@ -81,27 +81,27 @@ def control_kernel(
     HYPER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Finish the reduction; decide; clip; move the loss scale; and work out the numbers that the update reads.
+    """Finish the reduction, decide, clip, move the loss scale, and compute the numbers that the update kernel reads.
 
-    The reference of the transition of the scale is :func:`halfpeak.core.schedule.advance`, and that of the clip
-    :func:`halfpeak.ops.reference.clip_coef`; with clipping, a norm that is not finite skips the step as well.
+    The reference of the loss scale is :func:`halfpeak.core.schedule.advance`, and that of the clip coefficient
+    :func:`halfpeak.ops.reference.clip_coef`. With clipping, a norm that is not finite skips the step, too.
 
     Args:
-        squares, flags: of each program that measured; ``partials`` of them.  # f32[partials], i32[partials]
+        squares, flags: results of each program of the measure kernel.         # f32[partials], i32[partials]
         factor: what unscales gradients.                                       # f32[]
-        found_inf: what is known already: skip on anything but zero; 2 if the loss itself was not finite.  # f32[]
-        scale, clean, grace, stuck: the loss scale.                            # f32[], i32[], ...
-        num_steps, num_skipped: steps so far.                                          # i32[]
-        rows: hyper-parameters, address of the step count, of the learning rate or 0.  # i64[count, 3]
-        hyper: sign, lr, weight decay and what the rule has.                   # f64[groups, HYPER]
+        found_inf: anything but 0 skips the step; 2 if the loss itself was not finite.  # f32[]
+        scale, clean, grace, stuck: the state of the loss scale.               # f32[], i32[], ...
+        num_steps, num_skipped: steps taken and skipped so far.                # i32[]
+        rows: for each step count its row of ``hyper``, its address, and the address of the learning rate or 0.  # i64[count, 3]
+        hyper: sign, lr, weight decay and the numbers of the rule.             # f64[groups, HYPER]
         numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
         floats: result: found_inf, norm, factor, squares, scale.               # f32[5]
-        ints: result: clean, grace, stuck, num_steps, num_skipped.                     # i32[5]
-        max_norm: of the norm, with ``CLIPS``.
-        own_max_norm: of the norm of what is left, which the rule itself asks for, with ``CLIPS_AGAIN``.
-        growth, backoff, floor, ceiling, interval, hysteresis: of the scale's configuration.
-        below, after_growth, after_overflow, after_failure: of its recovery, with ``RECOVERS``.
-        JUDGES: what was measured decides, too.
+        ints: result: clean, grace, stuck, num_steps, num_skipped.             # i32[5]
+        max_norm: the limit of the norm, with ``CLIPS``.
+        own_max_norm: the rule's own limit of the norm after that clip, with ``CLIPS_AGAIN``.
+        growth, backoff, floor, ceiling, interval, hysteresis: see :class:`~halfpeak.core.schedule.ScaleConfig`.
+        below, after_growth, after_overflow, after_failure: see :class:`~halfpeak.core.schedule.Recovery`; with ``RECOVERS``.
+        JUDGES: whether ``flags`` may skip the step.
     """
     at = tl.arange(0, BLOCK)
     known = at < partials

@@ -1,4 +1,4 @@
-"""The launches of a step: three where all parameters are of one kind, and none of them waits for the device."""
+"""Launches of a step's Triton kernels: three if all parameters are of one kind. None waits for the device."""
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ CHUNK = 1024
 """Elements that a program works on at a time."""
 
 COLUMNS = 14
-"""Of a member's row: numel; its row of numbers; addresses of weight, low weight, remainder, and of three slots, each beside
-its scales; its first chunk of those that it fills, how many they are, and the other one or -1."""
+"""Columns of a parameter's row: numel; its row of ``numbers``; addresses of weight, low weight, remainder, and of three state
+tensors, each followed by its scales; its first full chunk, the number of full chunks, and its partial chunk or -1."""
 
 HYPER = 9
-"""Of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
+"""Columns of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
 
 NUMBERS: int = _numbers.NUMBERS.value
-"""Of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
+"""Columns of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
 
 _OPTIONS: Final = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
-"""A multiply-add with one rounding would give other numbers than the rules give."""
+"""No fused multiply-add, because its single rounding would give other results than the rules."""
 
 _PARTS = 1024
-"""Chunks whose sums a program adds up at a time."""
+"""The number of chunks whose sums a program loads at a time."""
 
 _READING, _MOVING = 8, 4
-"""Programs that a multiprocessor holds at once: with up to 64 registers per thread, and with up to 128."""
+"""Programs that a multiprocessor runs at once: with up to 64 registers per thread (measure), with up to 128 (update)."""
 
 _DTYPES: Final = MappingProxyType(
     {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -47,19 +47,19 @@ _DTYPES: Final = MappingProxyType(
 
 
 class Chunks(NamedTuple):
-    """Parameters of one kind, in chunks.
+    """The chunks of the parameters of one launch, which have the same dtypes and rule.
 
     Attributes:
-        first: which member is the first of them.
-        many: how many members they are.
-        members: see :func:`~halfpeak.ops.triton.update.update_kernel`.   # i64[members, COLUMNS]
-        grads: where gradients lie.                                        # i64[members]
-        chunks: member, and which of its chunks.                           # i32[count, 2]
-        full: how many chunks their parameter fills; they come first.
-        processors: of the device; 0 in the interpreter.
+        first: the row of the first of these parameters.
+        many: the number of these parameters.
+        members: the rows of all parameters, see :data:`COLUMNS`.          # i64[members, COLUMNS]
+        grads: the addresses of all gradients.                             # i64[members]
+        chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
+        full: the number of full chunks, which come first.
+        processors: the multiprocessors of the device; 0 in the interpreter.
         is_aligned: whether every address is a multiple of 16 bytes.
-        weight: dtype of what the rule moves.
-        low: dtype of the model's weight, if it is another.
+        weight: dtype of the weights that the rule updates.
+        low: dtype of the model's weights; None if the rule updates these.
         grad: dtype of the gradients.
     """
 
@@ -76,7 +76,7 @@ class Chunks(NamedTuple):
     grad: torch.dtype
 
     def programs(self, per_processor: int = _READING) -> int:
-        """How many programs share them: as many as the device holds at once; the same in every run there."""
+        """The number of programs that share the chunks: as many as the device runs at once, so the same in every run."""
         return min(len(self.chunks), self.processors * per_processor or 3)
 
 
@@ -96,7 +96,7 @@ def measure(
     """See :func:`~halfpeak.ops.triton.measure.measure_kernel`.
 
     Args:
-        each: where to put what ``take`` names of each chunk: ``squares`` or ``largest``.
+        each: result for each chunk: what ``take`` names, ``squares`` or ``largest``.
     """
     measure_kernel[(chunks.programs(),)](
         chunks.members,
@@ -137,10 +137,10 @@ def control(
     """See :func:`~halfpeak.ops.triton.control.control_kernel`.
 
     Args:
-        partials: what was measured; None where ``found_inf`` says all that is known.
-        judges: whether what was measured may skip the step.
-        scale: how the loss scale moves; None where nothing is decided.
-        state: where it stands, and the steps so far: taken, skipped.
+        partials: ``squares`` and ``flags`` of the measure kernel; None if nothing was measured.
+        judges: whether ``flags`` may skip the step.
+        scale: the configuration of the loss scale; None if the kernel does not move it.
+        state: the state of the loss scale, then the numbers of steps taken and skipped.
     """
     squares, flags = partials or (floats, ints)
     many = 0 if partials is None else len(squares)
@@ -221,7 +221,7 @@ def _move(
         C=config.moments[2],
         COLUMNS=COLUMNS,
         CHUNK=CHUNK,
-        # Four elements at a time in every dtype: then all of a chunk is laid out alike, and nothing changes threads.
+        # Four elements at a time in every dtype, so that all tensors of a chunk have one layout and none changes threads.
         ALIGN=4 if chunks.is_aligned else 1,
         **_OPTIONS,
     )
@@ -248,7 +248,7 @@ def norm(
 def lamb_trust_update(
     chunks: Chunks, numbers: Tensor, found_inf: Tensor, rows: Tensor, *, counters: int, config: KernelConfig
 ) -> None:
-    """LAMB in three launches: its moments, the learning rate of each member by its norms, and the weights."""
+    """Update by LAMB in three launches: the moments, the learning rate of each parameter from its norms, the weights."""
     count = len(chunks.chunks)
     sums = torch.empty((2, count), dtype=torch.float32, device=chunks.members.device)
     rates = torch.empty(chunks.first + chunks.many, dtype=torch.float32, device=chunks.members.device)

@@ -1,6 +1,6 @@
-"""Layer-wise rules: norms of whole parameters, from sums over their chunks in a fixed order.
+"""Kernels of layer-wise rules: norms of whole parameters, from sums over their chunks in a fixed order.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
@@ -14,16 +14,16 @@ from halfpeak.ops.triton.measure import pointer
 from halfpeak.ops.triton.step_numbers import NUMBERS
 
 CHUNKS = tl.constexpr(11)
-"""Columns of a member's row: its first chunk of those that it fills, how many they are, and the other one or -1."""
+"""The first of three columns of a parameter's row: its first full chunk, the number of them, its partial chunk or -1."""
 
 
 @triton.jit
 def _total(each, own, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of what was found in the chunks of a member, or the largest of it."""
+    """The sum of ``each`` over the chunks of a parameter, or the largest value."""
     first, count, rest = tl.load(own + CHUNKS), tl.load(own + CHUNKS + 1), tl.load(own + CHUNKS + 2)
     at = tl.arange(0, BLOCK)
     last = tl.load(each + rest, mask=rest >= 0, other=0.0)
-    # As bits a nan is the largest.
+    # Compares bits, of which those of a nan are the largest.
     total = tl.zeros((BLOCK,), tl.int32 if LARGEST else tl.float32)
     for start in range(0, count, BLOCK):
         part = tl.load(each + first + start + at, mask=start + at < count, other=0.0)
@@ -48,14 +48,14 @@ def norm_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """NovoGrad's running norm, in its place: one program for one member.
+    """Update NovoGrad's running norm in place: one program for each parameter.
 
     Args:
         members: see :func:`~halfpeak.ops.triton.update.update_kernel`.            # i64[members, COLUMNS]
-        first: which of them is that of the first program.
+        first: the row of the first program's parameter.
         numbers: what a gradient is multiplied by, the constants, the step.        # f32[rows, NUMBERS]
         factor: what gradients were multiplied by when they were measured.         # f32[]
-        found_inf: keep the norms as they are?                                     # f32[]
+        found_inf: anything but 0 leaves the norms as they are.                    # f32[]
         each: see :func:`~halfpeak.ops.triton.measure.measure_kernel`.             # f32[count]
     """
     own = members + (first + tl.program_id(0)) * COLUMNS
@@ -63,7 +63,7 @@ def norm_kernel(
     place = pointer(own, SECOND, tl.float32, 1)
     norm = tl.load(place)
     now = _total(each, own, LARGEST, BLOCK)
-    # They may have been clipped since.
+    # The gradients may have been clipped since they were measured.
     clip = tl.abs(tl.div_rn(tl.load(number), tl.load(factor)))
     keep, gain = tl.load(number + 3), tl.load(number + 4)
     if LARGEST:
@@ -71,7 +71,7 @@ def norm_kernel(
     else:
         squares = norm * norm * keep + now * clip * clip * gain
         norm = tl.sqrt_rn(squares)
-    # Nothing has no norm.
+    # An empty parameter has no norm.
     moves = (tl.load(found_inf) == 0.0) & (tl.load(own) > 0)
     tl.store(place, norm, mask=moves)
 
@@ -80,12 +80,12 @@ def norm_kernel(
 def lamb_trust_kernel(
     members, first, count, numbers, sums, rates, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """LAMB's learning rate for each member, times the size of its weight over that of its move: one program for one.
+    """LAMB's learning rate for each parameter: lr * norm of the weight / norm of its update. One program for each.
 
     Args:
         members, first, numbers: see :func:`norm_kernel`.
-        count: how many chunks there are.
-        sums: of the squares in each chunk: of weights, then of moves.  # f32[2, count]
+        count: the number of chunks.
+        sums: the sum of squares in each chunk: of weights, then of updates.  # f32[2, count]
         rates: result.                                                  # f32[members]
     """
     member = first + tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Measure: read all gradients once, wherever they lie; a sum of squares and a flag per program.
+"""The measure kernel: reads all gradients once, where autograd left them; each program gives a sum of squares and a flag.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 
@@ -12,14 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def pointer(table, at, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """The address in ``table[at]`` as a pointer, at a multiple of ``ALIGN`` elements, which makes loads through it wide."""
+    """The address in ``table[at]`` as a pointer. It is a multiple of ``ALIGN`` elements, which makes loads through it wide."""
     place = tl.load(table + at).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
 
 
 @triton.jit
 def largest(value):
-    """The largest absolute value, nan if there is one: the bits of floats without their sign are in their order."""
+    """The largest absolute value, or nan if there is one: without the sign, the bits of floats are in the order of values."""
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits).to(tl.float32, bitcast=True)
 
@@ -76,28 +76,28 @@ def measure_kernel(
     ALIGN: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """``squares[program] = sum((grad * factor)**2)`` over its chunks, and ``flags[program] = 1`` if one is not finite.
+    """``squares[program] = sum((grad * factor)**2)`` over its chunks, ``flags[program] = 1`` if an element is not finite.
 
-    Scaled before it is squared, because the square of a scaled gradient may overflow. Chunks that their parameter fills
-    come first: loads without a mask are wide. Every program sums its chunks in the same order in every run.
+    Gradients are unscaled before they are squared, because the square of a scaled gradient may overflow. Full chunks come
+    first, because loads without a mask are wide. Every program sums its chunks in the same order in every run.
 
     Args:
-        members: numel first.  # i64[members, COLUMNS]
-        grads: addresses.      # i64[members]
-        chunks: member, and which of its chunks.  # i32[count, 2]
-        full: how many chunks their parameter fills.
-        count: how many chunks there are.
+        members: the rows of parameters; the first column is numel.  # i64[members, COLUMNS]
+        grads: the addresses of gradients.  # i64[members]
+        chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
+        full: the number of full chunks.
+        count: the number of chunks.
         factor: what unscales gradients.  # f32[]
         squares: the result.   # f32[programs]
         flags: the result.     # i32[programs]
-        each: result for rules that take norms: ``EACH``, ``squares`` or ``largest``, of every chunk.  # f32[count]
+        each: result for layer-wise rules: of every chunk what ``EACH`` names, ``squares`` or ``largest``.  # f32[count]
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     scale = tl.load(factor)
     total = tl.zeros((CHUNK,), tl.float32)
     bad = tl.zeros((CHUNK,), tl.int32)
-    # Four at a time: their loads need not wait for one another.
+    # Unrolled, so that the loads of four chunks do not wait for one another.
     for chunk in tl.range(program, full, programs, loop_unroll_factor=4):
         total, bad = _read(
             total, bad, members, grads, chunks, chunk, scale, each, GRAD, COLUMNS, CHUNK, ALIGN, EACH, True

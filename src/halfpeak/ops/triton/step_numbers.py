@@ -1,6 +1,6 @@
-"""Numbers: what the update reads for each count of steps, worked out where the steps are counted.
+"""Step numbers: the scalars that the update kernel reads for each step count, computed on the device.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 NUMBERS = tl.constexpr(12)
-"""In a row: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
+"""Columns of a row: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
 
 SEED = tl.constexpr(11)
-"""Where the step stands, for forms that round up or down by chance."""
+"""The column of the step, which seeds stochastic rounding."""
 
 
 @triton.jit
@@ -34,16 +34,16 @@ def _put(numbers, column: tl.constexpr, value):
 
 @triton.jit
 def write_numbers(numbers, hyper, multiplier, lr, step, RULE: tl.constexpr):
-    """One row: what a gradient is multiplied by, the constants of the rule, and at :data:`SEED` the step.
+    """Write one row: what a gradient is multiplied by, the constants of the rule, and at :data:`SEED` the step.
 
-    The constants are those that ``constants`` of the rules tells a host.
+    The constants are those of ``Rule.constants``, in the same order.
 
     Args:
         numbers: result.                                     # f32[NUMBERS]
-        hyper: sign, lr, weight decay and what the rule has.  # f64[HYPER]
+        hyper: sign, lr, weight decay and the numbers of the rule.  # f64[HYPER]
         multiplier: unscales gradients and clips.
         lr: learning rate.                                   # f64
-        step: the coming one.                                # i32
+        step: the number of the coming step.                 # i32
     """
     _put(numbers, 0, tl.load(hyper) * multiplier)
     _put(numbers, SEED, step)
@@ -73,7 +73,7 @@ def write_numbers(numbers, hyper, multiplier, lr, step, RULE: tl.constexpr):
         _put(numbers, 2, eps)
         _put(numbers, 3, decay)
     else:
-        # These two differ in the second moment.
+        # LAMB and NovoGrad differ in the second moment.
         tl.static_assert(RULE == "lamb" or RULE == "novograd", "a rule without constants in write_numbers")
         corrects = tl.load(hyper + 6) != 0
         averages = tl.load(hyper + 7) != 0

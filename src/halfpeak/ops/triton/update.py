@@ -1,6 +1,6 @@
-"""Update: unscale gradients, clip, apply a rule, round into the model's weight, in one pass.
+"""The update kernel: unscales gradients, clips, applies a rule and rounds into the model's weights, in one pass.
 
-Not typed strictly: what stands in a kernel is the language of triton, which type checkers do not know.
+Not typed strictly, because type checkers do not know the language of Triton kernels.
 """
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
@@ -50,7 +50,7 @@ def _move(
     ALIGN: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """One chunk, in the arithmetic of the rules in :mod:`halfpeak.fused.rules`, operation by operation."""
+    """Update one chunk by the arithmetic of the rules in :mod:`halfpeak.fused.rules`, operation by operation."""
     member = tl.load(chunks + 2 * chunk).to(tl.int64)
     own = members + member * COLUMNS
     number = numbers + tl.load(own + 1) * NUMBERS
@@ -78,7 +78,7 @@ def _move(
         store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
         store_moment(own, SECOND, B, ALIGN, where, second, seed, FULL)
     elif RULE == "sgd":
-        # OPTION: "", "momentum" or "nesterov"; OTHER: late.
+        # OPTION: "", "momentum" or "nesterov"; OTHER: weight decay after the momentum.
         decay = tl.load(number + 4)
         if not OTHER:
             grad = grad + weight * decay
@@ -104,7 +104,7 @@ def _move(
         weight = weight - tl.load(number + 1) * move
         store_moment(own, FIRST, A, ALIGN, where, total, seed, FULL)
     elif RULE == "lamb":
-        # OPTION: decoupled. OTHER: with trust "moments", then "weights", with the learning rates of members in ``each``.
+        # OPTION: decoupled. OTHER: with trust "moments", then "weights", with the learning rate of each parameter in ``each``.
         decay = tl.load(number + 8)
         first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
         second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
@@ -121,7 +121,7 @@ def _move(
             move = move + weight * decay
         if OTHER == "moments":
             _, at, left = where
-            # Beside the last element there may be 0 / 0.
+            # Past the last element there may be 0 / 0.
             move = tl.where(at < left, move, 0.0)
             tl.store(each + chunk, tl.sum(weight * weight))
             tl.store(each + count + chunk, tl.sum(move * move))
@@ -131,7 +131,7 @@ def _move(
             weight = weight - tl.load(number + 9) * move
     else:
         tl.static_assert(RULE == "novograd", "a rule without a formula in update_kernel")
-        # Its norm is up to date. OPTION: inside.
+        # norm_kernel has updated the norm. OPTION: the first moment includes the division by the norm and the weight decay.
         norm = tl.load(pointer(own, SECOND, tl.float32, 1))
         divisor = tl.full(grad.shape, 0.0, tl.float32) + (norm * tl.load(number + 6) + tl.load(number + 7))
         decay = tl.load(number + 8)
@@ -179,22 +179,22 @@ def update_kernel(
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Move every weight once, unless ``found_inf`` is anything but zero; then count the step.
+    """Update every weight once and count the step; do nothing if ``found_inf`` is not zero.
 
     Args:
-        members: numel, row of numbers, addresses; see :mod:`halfpeak.ops.triton.codecs`.  # i64[members, COLUMNS]
-        grads: addresses.                                                # i64[members]
-        chunks: member, and which of its chunks.                         # i32[count, 2]
-        full: how many chunks their parameter fills; they come first.
-        count: how many chunks there are.
+        members: the rows of parameters: numel, row of ``numbers``, addresses, chunks.  # i64[members, COLUMNS]
+        grads: the addresses of gradients.                               # i64[members]
+        chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
+        full: the number of full chunks, which come first.
+        count: the number of chunks.
         numbers: what a gradient is multiplied by, the constants, the step.  # f32[rows, NUMBERS]
-        found_inf: skip?                                                 # f32[]
-        rows: with the addresses of the step counts; ``counters`` of them are counted here.  # i64[rows, 3]
-        each: with ``OTHER="moments"`` result: sums of the squares of weights, then of moves.  # f32[2, count]
+        found_inf: anything but 0 skips the step.                        # f32[]
+        rows: the addresses of the step counts; this launch increments the first ``counters`` of them.  # i64[rows, 3]
+        each: with ``OTHER="moments"`` result: the sums of squares of weights, then of updates.  # f32[2, count]
             With ``OTHER="weights"`` the learning rates.                 # f32[members]
-        DTYPE, LOWER, GRAD: of weights, of the model's low weights if they are others, of gradients.
+        DTYPE, LOWER, GRAD: dtypes of weights, of the model's low weights (None if it has none), of gradients.
         RULE, OPTION, OTHER: the formula.
-        MASTER, A, B, C: the forms of the weight and of its slots.
+        MASTER, A, B, C: bits of the weight's remainder, and the formats of its three state tensors.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
