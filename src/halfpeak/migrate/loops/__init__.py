@@ -1,1 +1,1 @@
-"""A training loop of ``apex.amp``: recognised as a whole, and written anew with an engine or with torch alone."""
+"""Rewriting of training loops for ``apex.amp``: a loop is matched as a whole and rewritten with an engine or torch."""

@@ -1,4 +1,4 @@
-"""A training loop written for ``apex.amp``: what it initialises, runs backward and steps; matched as a whole or not at all."""
+"""match_loop: matches the ``apex.amp`` training loop of a file as a whole, or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from halfpeak.migrate.tree import Tree, Use, names_in, walk
 Block = cst.Module | cst.IndentedBlock
 
 PREFIXES: Final = ("apex.amp", "halfpeak.amp")
-"""Loops on ``halfpeak.amp`` are rewritten like those on apex's."""
+"""The modules whose loops are matched; a loop on ``halfpeak.amp`` is rewritten like one on apex."""
 
 _KNOWN: Final = frozenset(
     {"initialize", "scale_loss", "master_params", "disable_casts", "state_dict", "load_state_dict"}
 )
-"""Names of amp that a loop may use and still be understood."""
+"""The names of amp that a matched loop may use."""
 
 _KEEP_AMP: Final = "keep halfpeak.amp, or rewrite it by hand with halfpeak.prepare"
 
@@ -34,12 +34,12 @@ class Initialize:
         statement: the whole line.
         use: the name that is called.
         models: the first argument.
-        optimizers: the second.
-        keywords: the others.
-        numbers: the number of each optimizer, by every name that it goes by.
-        count: how many optimizers there are.
-        level: the opt level, if it is a literal.
-        result: the targets that the result is unpacked into, where they differ from the arguments.
+        optimizers: the second argument.
+        keywords: the other arguments.
+        numbers: the number of each optimizer, by every expression for it before and after the call.
+        count: the number of optimizers.
+        level: the opt level if it is a literal, else None.
+        result: the code of the targets that the result is unpacked into; None if it is that of the arguments.
     """
 
     statement: cst.SimpleStatementLine
@@ -58,9 +58,9 @@ class BackwardPass:
     """``with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
     Attributes:
-        statement: the whole block; its place is ``block.body[index]``.
-        number: which optimizer, as in :attr:`Initialize.numbers`.
-        args: of ``backward``.
+        statement: the ``with`` statement, which is ``block.body[index]``.
+        number: the number of the optimizer in :attr:`Initialize.numbers`.
+        args: the arguments of ``backward``.
     """
 
     statement: cst.With
@@ -86,10 +86,10 @@ class OptimizerStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class LoopMatch:
-    """One loop, or several that share an ``initialize``.
+    """One training loop, or several that share an ``initialize``.
 
     Attributes:
-        uses: every use of amp, by the name in amp.
+        uses: all uses of amp, by the names in amp.
     """
 
     initialize: Initialize
@@ -103,12 +103,12 @@ class LoopMatch:
 
 
 def not_supported(use: Use, reason: str, write: str = _KEEP_AMP) -> NotSupported:
-    """Why a use of amp is not certain, quoted by its name."""
+    """The exception for a use of amp whose meaning is not certain; it quotes the name of the use."""
     return NotSupported(use.node, use.name, reason, write)
 
 
 def uses_of_amp(tree: Tree) -> dict[str, list[Use]]:
-    """The uses of amp's names, apex's or halfpeak's. Uses of the module itself are under the empty name."""
+    """The uses of names in ``apex.amp`` or ``halfpeak.amp``, by name. A use of the module itself has the empty name."""
     found: dict[str, list[Use]] = {}
     for use in tree.uses:
         if any(use.name == prefix or use.name.startswith(f"{prefix}.") for prefix in PREFIXES):
@@ -123,7 +123,7 @@ def match_loop(tree: Tree) -> LoopMatch | None:
     """The training loop of a file; None if it does not use amp.
 
     Raises:
-        NotSupported: it uses amp in a way that is not understood in full.
+        NotSupported: the file uses amp in a way that cannot be matched.
     """
     uses = uses_of_amp(tree)
     if not uses:
@@ -153,7 +153,7 @@ def match_loop(tree: Tree) -> LoopMatch | None:
 
 
 def elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """The elements of a list or tuple display; any other expression is its own only element."""
+    """The elements of a list or tuple display; for any other expression, the expression itself."""
     return [one.value for one in node.elements] if isinstance(node, cst.List | cst.Tuple) else [node]
 
 
@@ -210,7 +210,7 @@ def _codes(tree: Tree, node: cst.BaseExpression) -> list[str]:
 
 
 def _names_after(tree: Tree, target: cst.BaseExpression, count: int) -> dict[str, int]:
-    """The numbers of the optimizers by their names after ``initialize``: each has one, or they are in a list."""
+    """The numbers of the optimizers by the expressions for them after ``initialize``: names, or ``name[number]``."""
     names = _codes(tree, target)
     if len(names) != count:
         names = [f"{tree.code(target)}[{number}]" for number in range(count)]
@@ -279,7 +279,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
 
 
 def _backward_args(statement: cst.With, scaled: str) -> Sequence[cst.Arg] | None:
-    """The arguments of ``scaled.backward(...)``, if the body is that and nothing else."""
+    """The arguments of ``scaled.backward(...)`` if this call is the whole body; else None."""
     body = statement.body.body
     line = body[0] if len(body) == 1 else None
     small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else line
@@ -319,14 +319,14 @@ def _steps(tree: Tree, initialize: Initialize, blocks: Sequence[Block]) -> Itera
 
 
 def _place(tree: Tree, statement: cst.BaseStatement) -> tuple[Block, int]:
-    """The block of a statement, and its index there."""
+    """The block that contains a statement, and the statement's index in it."""
     block = tree.parent(statement)
     assert isinstance(block, Block)
     return block, next(index for index, one in enumerate(block.body) if one is statement)
 
 
 def _check_order(tree: Tree, match: LoopMatch, block: Block) -> None:
-    """Each backward pass has a step after it, with no second pass of the same optimizer and loss in between."""
+    """Check that a step follows each backward pass, with no second pass of the same optimizer and loss in between."""
     events = [one for one in (*match.passes, *match.steps) if one.block is block]
     waiting: dict[int, list[str]] = {}
     for event in sorted(events, key=lambda one: one.index):

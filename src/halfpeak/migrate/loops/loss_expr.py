@@ -1,4 +1,4 @@
-"""The statements of a block that compute a loss: a backward slice from the expression that is differentiated."""
+"""forward_ranges: finds the statements of a block that compute a loss, by a backward slice from the loss expression."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NEVER_CAST: Final = frozenset({
     "arange", "randn_like", "rand_like", "zeros_like", "ones_like", "full_like",
 })
 # fmt: on
-"""Calls whose results a cast does not change."""
+"""Functions and methods whose results do not depend on a cast of operations."""
 
 
 def forward_ranges(
     body: Sequence[cst.CSTNode], losses: Iterable[tuple[int, cst.BaseExpression]], barriers: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """The runs of statements, first and last, that compute the losses.
+    """The ranges of statements that compute the losses, as pairs of first and last index.
 
     Args:
         body: the statements of a block.
-        losses: the index of each statement that runs backward, and its loss.
-        barriers: indices of statements that no run may contain: backward passes and steps.
+        losses: the index of each backward pass, and its loss.
+        barriers: indices of statements that no range may contain: backward passes and steps.
     """
     wanted: set[int] = set()
     for index, loss in losses:
@@ -46,7 +46,7 @@ def forward_ranges(
 
 
 def computes(node: cst.CSTNode) -> bool:
-    """Whether a statement or an expression calls anything whose result a cast could change.
+    """Whether a statement or an expression calls a function whose result a cast could change.
 
     >>> computes(cst.parse_expression("batch.to(device)")), computes(cst.parse_expression("model(batch)"))
     (False, True)
@@ -55,7 +55,7 @@ def computes(node: cst.CSTNode) -> bool:
 
 
 def names_read(node: cst.CSTNode) -> set[str]:
-    """The names that a node mentions, without attributes and keywords."""
+    """The names in a node, as text, without names of attributes and of keyword arguments."""
     return {name.value for name in names_in(node)}
 
 
@@ -70,7 +70,7 @@ def _slice(body: Sequence[cst.CSTNode], end: int, loss: cst.BaseExpression) -> s
 
 
 def _bound(statement: cst.CSTNode) -> Iterator[str]:
-    """The names that a statement assigns, or changes in place by a method, an index or an attribute."""
+    """The names that a statement assigns, or whose objects it changes by a method, an index or an attribute."""
     for node in walk(statement):
         if isinstance(
             node, cst.AssignTarget | cst.AugAssign | cst.AnnAssign | cst.For | cst.NamedExpr | cst.CompFor

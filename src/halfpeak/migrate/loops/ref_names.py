@@ -1,4 +1,4 @@
-"""RefNames: the name by which each function of a training loop refers to the engine, or to the scaler."""
+"""RefNames: the name by which each function of a rewritten loop refers to the engine or scaler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PASS: Final = "pass the engine there, and rewrite it by hand; or keep halfpeak.
 
 
 class RefNames:
-    """The new object that takes the place of ``amp``: a local name, a global one, or an attribute of ``self``.
+    """The name of the engine or scaler that replaces ``amp``: a local or global name, or an attribute of ``self``.
 
-    A function that gets the optimizer as an argument gets the object too, if every call of the function is visible.
+    A function with the optimizer as a parameter gets the object as another, if every call of the function is visible.
 
     Args:
-        initialize: where the object is made.
-        word: its name, unless the file uses that word already.
+        initialize: the call in whose place the object is made.
+        word: the name of the object; ``amp_<word>`` if the file uses this name already.
     """
 
     def __init__(self, tree: Tree, initialize: Initialize, word: str) -> None:
@@ -36,14 +36,14 @@ class RefNames:
 
     @property
     def own(self) -> str:
-        """The name where the object is made."""
+        """The expression for the object where it is made."""
         return f"self.{self._name}" if self._in_self else self._name
 
     def at(self, node: cst.CSTNode, optimizer: cst.BaseExpression | None = None) -> str:
-        """The name at a node, where ``optimizer`` is the expression for the optimizer.
+        """The expression for the object at a node, where ``optimizer`` is the expression for the optimizer.
 
         Raises:
-            NotSupported: it is not certain that the object can be reached there.
+            NotSupported: it is not certain that code at the node can reach the object.
         """
         function = self._tree.function(node)
         if function is self._function:
@@ -67,7 +67,7 @@ class RefNames:
         return self._name
 
     def pass_on(self, edits: Edits) -> None:
-        """Add a parameter to the functions that need the object, and an argument to their calls."""
+        """Add a parameter to each function that needs the object, and an argument to its calls."""
         for function, calls in self._receivers.items():
             edits.replace(function.params, self._with_parameter)
             for call in calls:
@@ -96,7 +96,7 @@ class RefNames:
         return all(scopes) and scopes[0][there.value] == scopes[1][there.value]  # pyright: ignore[reportOptionalSubscript]
 
     def _calls(self, function: cst.FunctionDef, optimizer: cst.BaseExpression) -> list[cst.Call]:
-        """Every call of a function, all made beside ``amp.initialize`` with the optimizer under its name."""
+        """Every call of a function: all must be beside ``amp.initialize`` and pass the optimizer under its name."""
         name, code = function.name.value, self._tree.code(optimizer)
         positions = [one.name.value for one in (*function.params.posonly_params, *function.params.params)]
         scope = self._tree.scope(function)

@@ -1,4 +1,4 @@
-"""Edits that both ways to rewrite a training loop share: statements with their comments, wrapped blocks, imports."""
+"""Edits that ``to_engine`` and ``to_autocast`` share: statements with their comments, wrapped blocks, imports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from halfpeak.migrate.tree import Tree
 
 
 def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.SimpleStatementLine]]:
-    """Put other statements in the place of a line; the first keeps its comments."""
+    """A change that replaces a line by other lines; the first keeps the comments."""
     lines = [parse_line(text) for text in texts]
     return lambda updated: in_place_of_line(updated, lines)
 
 
 def in_place(*texts: str) -> Callable[[Any], list[Any]]:
-    """Put other statements in the place of a block or a line, and keep all of its comments."""
+    """A change that replaces a compound statement or a line by other statements, and keeps all comments."""
 
     def change(updated: Any) -> list[Any]:
         first, *others = [cst.parse_statement(text) for text in texts]
@@ -32,7 +32,7 @@ def in_place(*texts: str) -> Callable[[Any], list[Any]]:
 
 
 def _comments_in(node: Any) -> list[cst.EmptyLine]:
-    """The comments after the head of a block and around its lines, or after a line."""
+    """The comments in a compound statement with one line in its body, or at the end of a line."""
     if isinstance(node, cst.SimpleStatementLine):
         ends, lines = [node.trailing_whitespace], list[cst.EmptyLine]()
     elif isinstance(node.body, cst.SimpleStatementSuite):
@@ -49,10 +49,10 @@ def _comments_in(node: Any) -> list[cst.EmptyLine]:
 
 
 def require_named_loss(one: BackwardPass) -> None:
-    """Where casts are on only inside a context, the loss must be computed in a statement that can be put into it.
+    """Check that a statement of its own computes the loss, so that it can be moved into the context with casts.
 
     Raises:
-        NotSupported: it is computed in the head of ``with amp.scale_loss(...)``.
+        NotSupported: the loss is computed in the head of ``with amp.scale_loss(...)``.
     """
     if computes(one.loss):
         reason = "the loss is computed in its head"
@@ -63,7 +63,7 @@ def wrap_forward(edits: Edits, match: LoopMatch, block: Block, context: str, *, 
     """Put the statements of a block that compute its losses into ``with context:``.
 
     Args:
-        required: the context changes what is computed, so it must be certain which statements belong inside.
+        required: whether the context changes results; if so, a loss that is computed elsewhere is not supported.
     """
     passes = [one for one in match.passes if one.block is block]
     barriers = [one.index for one in passes] + [one.index for one in match.steps if one.block is block]
@@ -103,14 +103,14 @@ def _wrapped(lists: list[list[Any]], ranges: Sequence[tuple[int, int]], context:
 def imports_for(
     tree: Tree, match: LoopMatch, names: Sequence[ImportedName], *, kept: Collection[str]
 ) -> LoopImports:
-    """Import other names in the place of amp, unless the rewritten code still uses it.
+    """The imports of other names in the place of amp, which stays imported if the rewritten code still uses it.
 
     Args:
-        names: those that the rewritten code needs.
-        kept: names of amp that it still uses.
+        names: the names that the rewritten code needs.
+        kept: the names of amp that the rewritten code still uses.
 
     Raises:
-        NotSupported: some of the code would not see the new import.
+        NotSupported: amp is imported in a function, so other code that needs the new names would not see them.
     """
     gone = {use for name, uses in match.uses.items() if name not in kept for use in uses}
     where = match.initialize.use.aliases

@@ -1,4 +1,4 @@
-"""A matched training loop, written with ``torch.autocast`` and ``GradScaler``, where these can express it."""
+"""write_autocast: rewrites a matched training loop with ``torch.autocast`` and ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONTEXTS: Final = {
     "O1": 'torch.autocast("cuda", dtype=torch.float16)',
     "O4": 'torch.autocast("cuda", dtype=torch.bfloat16)',
 }
-"""The context of each level that torch can express; None where it needs none."""
+"""The context of each opt level that torch can express; None if the level needs no context."""
 
 _DEFAULTS: Final = {
     "verbosity": None,
@@ -36,14 +36,14 @@ _DEFAULTS: Final = {
     "loss_scale": '"dynamic"',
     "num_losses": "1",
 }
-"""Keywords of ``initialize`` that torch can express: at any value (None), or at this one."""
+"""Keywords of ``initialize`` that torch can express: with any value (None), or with this value only."""
 
 
 def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
-    """The edits that put torch's autocast and ``GradScaler`` in the place of amp.
+    """The edits that replace amp by torch's autocast and ``GradScaler``.
 
     Raises:
-        NotSupported: torch cannot express it, or it is not certain.
+        NotSupported: torch cannot express the loop, or the meaning of some code is not certain.
     """
     initialize = match.initialize
     _check(tree, initialize)
@@ -108,13 +108,13 @@ def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, scaler: str) ->
         return [f"{loss if simple else f'({loss})'}.backward({args})"]
     texts = [f"{scaler}.scale({loss}).backward({args})"]
     if _reads_before_step(match, one):
-        # amp leaves unscaled gradients; GradScaler unscales them before the step only when it is asked to.
+        # amp unscales gradients after backward; GradScaler does so in its step unless unscale_() is called earlier.
         texts.append(f"{scaler}.unscale_({edits.code(one.optimizer)})")
     return texts
 
 
 def _reads_before_step(match: LoopMatch, one: BackwardPass) -> bool:
-    """Whether anything stands between the last backward pass of an optimizer and its step."""
+    """Whether statements that may read gradients are between the optimizer's last backward pass and its step."""
     after = [
         step
         for step in match.steps

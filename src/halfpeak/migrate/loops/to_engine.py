@@ -1,4 +1,4 @@
-"""A matched training loop, written with ``halfpeak.prepare`` and its engine."""
+"""write_engine: rewrites a matched training loop with ``halfpeak.prepare`` and its engine."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _KEPT: Final = frozenset(
         *("loss_scale", "cast_model_outputs", "num_losses", "norms"),
     }
 )
-"""Keywords of ``initialize`` that ``prepare`` takes too."""
+"""Keywords of ``initialize`` that ``prepare`` takes, too."""
 
 _GONE: Final = frozenset({"verbosity", "opt_level", "min_loss_scale", "max_loss_scale"})
 _SHARED: Final = frozenset({"master_params", "disable_casts"})
-"""Names of amp that work with an engine as they do with amp."""
+"""Names of ``halfpeak.amp`` that also work with an engine, so the rewritten code keeps them."""
 
 _CHECKPOINTS: Final = frozenset({"state_dict", "load_state_dict"})
-"""Names of amp in whose place apex's form of a state is read or made."""
+"""Names of amp that are replaced by code that reads or writes loss-scaler states in apex's format."""
 
 _NO_OP_CASTS: Final = LEVELS.keys() - PER_OP
-"""Levels that cast no operations, so that it does not matter which statements are inside ``engine.forward()``."""
+"""Levels that cast no operations: ``engine.forward()`` need not contain exactly the statements of the forward pass."""
 
 _BEFORE_ANOTHER: Final = cst.Arg(cst.Name("_"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-"""An argument with the comma and space before the next one."""
+"""An argument followed by a comma and a space."""
 
 
 def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
-    """The edits that put an engine in the place of amp.
+    """The edits that replace amp by an engine.
 
     Raises:
-        NotSupported: some code has no certain counterpart.
+        NotSupported: some code has no certain equivalent.
     """
     more = [ImportedName("halfpeak.checkpoint", "scaler_states")] if _CHECKPOINTS & match.uses.keys() else []
     imports = imports_for(tree, match, [ImportedName("halfpeak"), *more], kept=_SHARED)
@@ -83,7 +83,7 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
 
 
 def _clip_main_params(tree: Tree, match: LoopMatch, block: Block, engine: str, edits: Edits) -> list[Finding]:
-    """Between backward pass and step: what clips gradients of the model's parameters has to clip those of the masters."""
+    """Clip ``engine.main_params()`` instead of ``model.parameters()`` before a step; with many optimizers, report it."""
     first = min(one.index for one in match.passes if one.block is block)
     last = max((step.index for step in match.steps if step.block is block), default=first)
     notes = list[Finding]()
@@ -107,7 +107,7 @@ def _clip_main_params(tree: Tree, match: LoopMatch, block: Block, engine: str, e
 
 
 def _reads_gradients_later(tree: Tree, match: LoopMatch) -> bool:
-    """Whether the loop reads gradients elsewhere than before a step, when the engine has dropped them."""
+    """Whether the loop reads gradients outside of backward pass to step, where the engine has released them."""
     reading = [
         node
         for node in walk(tree.module)
@@ -149,7 +149,7 @@ def _prepare(match: LoopMatch, refs: RefNames, edits: Edits):
         target = cst.AssignTarget(cst.parse_expression(refs.own))  # pyright: ignore[reportArgumentType]
         lines = [updated.with_changes(body=[cst.Assign([target], made)])]
         if initialize.result is not None:
-            # Before the engine, which gets these names: an optimizer that is made here is made once.
+            # A line before prepare(), whose arguments are then these names, so that each argument is evaluated once.
             given = f"{edits.code(initialize.models)}, {edits.code(initialize.optimizers)}"
             lines.insert(0, parse_line(f"{initialize.result} = {given}"))
         return in_place_of_line(updated, lines)
@@ -158,7 +158,7 @@ def _prepare(match: LoopMatch, refs: RefNames, edits: Edits):
 
 
 def _arguments(args: object, first: Mapping[str, cst.BaseExpression]) -> list[cst.Arg]:
-    """The arguments of ``prepare``, with other expressions for the first two."""
+    """The arguments of ``prepare``, with the expressions in ``first`` for models and optimizers."""
     given: list[cst.Arg] = [
         arg.with_changes(value=first.get(keyword_of(arg) or ("models", "optimizers")[place], arg.value))
         for place, arg in enumerate(args)  # pyright: ignore
@@ -201,7 +201,7 @@ def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, engine: str) ->
 
 
 def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -> None:
-    """Save and load amp's part of a checkpoint in its old form, so that old checkpoints still load."""
+    """Save and load amp's part of a checkpoint in apex's format, so that old checkpoints still load."""
     for use in match.uses.get("state_dict", ()):
         call = tree.call_of(use.node)
         if call is None or call.args:
