@@ -1,4 +1,4 @@
-"""Code of apex.amp, ``torch.cuda.amp`` and mmcv, rewritten for halfpeak or ``torch.amp``. Needs libcst."""
+"""Rewriting of code for apex.amp, ``torch.cuda.amp`` and mmcv into code for halfpeak or ``torch.amp``. Needs libcst."""
 
 from halfpeak.migrate.findings import TARGETS, Finding, Target
 from halfpeak.migrate.project import Migrated, migrate

@@ -1,4 +1,4 @@
-"""The arguments of calls whose new function takes other arguments than the old one."""
+"""Changes of the arguments of calls whose new function takes other arguments than the old one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import libcst as cst
 from halfpeak.migrate.findings import Refusal
 
 Changed = list[cst.Arg] | Refusal
-"""The arguments for a new function, or why they cannot be written."""
+"""The arguments for the new function, or the reason why there are none."""
 
 Change = Callable[[list[cst.Arg], str], Changed]
-"""From the arguments of the old function, and the device that it implied, to those of the new one."""
+"""A function from the old function's arguments and the device that it implied to the new function's arguments."""
 
 _DDP_DROPPED: Final = frozenset(
     {
@@ -25,7 +25,7 @@ _DDP_DROPPED: Final = frozenset(
         "shared_param",
     }
 )
-"""Arguments of apex's DDP about when it reduces, which torch decides itself."""
+"""Arguments of apex's DDP that control when it reduces gradients. torch's DDP decides this itself."""
 
 _SYNCBN_DROPPED: Final = ("channel_last", "fuse_relu")
 _AUTOCAST: Final = ("enabled", "dtype", "cache_enabled")
@@ -42,17 +42,17 @@ def argument(value: str, keyword: str | None = None) -> cst.Arg:
 
 
 def keyword_of(arg: cst.Arg) -> str | None:
-    """The keyword an argument is given by."""
+    """The keyword of an argument; None if it is positional."""
     return None if arg.keyword is None else arg.keyword.value
 
 
 def with_device(args: list[cst.Arg], device: str) -> Changed:
-    """The device before the other arguments."""
+    """The arguments with the device in front."""
     return [argument(f'"{device}"'), *args]
 
 
 def for_autocast(args: list[cst.Arg], device: str) -> Changed:
-    """The device, then keywords: ``torch.autocast`` has its arguments in another order."""
+    """The device, then all arguments as keywords, because ``torch.autocast`` takes them in another order."""
     if any(arg.star == "*" for arg in args):
         return Refusal("its arguments are unpacked", f'write torch.autocast("{device}", ...) with keywords')
     changed: list[cst.Arg] = []
@@ -79,17 +79,17 @@ def for_ddp(args: list[cst.Arg], device: str) -> Changed:
                 "leave it out, or register a communication hook",
             )
     kept = _only([arg for arg in args if keyword_of(arg) not in _DDP_DROPPED], args)
-    # apex reduced gradients only; torch would send rank 0's batch-norm statistics around in each forward pass.
+    # apex reduced gradients only; torch would broadcast rank 0's batch-norm statistics in each forward pass.
     return _and(kept, "False", "broadcast_buffers")
 
 
 def for_custom(args: list[cst.Arg], device: str) -> list[cst.Arg]:
-    """``device_type`` too, as ``torch.amp.custom_fwd`` and ``custom_bwd`` want it."""
+    """The arguments and ``device_type``, which ``torch.amp.custom_fwd`` and ``custom_bwd`` require."""
     return _and(args, f'"{device}"', "device_type")
 
 
 def for_syncbn(args: list[cst.Arg], device: str) -> Changed:
-    """Without what torch's layer does not have: left out where it is False, refused where it may be True."""
+    """The arguments of torch's ``SyncBatchNorm``; ``channel_last`` and ``fuse_relu`` are dropped only if False."""
     for arg in args:
         keyword = keyword_of(arg)
         if arg.star:
@@ -120,17 +120,17 @@ def for_rms_norm(args: list[cst.Arg], device: str) -> Changed:
     given = len(changed) > 1 and keyword_of(changed[1]) is None
     if given or any(keyword_of(arg) == "eps" for arg in changed):
         return changed
-    # torch's own default is the eps of the dtype.
+    # torch's own default would be the machine epsilon of the dtype.
     return _and(changed, "1e-5", "eps")
 
 
 def ending_as(arg: cst.Arg, last: cst.Arg) -> cst.Arg:
-    """An argument with the comma and the line break that the last one had."""
+    """An argument with the comma and the line break that follow ``last``."""
     return arg.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
 
 
 def _and(args: list[cst.Arg], value: str, keyword: str) -> list[cst.Arg]:
-    """One more argument, behind the others and in front of the trailing comma and line break, if they have one."""
+    """The arguments and one more, which takes over the trailing comma and line break."""
     more = argument(value, keyword)
     if not args:
         return [more]
@@ -138,5 +138,5 @@ def _and(args: list[cst.Arg], value: str, keyword: str) -> list[cst.Arg]:
 
 
 def _only(kept: list[cst.Arg], args: list[cst.Arg]) -> list[cst.Arg]:
-    """Some of the arguments, ending as all of them did."""
+    """The kept arguments; the last takes over the trailing comma and line break of ``args``."""
     return [*kept[:-1], ending_as(kept[-1], args[-1])] if kept else kept

@@ -1,4 +1,4 @@
-"""Configuration files of OpenMMLab, which are Python: the entries that enable mixed precision."""
+"""Rewriting of OpenMMLab's configuration files (Python files): the entries that enable mixed precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfpeak.migrate.tree import Tree, walk
 _OTHER_ENTRIES: Final = frozenset(
     {"optimizer", "optimizer_config", "lr_config", "runner", "_base_", "checkpoint_config"}
 )
-"""A file that assigns one of these beside ``fp16`` is a configuration."""
+"""A file that assigns ``fp16`` and one of these names is a configuration file."""
 
 _KEYS: Final = frozenset(
     {"loss_scale", "coalesce", "bucket_size_mb", "distributed", "grad_clip", "mode", "dtype"}
@@ -22,11 +22,11 @@ _KEYS: Final = frozenset(
 
 
 def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
-    """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config``, where both stand in the file.
+    """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config`` if both are in the file.
 
-    mmcv's training tools made a ``Fp16OptimizerHook`` of the two. ``halfpeak.runner``, like mmcv, takes the hook by its
-    name from ``optimizer_config``. A script that reads its ``fp16`` makes the hook itself, and keeps both. Wrappers of
-    mmengine keep their names; an ``ApexOptimWrapper`` is reported.
+    mmcv's training tools made a ``Fp16OptimizerHook`` of the two entries. ``halfpeak.runner``, like mmcv, also takes a
+    hook by its name in ``optimizer_config``. A file that reads ``fp16`` makes the hook itself, and keeps both entries.
+    mmengine's wrappers keep their names; an ``ApexOptimWrapper`` is reported.
     """
     entries = _entries(tree.module)
     wrapper = next((node for node in walk(tree.module) if _is_apex_wrapper(node)), None)
@@ -72,7 +72,7 @@ def _merged(fp16: cst.Call, hook: cst.Call) -> cst.Call:
 
 
 def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:
-    """The assignments at the top level of a file."""
+    """The lines at the top level of a file that assign one name, by this name."""
     return {
         name: line
         for line in module.body
@@ -89,7 +89,7 @@ def _assigned(line: cst.CSTNode) -> str | None:
 
 
 def _reads_fp16(module: cst.Module) -> bool:
-    """Whether ``fp16`` is more than the target of an assignment and the name of keywords."""
+    """Whether the file reads ``fp16``: the name occurs other than as an assignment's target or a keyword."""
     nodes = list(walk(module))
     written = {id(node.target) for node in nodes if isinstance(node, cst.AssignTarget)}
     keywords = {id(node.keyword) for node in nodes if isinstance(node, cst.Arg)}
@@ -100,7 +100,7 @@ def _reads_fp16(module: cst.Module) -> bool:
 
 
 def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
-    """The value of an entry, if it is ``dict(...)`` with keywords only."""
+    """The value of an entry if it is ``dict(...)`` with keywords only, else None."""
     small = line.body[0] if line is not None else None
     value = small.value if isinstance(small, cst.Assign) else None
     if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Name) or value.func.value != "dict":
@@ -109,7 +109,7 @@ def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
 
 
 def _is_apex_wrapper(node: cst.CSTNode) -> bool:
-    """``type='ApexOptimWrapper'``, as a keyword or as an entry of a dict."""
+    """Whether a node is ``type='ApexOptimWrapper'``, as a keyword argument or as an entry of a dict."""
     if isinstance(node, cst.Arg):
         is_type, value = keyword_of(node) == "type", node.value
     elif isinstance(node, cst.DictElement):

@@ -1,4 +1,4 @@
-"""Edits: changes of a syntax tree, collected first and made in one pass."""
+"""Edits: changes of a syntax tree that are collected first and then made in one pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BlockChange = Callable[[list[list[Any]]], list[Any]]
 
 
 class Edits(cst.CSTTransformer):
-    """Changes by node identity. Each change is called with the node in which the changes inside it are made already.
+    """Changes by node identity. A change is called with its node after the changes of the nodes inside it.
 
     ::
 
-        replace     an expression, or another node, becomes one of its kind
-        statement   a line, or one statement of a line with semicolons, becomes none, one or several
-        block       the statements of a block, each changed to a list already, become its new statements
+        replace     a node that is no statement becomes another node of its kind
+        statement   a line, or one statement of a line with semicolons, becomes any number of statements
+        block       the statements of a block, each already a list of new statements, become the new block
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Edits(cst.CSTTransformer):
         return cst.Module([]).code_for_node(changed)
 
     def replace(self, node: cst.CSTNode, change: NodeChange) -> None:
-        """Put another node of its kind in the place of a node that is no statement."""
+        """Replace a node that is no statement by another node of its kind."""
         self._nodes[node] = change
 
     def pending(self, node: cst.CSTNode) -> NodeChange:
-        """The change of a node so far."""
+        """The change that is registered for a node; if none is, the identity."""
         return self._nodes.get(node, lambda updated: updated)
 
     def statement(self, node: Statement, change: StatementChange) -> None:
-        """Put any number of statements in the place of one."""
+        """Replace a statement by any number of statements."""
         self._statements[node] = change
 
     def block(self, node: cst.CSTNode, change: BlockChange) -> None:
-        """Put other statements into a block."""
+        """Replace the statements of a block."""
         self._blocks[node] = change
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -74,7 +74,7 @@ class Edits(cst.CSTTransformer):
             change = self._statements.get(before)
             parts += [after] if change is None else change(after)
         parts = parts or [cst.Pass()]
-        # Each semicolon belongs to the statement before it; libcst sets those that are needed.
+        # A semicolon belongs to the statement before it; with DEFAULT, libcst adds the semicolons that are needed.
         return updated.with_changes(
             body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for part in parts]
         )
@@ -110,7 +110,7 @@ def parse_line(text: str) -> cst.SimpleStatementLine:
 def in_place_of_line(
     old: cst.SimpleStatementLine, lines: Sequence[cst.SimpleStatementLine], lost: Sequence[cst.EmptyLine] = ()
 ) -> list[cst.SimpleStatementLine]:
-    """Lines in the place of one, whose comments stay with the first; ``lost`` are put above it too."""
+    """The lines that replace ``old``: the first keeps the comments of ``old`` and gets ``lost`` above it."""
     if not lines:
         return []
     leading = [*old.leading_lines, *lost]
@@ -126,7 +126,7 @@ def _lines_of(removed: Any) -> list[cst.EmptyLine]:
 
 
 def _joined(before: list[cst.EmptyLine], after: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """The lines above two statements, now above the second: comments of both, empty lines of one."""
+    """The lines above the second of two statements when the first is removed: the comments of both are kept."""
     comments = _comments(before)
     return [*comments, *after] if after or (comments and before[0].comment is not None) else before
 

@@ -1,4 +1,4 @@
-"""Findings: places that a person has to look at, each with the reason and what to write."""
+"""Findings: places in a file that a person has to look at, each with the reason and what to write."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import libcst as cst
 from halfpeak.core.errors import HalfpeakError
 
 Target = Literal["halfpeak", "amp", "torch"]
-"""What code is rewritten to: the native API, ``halfpeak.amp`` (apex's names), or ``torch.amp`` alone."""
+"""The API that rewritten code uses: halfpeak's own, ``halfpeak.amp`` (apex's names), or ``torch.amp`` alone."""
 
 TARGETS: Final[tuple[Target, ...]] = get_args(Target)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something was left as it is, and what to write instead."""
+    """The reason why code was not rewritten, and what to write instead."""
 
     reason: str
     write: str
@@ -25,13 +25,13 @@ class Refusal:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Finding:
-    """One place that was not rewritten.
+    """One place that was not rewritten, or that a person has to check.
 
     Attributes:
-        line: in the text that was given, counted from 1.
-        code: what stands there.
-        reason: why it was left as it is.
-        write: what to do about it.
+        line: the line in the original text, counted from 1.
+        code: the code there.
+        reason: why a person has to look at it.
+        write: what to write or do instead.
     """
 
     line: int
@@ -44,13 +44,13 @@ class Finding:
 
 
 class NotSupported(HalfpeakError):
-    """A training loop has a part whose meaning is not certain, so the loop is left as it is.
+    """A part of a training loop has no certain meaning, so the loop is not rewritten.
 
     Args:
-        node: that part.
-        code: how the report quotes it.
-        reason: why it is not certain.
-        write: what to do about it.
+        node: the part.
+        code: the part as the report quotes it.
+        reason: why the meaning is not certain.
+        write: what to write or do instead.
     """
 
     def __init__(self, node: cst.CSTNode, code: str, reason: str, write: str) -> None:
@@ -61,5 +61,5 @@ class NotSupported(HalfpeakError):
         self.write = write
 
     def finding(self, line: int) -> Finding:
-        """The same for a report."""
+        """The finding for the report."""
         return Finding(line, self.code, self.reason, self.write)

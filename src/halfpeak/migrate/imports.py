@@ -1,6 +1,6 @@
-"""ImportRewrite: one import statement, rewritten where it stands, so that its comments and its block stay.
+"""ImportRewrite: the change of one import statement at its place, so that its comments and its block stay.
 
-libcst's ``AddImportsVisitor`` adds imports at the top of a file; here they may be in a function, or in a ``try``.
+libcst's ``AddImportsVisitor`` adds imports only at the top of a file; these may be in a function or a ``try``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
 
 
 class ImportedName(NamedTuple):
-    """``import module as local``, or with a name ``from module import name as local``."""
+    """``import module as local``; if ``name`` is given, ``from module import name as local``."""
 
     module: str
     name: str | None = None
@@ -28,12 +28,12 @@ class ImportedName(NamedTuple):
 
 
 class LoopImports(NamedTuple):
-    """What a rewritten training loop imports otherwise.
+    """The changes of imports that a rewritten training loop needs.
 
     Attributes:
-        gone: uses of amp that it has no more.
-        names: what it needs instead.
-        where: the imports of amp that these names are put beside, or in the place of.
+        gone: uses of amp that the rewritten loop no longer has.
+        names: the names that it needs instead.
+        where: the imports of amp that these names join or replace.
     """
 
     gone: Set[Use]
@@ -46,7 +46,7 @@ NO_LOOP: Final = LoopImports(frozenset(), (), ())
 
 
 class ImportRewrite:
-    """What becomes of one import statement. Names that are not replaced stay in it; new statements follow it."""
+    """The change of one import statement. Names that are not replaced stay in it; new statements follow it."""
 
     def __init__(self, statement: Import) -> None:
         self._statement = statement
@@ -59,22 +59,22 @@ class ImportRewrite:
         return bool(self._new or self._more)
 
     def replace(self, alias: cst.ImportAlias, names: Sequence[ImportedName]) -> None:
-        """Import these names in the place of one."""
+        """Import ``names`` instead of ``alias``."""
         self._new[alias] = list(names)
 
     def add(self, name: ImportedName) -> None:
-        """Import this name too."""
+        """Import a further name."""
         if name not in self._more:
             self._more.append(name)
 
     def lines(
         self, updated: cst.SimpleStatementLine, known: Collection[str]
     ) -> list[cst.SimpleStatementLine]:
-        """The lines that take the place of the statement's line; its comments stay with the first.
+        """The lines that replace the statement's line; its comments stay with the first.
 
         Args:
             updated: the line.
-            known: modules that another import binds already in the same scope.
+            known: modules that another import in the same scope binds already.
         """
         lines = [cst.SimpleStatementLine([part]) for part in self.parts(updated.body[0], known)]
         lost = [
@@ -83,7 +83,7 @@ class ImportRewrite:
         return in_place_of_line(updated, lines, [cst.EmptyLine(comment=cst.Comment(one)) for one in lost])
 
     def parts(self, updated: cst.BaseSmallStatement, known: Collection[str]) -> list[cst.BaseSmallStatement]:
-        """The statements that take the place of this one."""
+        """The statements that replace this one."""
         kept = [alias for alias in self._aliases if alias not in self._new]
         entries = [entry for alias in self._aliases for entry in self._new.get(alias, ())]
         same = self._in_place(updated, entries) if not kept else None
@@ -107,7 +107,7 @@ class ImportRewrite:
     def _in_place(
         self, updated: cst.BaseSmallStatement, entries: list[ImportedName]
     ) -> cst.BaseSmallStatement | None:
-        """The same statement with another module, if no more changes, so that comments between its names stay."""
+        """The same statement with another module, which keeps comments between its names; None if more changes."""
         one_each = len(entries) == len(self._aliases) and all(
             len(self._new[alias]) == 1 for alias in self._aliases
         )
@@ -134,7 +134,7 @@ class ImportRewrite:
 
 
 def place(tree: Tree, edits: Edits, statement: Import, imports: ImportRewrite) -> None:
-    """Put the new statements in the place of an import."""
+    """Replace an import statement by its new statements."""
     where = tree.parent(statement)
     scope = tree.scope(statement)
     known = {name for name in ("torch", "halfpeak") if scope is not None and tree.binds(name, scope)}

@@ -1,4 +1,4 @@
-"""Limits of a file that is parsed: libcst's parser recurses in native code, where deep nesting ends the process."""
+"""Limits for files to parse: libcst's parser recurses in native code, so deep nesting would crash the process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final
 
 MAX_BYTES: Final = 2**19
 MAX_NESTING: Final = 100
-"""Brackets inside brackets, and blocks inside blocks. Python itself allows 200 and 100."""
+"""Maximum depth of nested brackets, and of nested blocks. Python itself allows 200 and 100."""
 
 MAX_CHAIN: Final = 500
-"""Tokens of one expression without a comma, such as ``a + b + c``; ``elif`` in a file, ``lambda`` in a statement,
-decorators of a function."""
+"""Maximum number of tokens in an expression without a comma, such as ``a + b + c``; of ``elif`` in a file; of
+``lambda`` in a statement; of decorators of a function."""
 
 MAX_IMPORTS: Final = 500
-"""In a file: each use of a name is held against every import of it."""
+"""Maximum number of imports in a file, because each use of a name is compared with every import of it."""
 
 
 def exceeded_limit(source: bytes) -> tuple[int, str] | None:
-    """The line and the reason why a file is not parsed; None if it is within the limits.
+    """The line and the reason why a file must not be parsed; None if it is within the limits.
 
-    Time and memory are proportional to the size of the file. Text that cannot be split into tokens is left to the parser,
-    which says what is wrong with it.
+    Time and memory are proportional to the size of the file. Text that cannot be split into tokens passes, because the
+    parser reports what is wrong with it.
 
     >>> exceeded_limit(b"x = " + b"(" * 300 + b")" * 300)
     (1, 'it is nested more than 100 levels deep')
@@ -60,7 +60,7 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
 
 
 def _depth_inside(token: tokenize.TokenInfo) -> int:
-    """How deep brackets are nested in a formatted string, which up to Python 3.11 is one token."""
+    """The depth of nested brackets in a formatted string, which is a single token up to Python 3.11."""
     text = token.string
     if token.type != tokenize.STRING or "f" not in text.partition(text[-1])[0].lower():
         return 0

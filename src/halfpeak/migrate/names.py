@@ -1,4 +1,4 @@
-"""Old names and what replaces them: one table for each library."""
+"""The table of old names and their replacements, for apex, mmcv and ``torch.cuda.amp``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfpeak.migrate.calls import Change
 from halfpeak.migrate.findings import Refusal, Target
 
 Bare = Literal["always", "as a type", "as a decorator", "never"]
-"""Where a name may be replaced that is not called."""
+"""The uses, other than calls, in which a name may be replaced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +24,10 @@ class Replacement:
     """The new name for an old one.
 
     Attributes:
-        module: its module.
-        name: its name there; ``Class.method`` for a method.
+        module: the module of the new name.
+        name: the new name in this module; ``Class.method`` for a method.
         arguments: how the arguments of a call change; None keeps them.
-        bare: where the old name may be replaced without being called.
+        bare: the uses, other than calls, in which the old name may be replaced.
         device: the device that the old name implied.
     """
 
@@ -39,7 +39,7 @@ class Replacement:
 
     @property
     def path(self) -> str:
-        """The name in full, as people write it."""
+        """The full new name in its usual spelling."""
         return (
             "torch.autocast"
             if (self.module, self.name) == ("torch.amp", "autocast")
@@ -59,7 +59,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "torch.cpu.amp": "torch.amp",
     }
 )
-"""Modules that another module replaces, with the same names in it."""
+"""Old modules, each with the new module that has the same names."""
 
 FP16_OF_MMCV: Final = frozenset(
     {
@@ -78,7 +78,7 @@ FP16_OF_MMCV: Final = frozenset(
         "wrap_fp16_model",
     }
 )
-"""In a file that uses one of these, all names of ``mmcv.runner`` are replaced."""
+"""Names of mmcv's mixed precision and runners. Only in a file that uses one of these, names of mmcv are replaced."""
 
 _FUSED: Final = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
@@ -129,13 +129,13 @@ _REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
         "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
     }
 )
-"""Why names without a replacement have none; the longest prefix of a name applies."""
+"""The reasons for old names without a replacement, by prefix; the longest prefix of a name applies."""
 
 _NEEDS_HALFPEAK: Final = Refusal("torch has no counterpart", "write --to amp, or do without it")
 
 
 def look_up(name: str, target: Target) -> Replacement | Refusal | None:
-    """What replaces an old name, or why nothing does; None for a name of another library.
+    """The replacement of an old name, or the reason why there is none; None for a name of another library.
 
     >>> look_up("apex.amp.scale_loss", "amp").path
     'halfpeak.amp.scale_loss'
@@ -147,7 +147,7 @@ def look_up(name: str, target: Target) -> Replacement | Refusal | None:
     if found is not None:
         if target == "torch" and not found.module.startswith("torch"):
             return _torch_only(name)
-        # halfpeak.GradScaler is a torch.amp.GradScaler with the same numbers; it refuses fewer orders of calls.
+        # halfpeak.GradScaler is a torch.amp.GradScaler that computes the same and refuses fewer orders of calls.
         return (
             replace(found, module="halfpeak")
             if target == "halfpeak" and found.name == "GradScaler"
@@ -160,13 +160,13 @@ def look_up(name: str, target: Target) -> Replacement | Refusal | None:
 
 
 def module_for(name: str, target: Target) -> str | None:
-    """The module that replaces an old module, if all of its names may be looked up there."""
+    """The module that replaces an old module for this target; None if there is none."""
     new = MODULES.get(name)
     return None if new is None or (target == "torch" and not new.startswith("torch")) else new
 
 
 def is_old(name: str) -> bool:
-    """Whether a name belongs to a library that is rewritten.
+    """Whether a name belongs to a module whose names are replaced or reported.
 
     >>> is_old("apex.amp"), is_old("apexpredator"), is_old("torch.cuda.amp.autocast"), is_old("torch.cuda")
     (True, False, True, False)
@@ -223,13 +223,13 @@ def _replacements() -> Mapping[str, Replacement]:
 
 
 def _same_names(new: str, names: Iterable[str], *old: str) -> dict[str, Replacement]:
-    """Names that only their module changes for, with each old module that they are in."""
+    """Replacements for names that stay the same while their module changes, for each of the old modules."""
     replacements = {name: Replacement(module=new, name=name) for name in names}
     return {f"{module}.{name}": one for module in old for name, one in replacements.items()}
 
 
 def _torch_modules() -> dict[str, Replacement]:
-    """Modules of torch in the place of apex's, with other arguments."""
+    """Replacements of apex's modules by torch's, which take other arguments."""
     ddp = Replacement(
         module="torch.nn.parallel", name="DistributedDataParallel", arguments=calls.for_ddp, bare="as a type"
     )

@@ -1,4 +1,4 @@
-"""Projects: which files are rewritten, which of them share the state of amp, and how a file is replaced on disk."""
+"""Projects: finds the files to rewrite, detects files that share amp's state, and replaces files on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfpeak.migrate.rewrite import Rewritten, rewrite, unreadable, uses_amp_of
 _SKIPPED: Final = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
 )
-"""Folders of installed or generated code. Those that begin with a dot are skipped too."""
+"""Folders of installed or generated code, which are skipped; so are folders whose names begin with a dot."""
 
 
 class Migrated(NamedTuple):
@@ -30,11 +30,11 @@ class Migrated(NamedTuple):
 def find(paths: Sequence[Path]) -> list[Path]:
     """The Python files at and under the given paths, each once, in order.
 
-    A file that is named is taken whatever its suffix. In a folder, environments, hidden folders and links are skipped:
-    the target of a link is rewritten in its own folder.
+    A path to a file is taken whatever its suffix is. In a folder, virtual environments, hidden folders and symbolic
+    links are skipped; the target of a link is rewritten only if it is under a given path itself.
 
     Raises:
-        ConfigError: a path that does not exist, or a notebook.
+        ConfigError: a path does not exist, or is a notebook.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -50,9 +50,9 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 
 def migrate(paths: Sequence[Path], to: Target) -> Iterator[Migrated]:
-    """Rewrite files, without writing them.
+    """Rewrite files in memory; nothing is written.
 
-    An engine replaces the state that ``amp`` keeps for the process. So where one file initialises amp and another one
+    ``amp`` keeps its state per process, and an engine does not share it. So if one file initialises amp, another file
     trains with it, and one of the two imports the other, both stay on ``halfpeak.amp``. A file that cannot be read does
     not stop the others.
     """
@@ -76,10 +76,10 @@ def migrate(paths: Sequence[Path], to: Target) -> Iterator[Migrated]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically, with the permissions of the old one. A link stays a link; its target is replaced.
+    """Replace a file atomically and keep its permissions. A symbolic link stays, and its target is replaced.
 
     Raises:
-        OSError: it cannot be written. The old file is intact, and no temporary file is left.
+        OSError: the file cannot be written. The old file is intact, and no temporary file is left.
     """
     target = path.resolve()
     mode = target.stat().st_mode
@@ -107,7 +107,7 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def _users_of_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
-    """Files whose amp another file uses, each with that other file."""
+    """The files that import, or are imported by, a file that uses amp without initialising it; each with that file."""
     imported = {path: _imported(source) for path, source in sources.items()}
     users = [path for path, source in sources.items() if uses_amp_of_another_file(source)]
     found: dict[Path, Path] = {}
@@ -119,7 +119,7 @@ def _users_of_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
 
 
 def _imported(source: bytes) -> set[str]:
-    """The parts of all names in the import statements of a file."""
+    """Every word in the import statements of a file, the parts of dotted names separately."""
     lines = (line.split() for line in source.decode("utf-8", "replace").splitlines())
     found = [words[1:] for words in lines if words[:1] in (["import"], ["from"])]
     return set(re.findall(r"\w+", " ".join(word for words in found for word in words)))

@@ -1,4 +1,4 @@
-"""Rename: imports of old libraries and the uses of their names, under the new names."""
+"""rename: replaces imports of old libraries, and the uses of their names, by the new names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOKUPS: Final = frozenset(
     {"find_spec", "find_loader", "import_module", "__import__", "version", "get_distribution", "distribution"}
 )
 _SAME_NAMES: Final = frozenset({"apex.fp16_utils"})
-"""Modules whose counterpart has every name that ``import *`` takes from them."""
+"""Modules whose replacement has every name that ``import *`` takes from them."""
 
 _ASKS_FOR_APEX: Final = Refusal(
     "it asks for an installed apex, which rewritten code does not need",
@@ -33,28 +33,28 @@ _ASKS_FOR_APEX: Final = Refusal(
 
 
 class _Meaning(NamedTuple):
-    """The longest part of a use's chain that has a replacement, and which."""
+    """The longest part of a use's attribute chain that has a replacement, and this replacement."""
 
     node: cst.BaseExpression
     name: str
     found: Replacement | Refusal | str
-    """A replacement, a refusal, or the name of the module in its place."""
+    """The replacement, the refusal, or the name of the new module."""
 
 
 def rename(tree: Tree, target: Target, loop: LoopImports = NO_LOOP) -> tuple[Edits, list[Finding]]:
-    """Rename every import and use where that is certain; report the others and leave them as they are.
+    """Rename the imports and uses whose meaning is certain; report the others and leave them unchanged.
 
-    An import is renamed if all uses of its name can be: one use without a counterpart leaves the import and all other
-    uses of the name untouched.
+    ``from apex import amp`` is renamed only if all uses of ``amp`` can be: one use without a replacement leaves the
+    import and all other uses unchanged. With ``import apex``, each use is renamed for itself.
 
     Args:
-        loop: what a training loop imports otherwise, for which more edits follow.
+        loop: the imports that change with a training loop; the caller adds the edits of the loop.
     """
     return _Renaming(tree, target, loop).run()
 
 
 class _Renaming:
-    """One file."""
+    """The renaming of one file."""
 
     def __init__(self, tree: Tree, target: Target, loop: LoopImports) -> None:
         self._tree = tree
@@ -111,7 +111,7 @@ class _Renaming:
     def _rename_name(
         self, alias: Alias, replacement: Replacement, uses: list[Use], imports: ImportRewrite
     ) -> None:
-        """``from apex.parallel import LARC``: the local name stays, unless its replacement is a method of a class."""
+        """``from apex.parallel import LARC``: the local name stays, unless the replacement is a method."""
         meanings = [_Meaning(*use.chain[0], replacement) for use in uses]
         edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
         if not all(edits):
@@ -125,7 +125,7 @@ class _Renaming:
         _make(edits)
 
     def _rename_module(self, alias: Alias, module: str, uses: list[Use], imports: ImportRewrite) -> None:
-        """``from apex import amp``: another module under the same local name; attributes with the same names stay."""
+        """``from apex import amp``: the new module gets the local name; only attributes with new names change."""
         meanings = [self._meaning(use) for use in uses]
         edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
         if not all(edits):
@@ -150,7 +150,7 @@ class _Renaming:
         _make(edits)
 
     def _rename_package(self, alias: Alias, uses: list[Use], imports: ImportRewrite) -> None:
-        """``import apex``: each use gets its full new name, and the import is removed when none is left."""
+        """``import apex``: each use gets its full new name; the import is removed if no use of the old name is left."""
         stays = not is_old(alias.full)
         for use in uses:
             meaning = self._meaning(use)
@@ -178,7 +178,7 @@ class _Renaming:
             self._find(alias.node, alias.full, found)
 
     def _meaning(self, use: Use) -> _Meaning:
-        """The longest part of a chain that has a replacement."""
+        """The longest part of a use's attribute chain that has a replacement, else a refusal."""
         for node, name in reversed(use.chain):
             found = look_up(name, self._target)
             if isinstance(found, Replacement):
@@ -188,7 +188,7 @@ class _Renaming:
             rest = use.name.removeprefix(name)
             if module is not None and (
                 not rest or rest.startswith(".__")
-            ):  # amp.__dict__: every module has one
+            ):  # such as amp.__dict__, which every module has
                 return _Meaning(node, name, module)
         found = look_up(use.name, self._target)
         return _Meaning(
@@ -196,7 +196,7 @@ class _Renaming:
         )
 
     def _check(self, use: Use, meaning: _Meaning) -> Edit | None:
-        """How the call around a use changes; None if the use has to stay, which is then reported."""
+        """The edit of a use or of the call around it; None if the use cannot be renamed, which is reported."""
         edit: Edit | Refusal = _nothing
         if use.doubt:
             edit = Refusal(use.doubt, "import it in one place, or rewrite it by hand")
@@ -222,7 +222,7 @@ class _Renaming:
         return lambda: self._change_arguments(call, change, replacement.device)
 
     def _bare(self, node: cst.BaseExpression, replacement: Replacement) -> Edit | Refusal:
-        """The edit of a name that is not called."""
+        """The edit for a use that is not a call."""
         if replacement.arguments is calls.for_custom and isinstance(self._tree.parent(node), cst.Decorator):
             return lambda: self._decorate(node, replacement)
         if replacement.bare == "always" or (replacement.bare == "as a type" and self._is_type(node)):
@@ -236,7 +236,7 @@ class _Renaming:
         )
 
     def _is_type(self, node: cst.BaseExpression) -> bool:
-        """Whether a name is used as a type: in an annotation, or with ``isinstance``."""
+        """Whether a name is used as a type: in an annotation, ``isinstance`` or ``issubclass``."""
         for above in self._tree.parents(node):
             if isinstance(above, cst.Annotation):
                 return True
@@ -282,7 +282,7 @@ class _Renaming:
                     )
 
     def _find_lookups(self) -> None:
-        """Report code that looks for apex, or imports it, by its name in a string."""
+        """Report calls that look for apex, or import it, by a string."""
         for node in walk(self._tree.module):
             text = node.args[0].value if isinstance(node, cst.Call) and node.args else None
             name = text.evaluated_value if isinstance(text, cst.SimpleString) else None

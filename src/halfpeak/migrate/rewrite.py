@@ -1,4 +1,4 @@
-"""Rewrite: the new text of one file, and what is left for a person to do."""
+"""rewrite: the new text of one file, and the findings that are left for a person."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree
 
 _OLD_WORDS: Final = re.compile(rb"\b(?:apex|amp|amp_C|apex_C|fp16|mmcv|ApexOptimWrapper)\b")
-"""A file without any of these words is not parsed."""
+"""A file without any of these words has nothing to rewrite, so it is not parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Rewritten:
     """The result for one file.
 
     Attributes:
-        source: its new content; the old one if nothing changes.
-        findings: the places that were left, by line.
-        unreadable: the file could not be parsed; the only finding says why.
+        source: the new content of the file; the old content if nothing changes.
+        findings: the places that a person has to look at, by line.
+        unreadable: whether the file could not be parsed; its only finding says why.
     """
 
     source: bytes
@@ -37,20 +37,20 @@ class Rewritten:
 
 
 def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
-    """Rewrite one file where it is certain what its code means.
+    """Rewrite the parts of one file whose meaning is certain.
 
     ::
 
-        halfpeak   a training loop that is understood in full gets an engine; any other stays on ``halfpeak.amp``
-        amp        apex's names, from ``halfpeak.amp``: every loop runs as it is
-        torch      ``torch.autocast`` and ``GradScaler``, where these can express the opt level
+        halfpeak   a training loop that is matched in full gets an engine; any other loop uses ``halfpeak.amp``
+        amp        apex's names are imported from ``halfpeak.amp``; the loop itself does not change
+        torch      a loop whose opt level torch can express gets ``torch.autocast`` and ``GradScaler``
 
-    In each, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting stay.
+    With each target, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting stay.
 
     Args:
         source: the content of the file.
         to: the target.
-        keep_amp: leave the loop on ``halfpeak.amp``, because other files share amp's state with this one.
+        keep_amp: whether the loop must use ``halfpeak.amp``, because other files share amp's state with this one.
 
     >>> print(rewrite(b"from apex import amp  # mixed precision", "amp").source.decode())
     from halfpeak import amp  # mixed precision
@@ -90,7 +90,7 @@ def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -
 
 
 def uses_amp_of_another_file(source: bytes) -> bool:
-    """Whether a file uses amp and leaves it to another file to initialise it."""
+    """Whether a file uses amp but does not call ``amp.initialize``, so another file must."""
     if not _may_have_old_names(source) or exceeded_limit(source) is not None:
         return False
     try:
@@ -101,7 +101,7 @@ def uses_amp_of_another_file(source: bytes) -> bool:
 
 
 def _may_have_old_names(source: bytes) -> bool:
-    """Whether one of the words is in the text, also if it is encoded in UTF-16."""
+    """Whether the text contains one of ``_OLD_WORDS``. Null bytes are ignored, so UTF-16 works, too."""
     return _OLD_WORDS.search(source.replace(b"\0", b"")) is not None
 
 

@@ -1,7 +1,7 @@
-"""Tree: a file as a syntax tree, with each place where an imported name is used.
+"""Tree: the syntax tree of a file, with all uses of imported names.
 
-libcst's ``QualifiedNameProvider`` gives names alone; here the import behind a name is needed too, and which of several
-assignments came before the use.
+libcst's ``QualifiedNameProvider`` gives only the qualified name of a use; ``Tree`` also finds the imports that may have
+bound it, and other assignments that may have replaced it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Alias:
 
     Attributes:
         node: the alias in the statement.
-        statement: the import.
-        local: the name it binds.
+        statement: the import statement.
+        local: the name that it binds.
         name: the qualified name of ``local``: ``apex`` for ``import apex.amp``.
-        full: the module or name that is imported: ``apex.amp`` for ``import apex.amp``.
+        full: the imported module or name: ``apex.amp`` for ``import apex.amp``.
     """
 
     node: cst.ImportAlias
@@ -46,13 +46,13 @@ class Alias:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Use:
-    """One place where such a name is read.
+    """One place where an imported name is read.
 
     Attributes:
-        chain: the name, its first attribute, the attribute of that, ..., each with its qualified name.
-        aliases: the imports that it may come from.
-        doubt: why the qualified name may be another one; empty if it is certain.
-        scope: the scope that it is read in.
+        chain: for the expression ``a.b.c``, the nodes ``a``, ``a.b`` and ``a.b.c``, each with its qualified name.
+        aliases: the imports that may have bound the name.
+        doubt: why the qualified name may be wrong; empty if it is certain.
+        scope: the scope in which the name is read.
     """
 
     chain: tuple[tuple[cst.BaseExpression, str], ...]
@@ -72,10 +72,10 @@ class Use:
 
 
 class Tree:
-    """A parsed file.
+    """A parsed file with positions, parents and scopes of its nodes.
 
     Attributes:
-        module: the tree.
+        module: the syntax tree.
         aliases: every name that an absolute import binds.
     """
 
@@ -88,7 +88,7 @@ class Tree:
         self.aliases = list(self._read_aliases(self.module))
 
     def line(self, node: cst.CSTNode) -> int:
-        """The line a node begins in."""
+        """The number of the line in which a node begins."""
         return self._positions[node].start.line
 
     def code(self, node: cst.CSTNode) -> str:
@@ -96,17 +96,17 @@ class Tree:
         return self.module.code_for_node(node)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """The node around a node."""
+        """The parent of a node."""
         return self._parents.get(node)
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around a node, from the inside out."""
+        """The ancestors of a node, the innermost first."""
         while (above := self._parents.get(node)) is not None:
             yield above
             node = above
 
     def line_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
-        """The line of a node, if it is a single statement and not the head of a block."""
+        """The line that contains a node; None in a line of several statements, a block's head or a lambda."""
         for above in self.parents(node):
             if isinstance(above, cst.SimpleStatementLine):
                 return above if len(above.body) == 1 else None
@@ -115,11 +115,11 @@ class Tree:
         return None
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The innermost function around a node; None outside of all functions."""
+        """The innermost function that contains a node; None outside of all functions."""
         return next((above for above in self.parents(node) if isinstance(above, cst.FunctionDef)), None)
 
     def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
-        """The class that a function is a method of."""
+        """The class of which a function is a method; None if it is no method."""
         for above in self.parents(function) if function is not None else ():
             if isinstance(above, cst.ClassDef):
                 return above
@@ -128,11 +128,11 @@ class Tree:
         return None
 
     def scope(self, node: cst.CSTNode) -> Scope | None:
-        """The scope that a node is evaluated in."""
+        """The scope in which a node is evaluated."""
         return self._scopes.get(node)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call whose function is this node."""
+        """The call whose function is this node; None if the node is not called."""
         above = self.parent(node)
         return above if isinstance(above, cst.Call) and above.func is node else None
 
@@ -146,7 +146,7 @@ class Tree:
         )
 
     def is_fallback(self, alias: Alias) -> bool:
-        """Whether the import is only made when another import of the same name has failed."""
+        """Whether an import runs only if another import of the same name has failed."""
         scope = self.scope(alias.statement)
         is_handled = any(isinstance(above, cst.ExceptHandler) for above in self.parents(alias.statement))
         return is_handled and scope is not None and len(list(scope[alias.local])) > 1
@@ -194,7 +194,7 @@ class Tree:
         return ""
 
     def _is_fallback(self, node: cst.CSTNode) -> bool:
-        """Whether a name is set to None because its import failed: ``except ImportError: amp = None``."""
+        """Whether a name is set to None or False, as in ``except ImportError: amp = None``."""
         for above in self.parents(node):
             if isinstance(above, cst.Assign):
                 return isinstance(above.value, cst.Name) and above.value.value in ("None", "False")
@@ -227,14 +227,14 @@ class Tree:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all nodes below it, in the order of the text."""
+    """A node and all of its descendants, in the order of the text."""
     yield node
     for child in node.children:
         yield from walk(child)
 
 
 def names_in(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names that a node mentions, without attributes and keywords of calls."""
+    """The names in a node, without names of attributes and of keyword arguments."""
     if isinstance(node, cst.Name):
         yield node
     elif isinstance(node, cst.Attribute | cst.Arg):
@@ -245,7 +245,7 @@ def names_in(node: cst.CSTNode) -> Iterator[cst.Name]:
 
 
 def _bound(alias: cst.ImportAlias) -> list[str]:
-    """The names under which libcst keeps the assignments of an alias: ``a``, ``a.b``, ``a.b.c`` for ``import a.b.c``."""
+    """The names under which libcst stores an alias's assignments: ``a``, ``a.b``, ``a.b.c`` for ``import a.b.c``."""
     if alias.evaluated_alias:
         return [alias.evaluated_alias]
     parts = alias.evaluated_name.split(".")
