@@ -1,4 +1,4 @@
-"""A training step compiled as one graph: the engine's part in it is two operators into which the compiler does not look."""
+"""A training step compiled as one graph. The engine's work is in custom operators that the compiler does not trace."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ R = TypeVar("R")
 
 
 class CompiledStep:
-    """What a graph and its engine know of each other.
+    """The state that a compiled graph and its engine share.
 
     ::
 
-        __call__    follow who has written to weights since the last call
+        __call__    refresh(): follow writes to weights since the last call
         graph       forward, loss, scale, gradients
-                    operator: unscale, clip, found_inf, step or skip, move the scale, as ever
-        __call__    weights are now what the engine takes them for
+                    operator: unscale, clip, found_inf, step or skip, update the scale, as in an ordinary step
+        __call__    sync_versions(): the graph's writes to weights count as the engine's own
 
-    The graph may hold copies of weights and buffers when it calls the operator, and write them back at its end. So the
-    operator leaves what it has done in these copies too.
+    When the graph calls the operator, it may hold copies of weights and buffers, which it writes back at its end. So
+    the operator writes its results to these copies, too.
 
     Attributes:
-        num_losses: how many loss scales there are.
-        token: what the operators write, to be kept in order.      # f32[]
-        optimizers: as the engine's.
-        weights: per optimizer, what gets gradients.
-        written: these, each once.
-        buffers: the running statistics that a skipped step puts back.
-        scales: the loss scales, as the graph knows them.           # f32[] each
-        ends: whether the next steps end an accumulation window, a window's length of them.
-        position: how many steps the graph has taken.
-        pending: a backward pass that is not accumulated yet: numbers of loss and optimizers, the loss, numbers of weights,
-            gradients.
+        num_losses: the number of loss scales.
+        token: written by the operators ``backward`` and ``step``, which keeps them in order.  # f32[]
+        optimizers: the engine's optimizers.
+        weights: per optimizer, the parameters that get gradients.
+        written: the parameters of ``weights``, each once.
+        buffers: the running statistics that a skipped step restores.
+        scales: the loss scales at this point of the graph.  # f32[] each
+        ends: for each of the next ``every`` steps, whether it ends an accumulation window.
+        position: the number of steps in the graph so far.
+        pending: a backward pass that is not accumulated yet: indices of loss and optimizers, loss, indices of weights
+            with a gradient, gradients.
     """
 
     def __init__(self, engine: StepEngine) -> None:
@@ -67,13 +67,13 @@ class CompiledStep:
         self.ends: list[bool] = []
         self.position = 0
         self.pending: tuple[list[int], Tensor, list[int], list[Tensor]] | None = None
-        # By which operators find this object while it lives.
+        # The operators get this number as argument and find the object by it, as long as it lives.
         self.number = max(_STEPS, default=0) + 1
         _STEPS[self.number] = self
         self._versions: list[int] = []
         self.operators = _operators()
 
-    # What follows is traced.
+    # The compiler traces the following methods.
 
     def backward(
         self, loss: Tensor, loss_id: int, optimizers: Iterable[Optimizer] | Optimizer | None, kwargs: Any
@@ -102,7 +102,7 @@ class CompiledStep:
         """:meth:`halfpeak.Engine.step`.
 
         Raises:
-            ConfigError: a closure, or gradients that are to stay.
+            ConfigError: a closure, or ``keep_gradients``.
         """
         if closure is not None or keep_gradients:
             raise ConfigError(
@@ -121,17 +121,17 @@ class CompiledStep:
         return StepResult(found_inf, self.scales[0], norm if self.tells_norm and boundary else None, boundary)
 
     def flush(self) -> None:
-        """Accumulate the gradients of a backward pass that no step follows."""
+        """Accumulate the gradients of a backward pass that is not directly followed by a step."""
         if self.pending is not None:
             self.operators.backward(self.number, self.token, *self.pending)
             self.pending = None
 
     def begin(self) -> None:
-        """The graph begins."""
+        """Mark the beginning of the graph."""
         self.operators.watch(self.number, self.written, True)
 
     def end(self) -> None:
-        """The graph ends."""
+        """Mark the end of the graph."""
         self.flush()
         self.operators.watch(self.number, self.written, False)
         self.scales = []
@@ -148,10 +148,10 @@ class CompiledStep:
             numbers += [number for number in found if number not in numbers]
         return numbers
 
-    # What follows is run by Python.
+    # Python runs the following methods; the compiler does not trace them.
 
     def refresh(self) -> None:
-        """Before the graph: what it will read of the engine, and who has written to weights."""
+        """Before the graph runs: follow writes to weights, and collect the tensors and numbers that the graph reads."""
         context = self._engine.context
         context.catch_up()
         context.masters.refresh()
@@ -173,7 +173,7 @@ class CompiledStep:
         self.pending = None
 
     def sync_versions(self) -> None:
-        """Record the versions of weights as the engine's own writes: the graph counts them up as it likes."""
+        """Record the graph's writes to weights as the engine's own: a graph raises version counters arbitrarily."""
         context = self._engine.context
         for one, optimizer in zip(context.prepared, context.optimizers, strict=True):
             context.masters.record_published(one.members().master_indices)
@@ -193,11 +193,11 @@ class CompiledStep:
         """Unscale and accumulate gradients.
 
         Args:
-            backward: the number of the loss, and those of the optimizers.
-            loss: of which it is told whether it is finite.
-            which: of the optimizers' weights have a gradient.
-            grads: those gradients.
-            own: whether their memory is free to be used until the step. The graph's is, until this returns.
+            backward: the index of the loss, then the indices of the optimizers.
+            loss: the loss, to check whether it is finite.
+            which: the indices of the optimizers' weights that have a gradient.
+            grads: the gradients of these weights.
+            own: whether the memory of ``grads`` may be used until the step. The graph reuses it after the operator.
         """
         self.sync_versions()
         engine, context = self._engine, self._engine.context
@@ -212,9 +212,9 @@ class CompiledStep:
             for index, grad in zip(which, grads, strict=True):
                 weight = weights[index]
                 if id(weight) in given:
-                    continue  # Its gradient is there once for each of its optimizers.
+                    continue  # A weight of several optimizers has its gradient once for each.
                 given.add(id(weight))
-                # The graph has none of these hooks: what is traced has other tensors for weights.
+                # The graph lacks these hooks, because tracing replaces weights by other tensors.
                 for hook in (weight._backward_hooks or {}).values():
                     changed = hook(grad)
                     grad = grad if changed is None else changed
@@ -258,7 +258,7 @@ class CompiledStep:
         for mine, given in copies:
             mine.copy_(given)
         if backward:
-            # Memory that the graph uses again must not hold what a later step is to read.
+            # The graph reuses the memory of gradients, so it must not hold gradients that a later step reads.
             ends = context.config.accumulation.is_boundary(context.record.micro_step) and set(
                 backward[1:]
             ) <= set(numbers)
@@ -273,12 +273,12 @@ class CompiledStep:
         return result.found_inf.clone(), torch.stack([s.state.scale for s in context.scalers]), norm
 
     def watch(self, versions: list[int], *, first: bool) -> None:
-        """While the graph is traced: refuse one that writes to weights itself, which would go unnoticed.
+        """During tracing: refuse writes of the function itself to weights: :meth:`sync_versions` would hide them.
 
-        The compiler goes on with views of one tensor where weights lie in one piece of memory, and counts anew.
+        Versions may also fall: for weights in one piece of memory, the compiler continues with views that count anew.
 
         Raises:
-            OrderError: it does.
+            OrderError: a version has risen between the first and the second call.
         """
         if first:
             self._versions = versions
@@ -300,31 +300,31 @@ class CompiledFunction(Generic[P, R]):
             step.begin()
             out = function(*args, **kwargs)
             step.end()
-            # A loss that is returned has had its backward pass.
+            # A returned loss needs no graph, because its backward pass has run.
             return tree_map_only(Tensor, Tensor.detach, out)
 
         asked: dict[str, Any] = {"fullgraph": True, **options}
         self._compiled = torch.compile(_of_its_own(traced, function, step.number), **asked)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it."""
+        """Run the compiled function."""
         engine, step = self._engine, self._step
         step.refresh()
         engine.compiled_step = step
         has_grad = torch.is_grad_enabled()
         try:
-            # A hook that a module gets later is in the next graph, or refused by the compiler.
+            # Guard on module hooks: a hook that is added later is in the next graph, or the compiler refuses it.
             with torch._dynamo.config.patch(trace_autograd_ops=True, skip_nnmodule_hook_guards=False):
                 return self._compiled(*args, **kwargs)
         finally:
-            # What raises within the step leaves its no_grad behind, where the backend runs the graph line by line.
+            # Backends that run the graph line by line leave the step's no_grad on if the step raises.
             torch.set_grad_enabled(has_grad)
             engine.compiled_step = None
             step.sync_versions()
 
 
 def _of_its_own(traced: Callable[P, R], function: Callable[P, R], number: int) -> Callable[P, R]:
-    """``traced`` with code of its own: the compiler counts graphs, and remembers which shapes vary, by code and its place."""
+    """``traced`` with a code object of its own, by which the compiler counts graphs and remembers varying shapes."""
     assert isinstance(traced, FunctionType)
     place = getattr(function, "__code__", traced.__code__)
     code = traced.__code__.replace(
@@ -364,16 +364,16 @@ _SCHEMAS: Final = (
 
 
 def _operators() -> Any:
-    """``torch.ops.halfpeak``, with
+    """Define the operators and return their namespace, ``torch.ops.halfpeak``.
 
     ::
 
         backward    accumulate the gradients of a backward pass
-        step        the same for one that the step follows at once, if there is one, and the step
-        watch       runs while a graph is traced, and notices weights that something else in it writes
+        step        the same for a backward pass directly before the step, if there is one; then step
+        watch       only during tracing: detect that the function itself writes to weights
 
-    A ``token`` that both write keeps them in order, and from being taken for superfluous. What the graph shares with
-    the engine, weights and buffers, they are said to write: so whatever else reads it stays before them or after them.
+    ``backward`` and ``step`` write to ``token``, so the compiler keeps their order and does not remove them. ``step``
+    is declared to write to weights and buffers, so the compiler moves no other read of these across it.
     """
     _library()
     return torch.ops.halfpeak
@@ -381,9 +381,9 @@ def _operators() -> Any:
 
 @functools.cache
 def _library() -> torch.library.Library:
-    """What defines the operators, while somebody holds it."""
+    """The library that defines the operators. The cache keeps it, because without it the operators are gone."""
     library = torch.library.Library("halfpeak", "FRAGMENT")
-    # What a CUDA graph replays does not call Python again.
+    # A CUDA graph must not contain the operators, because a replay would not call Python.
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
     tags = () if unsafe is None else (unsafe,)
     for schema in _SCHEMAS:
@@ -415,4 +415,4 @@ def _fake_watch(engine: int, weights: list[Tensor], first: bool) -> None:  # a s
 
 
 def _nothing(*_: object) -> None:
-    """What needs not be done, or not be simulated."""
+    """Do nothing: ``watch`` when the graph runs, ``backward`` when it is traced."""

@@ -1,4 +1,4 @@
-"""Capture: forward, backward and step of an engine as one CUDA graph, which skips by data."""
+"""Capture: forward, backward and step of an engine as one CUDA graph, whose kernels skip a step by ``found_inf``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from halfpeak.state.clip import is_by_norm
 from halfpeak.state.found_inf import is_multi_rank
 
 LossFunction = Callable[..., Tensor]
-"""From inputs to a loss: what stands inside ``with engine.forward()``."""
+"""From inputs to a loss: the body of ``with engine.forward()``."""
 
 WARM_UPS = 3
-"""Iterations before the capture, in which libraries allocate what they keep. None of them moves anything."""
+"""Iterations before the capture, in which libraries allocate persistent memory. Each skips its step."""
 
 
 class CapturedStep(NamedTuple):
-    """What a replay leaves, in the same tensors each time: read or copy them before the next one.
+    """The result of a replay, in the same tensors each time: read or copy them before the next replay.
 
     Attributes:
         loss: as the loss function returned it.  # f[]
@@ -43,9 +43,9 @@ class CapturedStep(NamedTuple):
 class CapturedFunction:
     """A whole training step as one launch. Made by :meth:`halfpeak.Engine.capture`.
 
-    Learning rates and other hyper-parameters, and the loss scale, are data: what they are before a call holds in it. A
-    gradient that is not finite skips the step as always. Hooks of optimizers and modules do not run, and nothing else in
-    Python does: whatever the loss function decided while it was captured stays decided.
+    Each call uses the current learning rates, other hyper-parameters and loss scale. A gradient that is not finite
+    skips the step as always. A replay runs no hooks of optimizers and modules and no other Python, so branches that the
+    loss function took during the capture are fixed.
     """
 
     _engine: StepEngine
@@ -56,13 +56,13 @@ class CapturedFunction:
     _step: CapturedStep
 
     def __call__(self, *inputs: Tensor) -> CapturedStep:
-        """Train one step on ``inputs``, which are copied to where the graph reads them. Does not wait for the device.
+        """Train one step on ``inputs``, which are copied into the graph's input tensors. Does not wait for the device.
 
         Raises:
-            ConfigError: inputs of other shapes or dtypes than those it was captured with.
-            OrderError: a window is open; or parameters or optimizer states have been replaced, so that the graph would
-                write to where they were: capture again.
-            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. It is noticed a few calls late.
+            ConfigError: the inputs differ in shapes or dtypes from the inputs of the capture.
+            OrderError: a window is open; or parameters or optimizer states were replaced, so the graph would write to
+                their old memory: capture again.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more. Raised a few calls late.
         """
         context = self._engine.context
         _check_inputs(self._inputs, inputs)
@@ -74,7 +74,7 @@ class CapturedFunction:
                 "engine.capture(...) again"
             )
         if isinstance(context.casting, OpCasts):
-            # They are of the weights before this step.
+            # The cached casts are of the weights from before this step.
             context.casting.clear_cache()
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
@@ -106,8 +106,8 @@ def capture(engine: StepEngine, loss_function: LossFunction, inputs: Sequence[Te
     with _as_before(context), _on_side_stream(context.device):
         for _ in range(WARM_UPS):
             _iterate(engine, loss_function, places, withhold=True)
-            # With a static scale each withheld step counts as "the scale cannot fall"; the counter is reset, or the next
-            # iteration would take the slow path and record other kernels.
+            # With a static scale each skipped step counts as "the scale cannot fall". Reset the counter, because the
+            # next iteration would otherwise take the slow path and record other kernels.
             _use(context, static_state, copy=False)
             context.train_step.sync_stuck()
     optimizer = _optimizer_of(context)
@@ -130,7 +130,7 @@ def _record(engine: StepEngine, loss_function: LossFunction, places: list[Tensor
             moved = [(cell, new) for cell, new in zip(static_state, after, strict=True) if new is not cell]
             torch._foreach_copy_([cell for cell, _ in moved], [new for _, new in moved])
     finally:
-        # What was recorded has not been run. The warm-up has made the tables, which a capture could not send.
+        # Recorded work has not run, so the counters go back. The warm-up made the tables: a capture cannot copy them.
         tables = optimizer.detach_tables()
         _use(context, static_state, copy=False)
         context.record.micro_step = micro_step
@@ -142,7 +142,7 @@ def _record(engine: StepEngine, loss_function: LossFunction, places: list[Tensor
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Generator[None]:
-    """On a stream of its own, where libraries make what they need for a capture."""
+    """Run the body on a separate stream, where libraries allocate what a capture needs."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -152,9 +152,9 @@ def _on_side_stream(device: torch.device) -> Generator[None]:
 
 @contextmanager
 def _recording(device: torch.device) -> Generator[torch.cuda.CUDAGraph]:
-    """What is launched inside is not run but becomes the graph."""
+    """Record the launches of the body into a graph, without running them."""
     graph = torch.cuda.CUDAGraph()
-    # The stream that torch would take is of the device on which the first graph of the process was captured.
+    # By default torch takes a stream of the device on which the process captured its first graph.
     with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         yield graph
 
@@ -166,7 +166,7 @@ def _iterate(
         loss = loss_function(*places)
     engine.backward(loss)
     if withhold:
-        # As if another rank had found a gradient that is not finite: everything runs and nothing moves.
+        # As if another rank had found a non-finite gradient: everything runs, but the step is skipped.
         one = engine.context.prepared[0]
         one.window = one.window._replace(found_inf=torch.ones_like(one.found_inf))
     return CapturedStep(loss.detach(), engine.step())
@@ -174,7 +174,7 @@ def _iterate(
 
 @contextmanager
 def _as_before(context: EngineContext) -> Generator[None]:
-    """Afterwards the engine, the buffers of its models and the random generators are as before."""
+    """Restore the engine, the buffers of its models and the random generators after the body."""
     static_state, micro_step = _static_state(context), context.record.micro_step
     buffers = [buffer for model in context.models for buffer in model.buffers()]
     values = [buffer.detach().clone() for buffer in buffers]
@@ -192,13 +192,13 @@ def _as_before(context: EngineContext) -> Generator[None]:
 
 
 def _static_state(context: EngineContext) -> list[Tensor]:
-    """The tensors of an engine that a step replaces by others."""
+    """The tensors of an engine that an ordinary step replaces by new ones."""
     states = [tensor for scaler in context.scalers for tensor in scaler.state]
     return [*states, context.record.num_steps, context.record.num_skipped, *context.stats.saved()]
 
 
 def _use(context: EngineContext, static_state: Sequence[Tensor], *, copy: bool = True) -> None:
-    """Let the engine use these tensors, with the values that it has, or with ``copy=False`` with those that they have."""
+    """Make the engine use ``static_state``, filled with the engine's values, or unchanged with ``copy=False``."""
     if copy:
         for cell, value in zip(static_state, _static_state(context), strict=True):
             if cell is not value:
