@@ -1,4 +1,4 @@
-"""Levels and a loss scale inside Hugging Face accelerate 1.x."""
+"""An ``Accelerator`` with opt levels, and a gradient scaler, for Hugging Face accelerate 1.x."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ NOT_HERE: Final = {
     "clip": "accelerate clips: write accelerator.clip_grad_norm_(model.parameters(), 1.0)",
     "num_losses": "accelerate does not say which loss a backward pass is of; leave it out",
 }
-"""Options of :func:`halfpeak.prepare` that accelerate takes care of itself."""
+"""Options of :func:`halfpeak.prepare` that accelerate handles itself, with the advice to show for each."""
 
 ADVICE: Final = "write model, optimizer = accelerator.prepare(model, optimizer), both in one call"
 
 
 class AcceleratorScaler(GradScaler):
-    """:class:`halfpeak.GradScaler` for an ``Accelerator(mixed_precision="fp16")`` of accelerate's own.
+    """:class:`halfpeak.GradScaler` for accelerate's own ``Accelerator(mixed_precision="fp16")``.
 
-    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate considers a step skipped if
-    ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
-    ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers wait.
+    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate takes a step for skipped
+    if ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
+    ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers do not step then.
     """
 
     def _may_skip_itself(self, optimizer: Optimizer) -> bool:
@@ -53,12 +53,12 @@ class Accelerator(accelerate.Accelerator):
     Args:
         args: of ``accelerate.Accelerator``.
         level: ``"O0"`` to ``"O5"``. At O1 and O4 operations are cast inside ``with accelerator.autocast():``.
-        options: of :func:`halfpeak.prepare`, but for what accelerate does itself (``clip``, ``accumulate``).
+        options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: accelerate's own.
         kwargs: of ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Attributes:
         adapter: holds the engine, once there is one.
-        scaler: the same object, under the name by which accelerate and transformers save and load it.
+        scaler: the adapter, under the name by which accelerate and transformers save and load it.
 
     Raises:
         ConfigError: ``mixed_precision`` is not ``"no"``, the strategy shards or replaces the optimizer, or an option is
@@ -133,13 +133,13 @@ class Accelerator(accelerate.Accelerator):
         super().clip_grad_value_(self._stepped(parameters), clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The ``state_dict`` of a model, as ``save_state`` and ``save_model`` write it."""
+        """Return the ``state_dict`` of a model as ``save_state`` and ``save_model`` write it."""
         state = super().get_state_dict(model, unwrap=unwrap)
         _separate(model, state)
         return state
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Restore what ``save_state`` wrote."""
+        """Restore a state that ``save_state`` wrote."""
         models = () if self.adapter.engine is None else self.adapter.engine.models
         with ExitStack() as stack:
             for model in models:
@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
 def _separate(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     """Copy values out of the flat buffers of a fused optimizer; tied weights stay tied.
 
-    accelerate and safetensors take values that share one piece of memory for tied weights, and save and load one of them only.
+    accelerate and safetensors treat values that share a storage as tied weights, and save and load only one of them.
     """
     copies: dict[Any, Tensor] = {}
     for name, value in state.items():
@@ -164,7 +164,7 @@ def _separate(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, with the step of an engine.
+    """accelerate's optimizer wrapper, with the step of an engine.
 
     Attributes:
         last: the result of the last step; None before the first.
@@ -176,7 +176,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._adapter = adapter
 
     def step(self, closure: Any = None) -> None:
-        """Step or skip where accumulation ends; else do nothing.
+        """Step or skip at the end of an accumulation window; else do nothing.
 
         Raises:
             OrderError: a later call of ``Accelerator.prepare`` was for other optimizers.

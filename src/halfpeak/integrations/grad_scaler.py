@@ -40,15 +40,15 @@ class GradScaler(GradScalerAttrs):
         scale(loss)        the loss in float32 or wider, times the scale
         unscale_           gradients / scale, once: a second call changes nothing
         step               unscale_, then the optimizer steps, or is not called
-        update             the scale changes by what the steps since the last update found
+        update             the scale moves by the overflows that the steps since the last update found
 
     Differences, where torch raises, never recovers or is silently wrong:
 
-    - Gradients that a scaled backward pass adds after ``unscale_`` are divided as they arrive.
+    - Gradients that a scaled backward pass adds after ``unscale_`` are unscaled as they arrive.
     - A window that was dropped (by an exception, or ``zero_grad``) has no effect on the next one.
     - An optimizer without gradients is stepped, and does not change the scale.
-    - float16, complex and sparse gradients are divided in float32 and rounded once; one that two optimizers share is
-      divided once; the number of devices that found an overflow does not matter.
+    - float16, complex and sparse gradients are unscaled in float32 and rounded once. A gradient that two optimizers
+      share is unscaled once. The number of devices that found an overflow does not matter.
     - Closures work: a closure whose gradients overflow is called again at a lower scale.
     - The scale has a floor and a ceiling, and gradients that never become finite raise.
 
@@ -62,7 +62,7 @@ class GradScaler(GradScalerAttrs):
         floor: the scale does not fall below it; None means 2**-14, or ``init_scale`` where that is lower.
         ceiling: the scale does not grow above it; None means the largest float32.
         patience: overflows in a row at the floor before :class:`~halfpeak.LossScaleCollapse`; None never raises.
-        group: ranks that must skip together although their gradients are not reduced.
+        group: a process group whose ranks must skip together although their gradients are not reduced, or ``"world"``.
 
     Attributes:
         last: the result of the last :meth:`step`; None before the first.
@@ -130,10 +130,10 @@ class GradScaler(GradScalerAttrs):
         self._stuck: AsyncScalar | None = None
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or every tensor in a list, tuple, dict or other iterable, in float32 or wider, times the scale.
+        """Multiply a tensor, or each tensor in a list, tuple, dict or other iterable, by the scale, at least in float32.
 
         Raises:
-            ConfigTypeError: something else.
+            ConfigTypeError: ``outputs`` is something else.
         """
         return map_outputs(outputs, self._scaled) if self._enabled else outputs
 
@@ -147,7 +147,7 @@ class GradScaler(GradScalerAttrs):
         return scaled
 
     def _enter_backward(self, scale: Tensor, _: Tensor) -> None:
-        """A scaled backward pass begins: gradients that it adds to unscaled ones must be unscaled as they arrive."""
+        """At the start of a scaled backward pass: unscale gradients that it adds to unscaled ones as they arrive."""
         self._leave_backward()
         for optimizer, unscaled in list(self._unscaled.items()):
             if unscaled.is_dropped():
@@ -166,7 +166,7 @@ class GradScaler(GradScalerAttrs):
         """Divide the optimizer's gradients by the scale, unless they are unscaled already. Does not wait for the device.
 
         Raises:
-            OrderError: there are gradients, but no loss was ever scaled.
+            OrderError: there are gradients, but this scaler never scaled a loss.
         """
         if self._enabled:
             self._ensure_unscaled(optimizer)
@@ -185,15 +185,13 @@ class GradScaler(GradScalerAttrs):
         return unscaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, unless a gradient is not finite; :attr:`last` says which.
+        """Step the optimizer, unless a gradient is not finite; :attr:`last` tells whether it stepped.
 
-        Waits for the device once, or never with an optimizer that takes ``found_inf``
-        (``torch.optim.AdamW(fused=True)`` and its like).
+        Waits for the device once, or never with an optimizer that takes ``found_inf``, such as
+        ``torch.optim.AdamW(fused=True)``.
 
         Args:
-            optimizer: which.
-            args: for ``optimizer.step``, which may be a closure that calls ``scaler.scale(loss).backward()``; so may
-                kwargs.
+            args: for ``optimizer.step``, like kwargs. A closure among them calls ``scaler.scale(loss).backward()``.
 
         Returns:
             What ``optimizer.step`` returned; None if it was not called.
@@ -254,7 +252,7 @@ class GradScaler(GradScalerAttrs):
             optimizer.zero_grad()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale by what was found since the last update; or set it.
+        """Move the scale by the overflows found since the last update, or set it to ``new_scale``.
 
         Raises:
             ConfigError: ``new_scale`` is not one finite number above zero.
@@ -280,7 +278,7 @@ class GradScaler(GradScalerAttrs):
             raise collapse
 
     def _is_exhausted(self) -> bool:
-        """Whether the patience is used up. Reads a value that has arrived already, so that a good step does not wait."""
+        """Whether the patience is used up. Reads a count that is on the host already, so that a good step does not wait."""
         patience, stuck = self._scaler.config.patience, self._scaler.state.stuck
         if patience is None:
             return False
@@ -300,7 +298,7 @@ class GradScaler(GradScalerAttrs):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler ignores it.
 
-        ``{}`` is what a disabled scaler saves: it holds no scale, so this one keeps its own, with a warning.
+        A disabled scaler saves ``{}``, which holds no scale: an enabled scaler then keeps its own scale and warns.
 
         Raises:
             StateError: the state does not fit. Nothing was loaded.
@@ -320,16 +318,16 @@ class GradScaler(GradScalerAttrs):
         self._found.clear()
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
-        """``found_inf`` of an optimizer's gradients, which ranks that step together may reduce in place."""
+        """Return ``found_inf`` of an optimizer's gradients. Ranks that step together may reduce it in place."""
         unscaled = self._unscaled.get(optimizer)
         return {} if unscaled is None else {unscaled.found_inf.device: unscaled.found_inf}
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:  # type: ignore[override]
-        """``found_inf`` of an optimizer's gradients as they are, for optimizers that divide by the scale themselves."""
+        """Return ``found_inf`` of the gradients as they are, for an optimizer that unscales them itself."""
         return {self._scale.device: UnscaledGrads(optimizer, torch.ones_like(self._scale), ()).found_inf}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the open window: a copy begins a new one."""
+        """Return all attributes except the open window, because a copy begins a new window."""
         window = ("_scalings", "_unscaled", "_found", "_arrival_hooks", "_stuck", "last")
         return {name: value for name, value in self.__dict__.items() if name not in window}
 
@@ -364,10 +362,10 @@ def map_outputs(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def read_number(scale: float | Tensor) -> float:
-    """A new scale as a number. Waits for the device where it is a tensor.
+    """Return a new scale as a number. Waits for the device if the scale is a tensor.
 
     Raises:
-        ConfigError: it is not one finite number above zero.
+        ConfigError: the scale is not one finite number above zero.
     """
     if not isinstance(scale, Tensor):
         return require_scale("new_scale", scale)

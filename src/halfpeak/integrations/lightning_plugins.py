@@ -1,4 +1,4 @@
-"""Precision plugins of Lightning 2.x without their base class, which ``lightning`` and ``pytorch_lightning`` each define."""
+"""Precision plugins for Lightning 2.x without Lightning's base class: two packages, ``lightning*``, each define one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NOT_HERE: Final = {
     "clip": "Lightning clips: write Trainer(gradient_clip_val=...), or fabric.clip_gradients(...)",
     "num_losses": "Lightning does not say which loss a backward pass is of; leave it out",
 }
-"""Options of :func:`halfpeak.prepare` that Lightning takes care of itself."""
+"""Options of :func:`halfpeak.prepare` that Lightning handles itself, with the advice to show for each."""
 
 
 def precision_name(level: str) -> str:
-    """Lightning's name for the precision nearest to a level. Lightning shows it and estimates model sizes with it.
+    """Return Lightning's name for the precision nearest to a level; Lightning prints it and estimates model sizes by it.
 
     >>> [precision_name(level) for level in ("O0", "O1", "O2", "O5")]
     ['32-true', '16-mixed', '16-true', 'bf16-true']
@@ -44,10 +44,10 @@ class EnginePlugin:
 
     Args:
         level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
-        options: of :func:`halfpeak.prepare`, but for those that Lightning takes care of itself (``clip``, ``accumulate``).
+        options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: Lightning's own.
 
     Raises:
-        ConfigError: an unknown level or option, or one that Lightning takes care of.
+        ConfigError: an unknown level or option, or an option that Lightning handles itself.
     """
 
     def __init__(self, level: str = "O2", **options: Any) -> None:
@@ -63,7 +63,7 @@ class EnginePlugin:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, while there is one."""
+        """The engine; None while there is none."""
         return self.adapter.engine
 
     @property
@@ -87,10 +87,10 @@ class EnginePlugin:
         return self.adapter.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+        """Restore a state from :meth:`state_dict`.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         self.adapter.load_state_dict(state_dict)
 
@@ -99,11 +99,11 @@ class FabricPlugin(EnginePlugin):
     """An engine for what ``fabric.setup`` returned."""
 
     def connect(self, model: Any, *optimizers: Any) -> None:
-        """Convert a model and its optimizers after ``fabric.setup``, which does not show them to a plugin together.
+        """Prepare an engine after ``fabric.setup``, which does not give a plugin model and optimizers together.
 
         Args:
-            model: what ``fabric.setup`` returned; or a list of such models.
-            optimizers: likewise.
+            model: the model that ``fabric.setup`` returned, or a list of such models.
+            optimizers: the optimizers that ``fabric.setup`` returned.
         """
         models = list(model) if isinstance(model, (list, tuple)) else [model]
         raw = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
@@ -132,9 +132,9 @@ class FabricPlugin(EnginePlugin):
 class TrainerPlugin(EnginePlugin):
     """An engine during ``Trainer.fit``; before and afterwards the module is an ordinary float32 module.
 
-    At levels that store half weights the submodules of the ``LightningModule`` are converted and cast at their own
-    boundaries, so ``training_step`` gets float32 from whichever it calls. Parameters of the ``LightningModule`` itself,
-    and submodules without parameters (losses, metrics), stay as they are.
+    At levels that store low-precision weights, each submodule of the ``LightningModule`` is converted and casts its own
+    inputs and outputs, so ``training_step`` gets float32 from each submodule. Parameters of the ``LightningModule``
+    itself, and submodules without parameters (losses, metrics), stay unchanged.
     """
 
     _after_closure: Callable[..., None]
@@ -143,7 +143,7 @@ class TrainerPlugin(EnginePlugin):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare the engine. A scheduler with ``interval="step"`` waits where a step is skipped.
+        """Prepare the engine. Schedulers with ``interval="step"`` do not step after a skipped optimizer step.
 
         Raises:
             ParameterError: the level stores half weights, and all parameters belong to the ``LightningModule`` itself.
@@ -219,13 +219,13 @@ def _check_callbacks(module: nn.Module, level: str) -> None:
 
 
 class SkipAwareScheduler:
-    """A learning-rate scheduler whose ``step`` does nothing after a skipped one of its optimizer; else the scheduler itself."""
+    """Wraps a learning-rate scheduler, whose ``step`` then does nothing after a skipped step of its optimizer."""
 
     def __init__(self, scheduler: Any, plugin: EnginePlugin) -> None:
         self._scheduler, self._plugin = scheduler, plugin
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler unless the last step of its optimizer was skipped. Waits for the device."""
+        """Step the scheduler if its optimizer has stepped and did not skip last. Waits for the device."""
         last = self._plugin.adapter.results.get(self._scheduler.optimizer)
         if last is not None and last.stepped():
             self._scheduler.step(*args, **kwargs)
@@ -235,7 +235,7 @@ class SkipAwareScheduler:
 
 
 def called_submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """The submodules with parameters that a module calls: its children, with ``ModuleList`` and ``ModuleDict`` opened."""
+    """Iterate over a module's children with parameters; for a ``ModuleList`` or ``ModuleDict`` over its children."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from called_submodules(child)

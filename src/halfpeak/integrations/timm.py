@@ -35,7 +35,7 @@ class LossScaler:
         last: the result of the last step; None before the first.
 
     Raises:
-        ConfigError: the engine accumulates or clips itself.
+        ConfigError: the engine accumulates itself.
 
     Example:
         >>> import torch, halfpeak
@@ -71,15 +71,15 @@ class LossScaler:
         create_graph: bool = False,
         need_update: bool = True,
     ) -> None:
-        """One backward pass and, where it ends a window, one step.
+        """Run one backward pass and, if it ends a window, one step.
 
         Args:
-            loss: a scalar, divided for accumulation already.
-            optimizer: one that the engine knows.
+            loss: a scalar, already divided for accumulation.
+            optimizer: an optimizer of the engine.
             clip_grad: limit of the norm, of each element, or of the ratio of gradient to weight; None does not clip.
             clip_mode: ``"norm"``, ``"value"`` or ``"agc"``.
-            parameters: of the model, to clip; None means all that the optimizer steps. Masters are clipped in place of
-                parameters that have one.
+            parameters: model parameters to clip; None means all that the optimizer steps. If a parameter has a master,
+                the gradient of the master is clipped.
             create_graph: for optimizers that differentiate the gradient.
             need_update: False if more backward passes follow before the step; DDP may then leave gradients unreduced.
 
@@ -97,7 +97,7 @@ class LossScaler:
             self.last = self.engine.step(optimizers=optimizer)
 
     def _stepped(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """The parameters that the optimizer steps in place of ``parameters``."""
+        """Return the parameters or masters that the optimizer steps for ``parameters``."""
         if parameters is None:
             return params_of(optimizer)
         return stepped_parameters(self.engine, parameters)
@@ -114,16 +114,16 @@ class LossScaler:
             ClipValue(value=limit)(grads)
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scales, counters and the open window; timm saves the model and the optimizer, in float32.
+        """Return loss scales, counters and the open window; timm saves the model and the optimizer, in float32.
 
-        Gradients that ranks have not reduced yet are left out, with a warning: timm writes one file for all ranks.
+        A window with gradients not yet reduced over the ranks is left out with a warning: timm writes one file for all.
         """
         return engine_state(self.engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+        """Restore a state from :meth:`state_dict`.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         load_engine_state(self.engine, state_dict)

@@ -1,4 +1,4 @@
-"""Levels inside the ``Trainer`` of Hugging Face transformers 5.x."""
+"""A ``Trainer`` with opt levels, for Hugging Face transformers 5.x."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from halfpeak.integrations.accelerate import Accelerator
 class HalfpeakTrainer(transformers.Trainer):
     """A ``transformers.Trainer`` that trains at a level.
 
-    Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so unscaled gradients are clipped, schedulers
-    wait for a skipped step, and a checkpoint holds the float32 weights and the loss scale.
+    Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so unscaled gradients are clipped,
+    schedulers do not step after a skipped step, and a checkpoint holds the float32 weights and the loss scale.
 
     Args:
-        args: of ``transformers.Trainer``. Its ``TrainingArguments`` have neither ``fp16`` nor ``bf16``.
+        args: of ``transformers.Trainer``. Its ``TrainingArguments`` must set neither ``fp16`` nor ``bf16``.
         level: ``"O0"`` to ``"O5"``.
-        options: of :func:`halfpeak.prepare`, but for those that the Trainer takes care of itself.
+        options: of :func:`halfpeak.prepare`, except those that the Trainer handles itself.
         kwargs: of ``transformers.Trainer``.
 
     Raises:
@@ -36,7 +36,7 @@ class HalfpeakTrainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Replace the accelerator that the Trainer makes by one at this level with the same settings."""
+        """Replace the Trainer's accelerator by an accelerator at this level with the same settings."""
         super().create_accelerator_and_postprocess()
         theirs = self.accelerator
         self.accelerator = Accelerator(

@@ -1,4 +1,4 @@
-"""UnscaledGrads: what a gradient scaler knows about one optimizer's gradients, from unscaling to the next window."""
+"""UnscaledGrads: a gradient scaler's record of one optimizer's gradients, from unscaling to the next window."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class UnscaledGrads:
     """The gradients of one optimizer from the moment they are divided by the scale until they are dropped.
 
     Args:
-        inv_scale: by which gradients are multiplied.  # f32[]
+        inv_scale: the factor that unscales gradients.  # f32[]
         already: gradients that are unscaled already, because another optimizer shares them.
 
     Attributes:
-        optimizer: whose.
-        grads: the gradients that were divided here, or found divided.
-        found_inf: 1 if one of them, or one that arrived since, was not finite, and the loss scale has not changed by it
-            yet.  # f32[]
-        has_stepped: whether the optimizer has used them.
-        is_counted: whether the loss scale has changed by all of them.
+        optimizer: the optimizer that has the gradients.
+        grads: the gradients that were unscaled here, or already.
+        found_inf: 1 if one of the gradients, or one that arrived since, was not finite, and the loss scale has not been
+            updated with it yet.  # f32[]
+        has_stepped: whether the optimizer has stepped with the gradients.
+        is_counted: whether the loss scale has been updated with all of the gradients.
     """
 
     def __init__(self, optimizer: Optimizer, inv_scale: Tensor, already: Iterable[Tensor]) -> None:
@@ -40,20 +40,20 @@ class UnscaledGrads:
         self._versions: list[int] = []
         done = {id(grad) for grad in already}
         with torch.no_grad():
-            # A gradient that two optimizers share is divided once, and is checked for both.
+            # A gradient that two optimizers share is unscaled once, and checked for both.
             foreach.check_([grad for grad in self.grads if id(grad) in done], self.found_inf)
             fresh = [grad for grad in self.grads if id(grad) not in done]
             foreach.unscale_(fresh, inv_scale, self.found_inf)
 
     def mark_counted(self) -> None:
-        """The loss scale has changed by what was found so far. Gradients that arrive later count anew."""
+        """Note that the loss scale was updated with ``found_inf``. Gradients that arrive later count anew."""
         found = self.found_inf
         self._counted_inf = found if self._counted_inf is None else torch.maximum(self._counted_inf, found)
         self.found_inf = torch.zeros_like(self.found_inf)
         self.is_counted = True
 
     def found_inf_at_step(self) -> Tensor:
-        """Whether a step must be skipped: 1 or 0 in new memory.  # f32[]"""
+        """Return 1 if a step must be skipped, else 0, as a new tensor.  # f32[]"""
         if self._counted_inf is None:
             return self.found_inf.clone()
         # update() came before step(). Gradients that were zeroed in between have no overflow any more.
@@ -63,7 +63,7 @@ class UnscaledGrads:
         return torch.maximum(self._counted_inf, self.found_inf)
 
     def mark_stepped(self) -> None:
-        """The optimizer has used the gradients."""
+        """Note that the optimizer has stepped with the gradients that it has now."""
         self.has_stepped = True
         self.grads = gradients(self.optimizer)
         self._versions = [grad._version for grad in self.grads]
@@ -83,9 +83,9 @@ class UnscaledGrads:
         )
 
     def unscale_arrivals(self, inv_scale: Tensor) -> list[RemovableHandle]:
-        """Unscale what a backward pass adds from now on as it arrives, until the handles are removed.
+        """Unscale each gradient that a backward pass adds as it arrives, until the handles are removed.
 
-        The hook is where autograd accumulates into ``.grad``, so ``torch.autograd.grad`` is not affected.
+        The hooks are on autograd's accumulation into ``.grad``, so they do not affect ``torch.autograd.grad``.
         """
 
         def unscale(arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -76,8 +76,8 @@ class InternalMasters(ApexStateLayout):
 
         Args:
             closure: computes the loss again and returns it.
-            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. It is
-                not in the signature because torch's GradScaler warns of optimizers whose ``step`` names it.
+            others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped. No
+                named argument, because torch's GradScaler warns of optimizers whose ``step`` names it.
         """
         given = _given_by(self, **others)
         vars(self).update(given)
