@@ -1,6 +1,6 @@
-"""The loop of a training run and the hooks that it calls: the front end for code written for ``mmcv.runner``.
+"""The front end for code written for ``mmcv.runner``: training loops and the hooks that they call.
 
-Compatible with mmcv 1.7.2 and does not need it.
+Compatible with mmcv 1.7.2, which need not be installed.
 """
 
 from halfpeak.optim.members import OPTIMIZERS, TORCH_OPTIMIZERS

@@ -1,4 +1,4 @@
-"""Casting the tensors of one dtype inside nested values. Compatible with mmcv 1.7.2."""
+"""cast_tensor_type: casts the tensors of one dtype inside nested containers. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from halfpeak.casting.tree import map_tree
 
 
 def cast_tensor_type(inputs: Any, src_type: torch.dtype, dst_type: torch.dtype) -> Any:
-    """``inputs`` with every tensor of ``src_type`` in it cast to ``dst_type``; differentiable.
+    """Cast every tensor of ``src_type`` inside ``inputs`` to ``dst_type``; differentiable.
 
-    Every container keeps its type. Tensors of other dtypes, modules, strings, arrays and all that is neither a tensor
-    nor a container pass through.
+    Containers keep their types. Tensors of other dtypes, modules, strings, arrays and all other values pass through.
 
     >>> batch = {"image": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}
     >>> cast = cast_tensor_type(batch, torch.float32, torch.float16)

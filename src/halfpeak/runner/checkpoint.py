@@ -1,6 +1,6 @@
-"""Checkpoint files: reading, writing, their paths, and the functions for scripts without a runner.
+"""Checkpoint files: reading, writing and naming them, and the functions for scripts without a runner.
 
-Files are written in halfpeak's own format, and read also where mmcv wrote plain data. Compatible with mmcv 1.7.2.
+Writes halfpeak's own format; reads that and plain data written by mmcv. Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def read_checkpoint(path: StrPath, map_location: Location = "cpu") -> dict[str, 
     """The content of a checkpoint file: halfpeak's, with its digest checked, or plain data of another program.
 
     Args:
-        map_location: as in ``torch.load``; ``"default"`` means the host.
+        map_location: as in ``torch.load``; ``"default"`` means the CPU.
 
     Raises:
         CheckpointError: the file is damaged, missing, or holds something other than plain data.
-        StateError: it holds no dict.
+        StateError: the file holds no dict.
     """
     where = "cpu" if map_location == "default" else map_location
     if looks_complete(Path(path)):
@@ -59,10 +59,10 @@ def load_weights(
     revise_keys: ReviseKeys = ((r"^module\.", ""),),
     logger: Logger | None = None,
 ) -> None:
-    """Load the ``state_dict`` of a checkpoint, or a checkpoint that is one, as :func:`load_checkpoint` does.
+    """Load the weights of a checkpoint, which has or is a ``state_dict``; see :func:`load_checkpoint`.
 
     Raises:
-        StateError: ``strict``, and the keys or shapes differ. Nothing was loaded.
+        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     given = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
     if not all(isinstance(key, str) for key in given):
@@ -81,13 +81,13 @@ def load_weights(
 
 
 def link_latest(target: Path) -> None:
-    """Make ``latest.pth`` beside a file a link to it.
+    """Make ``latest.pth`` in the same directory a link to ``target``.
 
     Raises:
-        CheckpointError: a directory has that name, or the system refused.
+        CheckpointError: a directory has that name, or the operating system refuses.
     """
     link = target.parent / "latest.pth"
-    # A name of its own: two writers in one directory must not meet.
+    # A unique name, because two writers in one directory must not collide.
     spare = temporary_path(link)
     try:
         try:
@@ -116,7 +116,7 @@ def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def listed(keys: Sequence[str]) -> str:
-    """Names of a file for a log that may be a terminal."""
+    """The keys as text for a log; unprintable keys are escaped, because the log may be a terminal."""
     return ", ".join(key if str(key).isprintable() else short_repr(key) for key in keys)
 
 
@@ -137,15 +137,15 @@ def load_checkpoint(
     """Load the weights in a file into a model, and return everything in the file.
 
     Args:
-        filename: a file of halfpeak, or of mmcv if it holds plain data.
+        filename: a file of halfpeak, or a file of mmcv that holds plain data.
         map_location: as in ``torch.load``.
-        strict: refuse what does not fit exactly; otherwise it is left out, and the log says so.
+        strict: raise if keys or shapes differ; otherwise skip those entries and log a warning.
         revise_keys: pairs of a regular expression and its replacement, applied to each key.
 
     Raises:
-        ConfigError: an address instead of a file.
+        ConfigError: ``filename`` is a URL.
         CheckpointError: the file is damaged, missing, or holds something other than plain data.
-        StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     if "://" in str(filename):
         raise ConfigError(f"{filename} is an address; download it, and write the path of the file")
@@ -157,10 +157,10 @@ def load_checkpoint(
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = False, logger: Logger | None = None
 ) -> None:
-    """Load weights; what does not fit is left out, and ``logger`` says so, unless ``strict``.
+    """Load weights. Unless ``strict``, entries that do not fit are skipped with a warning to ``logger``.
 
     Raises:
-        StateError: ``strict``, and keys or shapes differ. Nothing was loaded.
+        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     load_weights(module, {"state_dict": state_dict}, strict=strict, revise_keys=(), logger=logger)
 
@@ -171,11 +171,11 @@ def save_checkpoint(
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save ``meta``, the weights and the state of the optimizer to a file: whole or not at all, with a digest.
+    """Save ``meta``, the weights and the optimizer state to a file, atomically and with a digest.
 
     Raises:
         ConfigTypeError: ``meta`` is not a dict.
-        CheckpointError: something in it is not plain data (the message says where), or it cannot be written.
+        CheckpointError: some value is not plain data (the message names it), or the file cannot be written.
     """
     require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
     state: dict[str, Any] = {
@@ -193,18 +193,18 @@ def save_checkpoint(
 def get_state_dict(
     module: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
 ) -> dict[str, Any]:
-    """The ``state_dict`` of the module that a wrapper is around, or of the module itself."""
+    """The ``state_dict`` of the module, without the prefix of a wrapper."""
     given = {} if destination is None else {"destination": destination}
     return unwrap(module).state_dict(prefix=prefix, keep_vars=keep_vars, **given)
 
 
 def weights_to_cpu(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights on the host."""
+    """A copy of the dict with all tensors on the CPU."""
     return {name: value.cpu() for name, value in state_dict.items()}
 
 
 def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
-    """The file that a template such as ``"epoch_{}.pth"`` names; its directory is made.
+    """The path that a template such as ``"epoch_{}.pth"`` gives. Creates the directory.
 
     Raises:
         ConfigError: the template does not take one number.
@@ -222,10 +222,10 @@ def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
 
 
 def checkpoint_directory(out_dir: StrPath | None, work_dir: str | None, owner: str) -> str:
-    """Where a hook saves: the work directory, or one of the same name inside ``out_dir``.
+    """The directory in which a hook saves: ``work_dir``, or a directory of the same name inside ``out_dir``.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: both are None.
 
     >>> checkpoint_directory(None, "runs/a", "X"), checkpoint_directory("store", "runs/a", "X")
     ('runs/a', 'store/a')

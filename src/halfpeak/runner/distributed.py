@@ -1,4 +1,4 @@
-"""The ranks of a run: start them, ask for them, average and broadcast tensors, gather plain data.
+"""The ranks of a run: starting the process group, averaging and broadcasting tensors, gathering plain data.
 
 Compatible with mmcv 1.7.2.
 """
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def get_dist_info() -> tuple[int, int]:
-    """This process's rank and how many there are; ``(0, 1)`` where torch.distributed is not in use.
+    """This process's rank and the number of ranks; ``(0, 1)`` without torch.distributed.
 
     >>> get_dist_info()
     (0, 1)
@@ -48,7 +48,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
-    """Start the default process group from what a launcher has put into the environment.
+    """Start the default process group from the environment variables of a launcher.
 
     ::
 
@@ -56,22 +56,22 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
         mpi       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR; MASTER_PORT or 29500  (mpirun)
         slurm     SLURM_PROCID, _NTASKS, _LOCALID, _NODELIST; port=..., MASTER_PORT, or one from SLURM_JOB_ID (srun)
 
-    On an accelerator the process takes the device with its local rank.
+    On an accelerator the process selects the device of its local rank.
 
     Args:
         launcher: ``"pytorch"``, ``"mpi"`` or ``"slurm"``.
-        backend: of ``init_process_group``; None means that of the device: nccl on CUDA, gloo on a CPU.
+        backend: of ``init_process_group``; None means the device's default: nccl on CUDA, gloo on the CPU.
         kwargs: passed to ``init_process_group``; with slurm, ``port`` too.
 
     Raises:
-        ConfigError: an unknown launcher, or a variable that is missing. Nothing was started.
+        ConfigError: the launcher is unknown, or a variable is missing. Nothing was started.
     """
     launchers = {"pytorch": _from_pytorch, "mpi": _from_mpi, "slurm": _from_slurm}
     require_choice("launcher", launcher, launchers)
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     environment, local_rank = launchers[launcher](port)
     if not mp.get_start_method(allow_none=True):
-        mp.set_start_method("spawn")  # a fork of a process that uses CUDA cannot use it
+        mp.set_start_method("spawn")  # a forked child of a process that uses CUDA cannot use CUDA
     os.environ.update(environment)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:
@@ -81,7 +81,7 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
 
 
 Launched = tuple[dict[str, str], int]
-"""What to add to the environment, and the local rank."""
+"""Variables to add to the environment, and the local rank."""
 
 
 def _from_pytorch(port: object) -> Launched:
@@ -106,7 +106,7 @@ def _from_mpi(port: object) -> Launched:
 def _from_slurm(port: object) -> Launched:
     rank, world = _number("SLURM_PROCID", "slurm"), _number("SLURM_NTASKS", "slurm")
     local_rank = _number("SLURM_LOCALID", "slurm", rank)
-    # Every task must come to the same port by itself, so none may look which ones are free.
+    # Every task must derive the same port independently, so no task may search for a free one.
     default = os.environ.get("MASTER_PORT", 29500 + _number("SLURM_JOB_ID", "slurm", 0) % 1000)
     environment = {
         "MASTER_PORT": str(port if port is not None else default),
@@ -122,7 +122,7 @@ def _first_host() -> str:
     nodes = os.environ.get("SLURM_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise ConfigError("launcher='slurm' needs SLURM_NODELIST or MASTER_ADDR; start the script with srun")
-    # "node[07-08,12]-a,other" is node07-a, node08-a, ...: the first name, with the first number of each bracket.
+    # "node[07-08,12]-a,other" means node07-a, node08-a, ...; take the first name, with each bracket's first number.
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else nodes
 
@@ -139,18 +139,18 @@ def _number(name: str, launcher: str, default: int | None = None) -> int:
 
 
 def allreduce_grads(params: Iterable[Tensor], coalesce: bool = True, bucket_size_mb: float = -1) -> None:
-    """Replace the gradients of ``params`` by their mean over all ranks; with one rank there is nothing to do.
+    """Replace the gradients of ``params`` by their mean over all ranks; do nothing with one rank.
 
-    Every rank must name the same parameters in the same order. A gradient that only some ranks have counts as zero on
-    the others, and all have it afterwards. Finding that out waits for the device.
+    Every rank must pass the same parameters in the same order. A gradient that only some ranks have counts as zero on
+    the others, and all ranks have it afterwards. Comparing the ranks waits for the device.
 
     Each rank divides before the sum, so a mean that fits its dtype never overflows on the way. Two ranks get the same
-    bits with and without buckets; with more, the order of a sum depends on where an element lies in its bucket.
+    bits with and without buckets. With more ranks, the order of a sum depends on the element's position in its bucket.
 
     Args:
-        params: those that need no gradient are left out.
+        params: parameters without ``requires_grad`` are ignored.
         coalesce: send many gradients as one tensor.
-        bucket_size_mb: how much of it at a time, in MiB; -1 for one bucket per dtype and device.
+        bucket_size_mb: size of such a tensor in MiB; -1 for one bucket per dtype and device.
 
     Raises:
         ConfigError: ``bucket_size_mb`` is neither -1 nor above zero.
@@ -164,9 +164,9 @@ def allreduce_grads(params: Iterable[Tensor], coalesce: bool = True, bucket_size
 
 
 def allreduce_params(params: Iterable[Tensor], coalesce: bool = True, bucket_size_mb: float = -1) -> None:
-    """Replace parameters or buffers by their mean over all ranks, as :func:`allreduce_grads` does with gradients.
+    """Replace parameters or buffers by their mean over all ranks, as :func:`allreduce_grads` does for gradients.
 
-    The mean of integers, such as the batch counters of batch norms, is rounded down. Booleans stay as they are.
+    Means of integers, such as the batch counters of batch norms, are rounded down. Booleans do not change.
 
     Raises:
         ConfigError: ``bucket_size_mb`` is neither -1 nor above zero.
@@ -177,14 +177,14 @@ def allreduce_params(params: Iterable[Tensor], coalesce: bool = True, bucket_siz
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values of rank 0."""
+    """Copy the values of rank 0 to every rank, in place."""
     if get_dist_info()[1] > 1:
         for tensor in tensors:
             dist.broadcast(tensor.data, src=0)
 
 
 def parse_bucket_size(bucket_size_mb: object) -> float:
-    """The bytes that a bucket may hold.
+    """The maximum size of a bucket in bytes.
 
     Raises:
         ConfigError: neither -1 nor a number above zero.
@@ -201,7 +201,7 @@ def parse_bucket_size(bucket_size_mb: object) -> float:
 
 
 def _fill_missing(params: Sequence[Tensor]) -> None:
-    """Without it, ranks that hold different gradients would add up different parameters, or wait for ever."""
+    """Add zero gradients where other ranks have gradients; otherwise the all-reduce would mix parameters or hang."""
     if not params:
         return
     present = torch.tensor(
@@ -238,7 +238,7 @@ def _sum_(bucket: Sequence[Tensor]) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
-    """Lists of tensors of one dtype and device, of at most ``limit`` bytes or a single tensor."""
+    """Yield lists of tensors of one dtype and device, of at most ``limit`` bytes or a single tensor."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:
@@ -254,9 +254,9 @@ def _buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of each rank, in their order, on rank 0; nothing elsewhere. All ranks must call it.
+    """The values of all ranks, in order, on rank 0; an empty list on other ranks. All ranks must call it.
 
-    The ranks send one after the other, so the device of rank 0 holds one value at a time, and the host all of them.
+    The ranks send one after the other, so the device of rank 0 holds one value at a time and its host all values.
 
     Raises:
         CheckpointError: ``value`` is not plain data.

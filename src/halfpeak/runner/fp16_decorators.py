@@ -1,4 +1,4 @@
-"""auto_fp16 and force_fp32: methods that say in which dtype they compute. Compatible with mmcv 1.7.2."""
+"""auto_fp16 and force_fp32: decorators that set the dtype in which a method computes. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def auto_fp16(
     out_fp32: bool = False,
     supported_types: tuple[type, ...] = (nn.Module,),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a method compute in the low dtype where its object has ``fp16_enabled``; a plain call elsewhere.
+    """Let a method compute in the low dtype if its object has ``fp16_enabled=True``; otherwise call it unchanged.
 
     ::
 
         cast the arguments in apply_to: float32 -> low
-        call, with torch.autocast on (a low model needs none)
+        call the method under torch.autocast (not for a model with low weights)
         with out_fp32 cast the result: low -> float32
 
     Args:
-        apply_to: names of the arguments to cast. None means every positional parameter; keyword-only parameters and
-            what ``**kwargs`` collects are cast only if they are named. Defaults are never cast.
-        out_fp32: cast what the method returns.
+        apply_to: names of the arguments to cast. None means every positional parameter. Keyword-only parameters and
+            ``**kwargs`` are cast only if named. Defaults are never cast.
+        out_fp32: cast the result to float32.
         supported_types: classes whose methods may be decorated.
 
     Raises:
-        ConfigTypeError: written without brackets; or, when called, not on an object of ``supported_types``.
+        ConfigTypeError: used without brackets; or the method is called on an object outside ``supported_types``.
 
     >>> class Model(nn.Linear):
     ...     fp16_enabled = False
@@ -59,14 +59,14 @@ def auto_fp16(
 def force_fp32(
     apply_to: Iterable[str] | None = None, out_fp16: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a method compute in float32 where its module has ``fp16_enabled``; the opposite of :func:`auto_fp16`.
+    """Let a method compute in float32 if its module has ``fp16_enabled=True``; the opposite of :func:`auto_fp16`.
 
     Args:
         apply_to: names of the arguments to cast, as in :func:`auto_fp16`.
-        out_fp16: cast what the method returns to the low dtype.
+        out_fp16: cast the result to the low dtype.
 
     Raises:
-        ConfigTypeError: written without brackets; or, when called, not on a module.
+        ConfigTypeError: used without brackets; or the method is called on an object that is no module.
     """
     return _decorator("force_fp32", apply_to, (nn.Module,), lowers=False, casts_back=out_fp16)
 
@@ -79,13 +79,13 @@ def _decorator(
     lowers: bool,
     casts_back: bool,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Cast arguments to the low dtype, or where not ``lowers`` to float32; the result back if ``casts_back``."""
+    """A decorator that casts arguments to low (``lowers``) or float32, and with ``casts_back`` the result back."""
     if callable(apply_to):
         raise ConfigTypeError(f"a method is decorated with brackets; write @{name}()")
     wanted = None if apply_to is None else frozenset([apply_to] if isinstance(apply_to, str) else apply_to)
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        # The signature of what was decorated before, so decorators can be stacked.
+        # inspect.signature follows __wrapped__, so decorators can be stacked.
         parameters = inspect.signature(method).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
@@ -129,7 +129,7 @@ def _autocast(
 
 
 def _device_type(owner: object, args: tuple[Any, ...]) -> str:
-    """Where a method computes: with the parameters of its module, else with its first tensor."""
+    """The device type of a method: of its module's parameters, else of its first tensor, else the CPU."""
     parameter = next(owner.parameters(), None) if isinstance(owner, nn.Module) else None
     tensors = (arg for arg in args if isinstance(arg, Tensor))
     home = parameter if parameter is not None else next(tensors, None)

@@ -1,4 +1,4 @@
-"""Models that compute in a low dtype the way mmcv 1.7.2 did: flags for its decorators, low weights, and an engine."""
+"""Half precision as in mmcv 1.7.2: ``fp16_enabled`` flags, low-precision weights, and the engine that trains them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from halfpeak.state.clip import Clip
 from halfpeak.state.found_inf import FoundInfReducer
 
 Mode: TypeAlias = Literal["master", "autocast"]
-"""``"master"``: low weights, float32 masters. ``"autocast"``: float32 weights, operations cast one by one."""
+"""``"master"``: low weights and float32 masters. ``"autocast"``: float32 weights, casts per operation."""
 
 _ATTRIBUTE: Final = "fp16_casts"
 
 
 @dataclass(frozen=True, slots=True)
 class Fp16Casts:
-    """What ``auto_fp16`` and ``force_fp32`` do in a module with ``fp16_enabled``.
+    """The casts of ``auto_fp16`` and ``force_fp32`` in a module with ``fp16_enabled``.
 
     Attributes:
         dtype: the low dtype.
-        autocast: whether operations are cast too, not only arguments. Low weights need no such casts.
+        autocast: whether autocast runs in addition to casts of arguments. Low weights do not need it.
     """
 
     dtype: torch.dtype = torch.float16
@@ -55,7 +55,7 @@ class Fp16Casts:
 
 
 def casts_of(module: object) -> Fp16Casts:
-    """The casts that :func:`wrap_fp16_model` has set on a module; mmcv's where a script set ``fp16_enabled`` itself."""
+    """The casts that :func:`wrap_fp16_model` has set on a module, or mmcv's if a script set ``fp16_enabled`` itself."""
     casts = getattr(module, _ATTRIBUTE, None)
     return casts if isinstance(casts, Fp16Casts) else Fp16Casts()
 
@@ -63,7 +63,7 @@ def casts_of(module: object) -> Fp16Casts:
 def wrap_fp16_model(
     model: nn.Module, *, mode: Mode = "autocast", dtype: torch.dtype | str = torch.float16
 ) -> None:
-    """Switch the decorators of a model on, and with ``mode="master"`` cast the model.
+    """Switch on the decorators of a model and, with ``mode="master"``, convert its weights.
 
     ::
 
@@ -94,9 +94,9 @@ def wrap_fp16_model(
 
 
 def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16) -> nn.Module:
-    """Make every normalisation layer in ``module`` float32, with inputs and outputs in the low dtype; returns ``module``.
+    """Convert the normalisation layers in ``module`` to float32, with low inputs and outputs; return ``module``.
 
-    Batch norm needs no casts: its kernels take low inputs with float32 weights. Doing this twice changes nothing.
+    Batch norm needs no casts, because its kernels take low inputs with float32 weights. A second call changes nothing.
 
     >>> layer = patch_norm_fp32(nn.GroupNorm(1, 2).half())
     >>> layer.weight.dtype, layer(torch.ones(1, 2, dtype=torch.float16)).dtype
@@ -113,15 +113,15 @@ def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16)
 
 
 def is_decorated(model: nn.Module) -> bool:
-    """Whether the model has ``auto_fp16`` methods, which cast at the places that it chose."""
+    """Whether a module of the model has ``fp16_enabled``, as models with ``auto_fp16`` methods do."""
     return any(hasattr(module, "fp16_enabled") for module in model.modules())
 
 
 def parse_mode(mode: Any) -> Mode:
-    """The mode of that name.
+    """Return ``mode`` if it is a known mode.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is not.
     """
     if mode not in get_args(Mode):
         raise ConfigError(
@@ -131,10 +131,10 @@ def parse_mode(mode: Any) -> Mode:
 
 
 def parse_low(dtype: torch.dtype | str) -> torch.dtype:
-    """A low dtype, or one of its names.
+    """The low dtype that ``dtype`` is or names.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: ``dtype`` is no low dtype.
     """
     low = parse_dtype(dtype)
     if low not in LOW:
@@ -152,7 +152,7 @@ def build_fp16_engine(
     clip: Clip,
     reducer: FoundInfReducer,
 ) -> Engine:
-    """Prepare model and optimizer. A refused call leaves them as they were.
+    """Prepare model and optimizer. A call that raises leaves them unchanged.
 
     Args:
         model: may be wrapped in ``DistributedDataParallel``.
@@ -173,7 +173,7 @@ def build_fp16_engine(
     policy = properties.policy(norms="all")
     exact = [(parameter, parameter.data) for parameter in inner.parameters()]
     if is_decorated(inner):
-        # The decorators cast at the places the model chose, so nothing may be cast at its boundary.
+        # The model's decorators cast, so the engine must not cast at the model's boundary.
         policy = Policy(masters=True)
         check_models([inner], policy)
         check_optimizers([optimizer], [inner], policy)
@@ -189,7 +189,7 @@ def build_fp16_engine(
 
 
 def suspend_autocast(model: nn.Module, device_type: str) -> list[RemovableHandle]:
-    """Switch autocast off inside the model's ``forward``, which casts at its boundary and stores what it computes in.
+    """Switch autocast off inside the ``forward`` of a model with low weights and casts at its boundary.
 
     >>> model = nn.Linear(2, 1)
     >>> handles = suspend_autocast(model, "cpu")
@@ -206,7 +206,7 @@ def suspend_autocast(model: nn.Module, device_type: str) -> list[RemovableHandle
 
 
 class _Pause:
-    """Switches autocast off and back on; nests. Sets torch's flags, because torch.compile cannot trace the context manager."""
+    """Switches autocast off and back on; nests. Sets torch's flag: torch.compile cannot trace the context manager."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -217,12 +217,12 @@ class _Pause:
         torch.set_autocast_enabled(self._device_type, False)
 
     def end(self, module: nn.Module, args: object, output: object) -> None:
-        if self._before:  # else an earlier hook raised before begin
+        if self._before:  # empty if an earlier hook raised before begin
             torch.set_autocast_enabled(self._device_type, self._before.pop())
 
 
 def reduces_itself(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether gradients are reduced over the ranks already: by DDP or FSDP around the model, or for sharded parameters."""
+    """Whether DDP or FSDP around the model, or sharded parameters, already reduce gradients over the ranks."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel")
     while True:
         if (wrapper_of(model) or "").endswith(names):

@@ -1,4 +1,4 @@
-"""Hook: the methods that a runner calls at each stage of a run, and RunnerView: what they may use of it.
+"""Hook: the methods that a runner calls at each stage of a run. RunnerView: the part of the runner that hooks use.
 
 Compatible with mmcv 1.7.2.
 """
@@ -24,7 +24,7 @@ GENERIC: Final = {
     "after_train_iter": "after_iter",
     "after_val_iter": "after_iter",
 }
-"""Which general method a stage calls by default."""
+"""Stage -> the general method that it calls by default."""
 
 
 class RunnerView(Protocol):
@@ -85,7 +85,7 @@ class RunnerView(Protocol):
 
 
 class Hook:
-    """Base of all hooks: override the stages that matter.
+    """Base of all hooks. A subclass overrides the stages that it needs.
 
     ::
 
@@ -98,8 +98,8 @@ class Hook:
           after_val_epoch
         after_run
 
-    The stages of training and of validation call ``before_epoch``, ``before_iter``, ``after_iter`` and ``after_epoch``
-    unless they are overridden themselves. A hook with state that a resumed run needs returns it from :meth:`state_dict`.
+    By default the stages of training and validation call ``before_epoch``, ``before_iter``, ``after_iter`` and
+    ``after_epoch``. A hook returns the state that a resumed run needs from :meth:`state_dict`.
 
     Attributes:
         priority: set by the runner when the hook is registered.
@@ -121,10 +121,10 @@ class Hook:
     priority: int
 
     def before_run(self, runner: RunnerView) -> None:
-        """Before anything else. The model is on its device; hooks get the state of a checkpoint right after this stage."""
+        """Before all other stages, with the model on its device. A resumed run loads hook states after this stage."""
 
     def after_run(self, runner: RunnerView) -> None:
-        """After everything else."""
+        """After all other stages."""
 
     def before_epoch(self, runner: RunnerView) -> None:
         """Before each epoch of training or validation."""
@@ -171,30 +171,30 @@ class Hook:
         self.after_iter(runner)
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
-        """A context that ``model.train_step`` runs in, such as the casts of a precision; None for none."""
+        """A context manager around ``model.train_step``, such as autocast, or None."""
         return None
 
     def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
-        """A context that ``model.val_step`` and the ``test_fn`` of ``EvalHook`` run in; None for none."""
+        """A context manager around ``model.val_step`` and the ``test_fn`` of ``EvalHook``, or None."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as plain data. The file holds rank 0's, and every rank's open windows."""
+        """The state that a resumed run needs, as plain data. A checkpoint has rank 0's, and all ranks' open windows."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. Called after ``before_run`` of every hook."""
 
     def every_n_epochs(self, runner: RunnerView, n: int) -> bool:
-        """Whether this epoch is an n-th one; never for n below 1."""
+        """Whether the number of this epoch, counted from 1, is a multiple of ``n``; False for ``n`` below 1."""
         return (runner.epoch + 1) % n == 0 if n > 0 else False
 
     def every_n_inner_iters(self, runner: RunnerView, n: int) -> bool:
-        """Whether this iteration is an n-th one of its epoch."""
+        """As :meth:`every_n_epochs`, for the iteration within its epoch."""
         return (runner.inner_iter + 1) % n == 0 if n > 0 else False
 
     def every_n_iters(self, runner: RunnerView, n: int) -> bool:
-        """Whether this iteration is an n-th one of the run."""
+        """As :meth:`every_n_epochs`, for the iteration within the run."""
         return (runner.iter + 1) % n == 0 if n > 0 else False
 
     def end_of_epoch(self, runner: RunnerView) -> bool:
@@ -210,7 +210,7 @@ class Hook:
         return runner.iter + 1 == runner.max_iters
 
     def get_triggered_stages(self) -> list[str]:
-        """The stages at which this hook does something, in order.
+        """The stages that this hook overrides, directly or by a general method, in order.
 
         >>> class Greeter(Hook):
         ...     def before_epoch(self, runner):

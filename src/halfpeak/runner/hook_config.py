@@ -1,6 +1,6 @@
-"""From a training configuration to hooks: ``lr_config`` and its like. Compatible with mmcv 1.7.2.
+"""Building hooks from training configurations such as ``lr_config``. Compatible with mmcv 1.7.2.
 
-No configuration is changed.
+No function here modifies a configuration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook
 
 HookConfig: TypeAlias = Mapping[str, Any] | Hook | None
-"""A hook, the configuration to build one from, or none."""
+"""A hook, a configuration that describes one, or None."""
 
 _LOG_CONFIG = "dict(interval=50, hooks=[dict(type='TextLoggerHook')])"
 
@@ -27,7 +27,7 @@ def hook_of(argument: str, config: HookConfig, default: str = "") -> Hook | None
 
     Raises:
         ConfigTypeError: neither a dict nor a hook, or an argument that the hook does not take.
-        RegistryError: a hook that is not registered.
+        RegistryError: the ``type`` is not registered.
     """
     if config is None or isinstance(config, Hook):
         return config
@@ -36,11 +36,11 @@ def hook_of(argument: str, config: HookConfig, default: str = "") -> Hook | None
 
 
 def schedule_of(argument: str, config: HookConfig, suffix: str) -> Hook | None:
-    """As :func:`hook_of`, where ``dict(policy="step")`` means the hook ``"Step" + suffix``."""
+    """As :func:`hook_of`, but ``dict(policy="step")`` means the hook ``"Step" + suffix``."""
     if isinstance(config, Mapping) and "type" not in config:
         if not isinstance(config.get("policy"), str):
             raise ConfigTypeError(f"{argument} needs the name of a policy; write dict(policy='fixed')")
-        # mmcv writes "step" and "cyclic" in lower case, and names of several words as in the class.
+        # mmcv has "step" and "cyclic" in lower case, and policies of several words as in the class name.
         policy = config["policy"].title() if config["policy"].islower() else config["policy"]
         config = {**{key: value for key, value in config.items() if key != "policy"}, "type": policy + suffix}
     return hook_of(argument, config)

@@ -1,4 +1,4 @@
-"""HookList: the hooks of a run, kept in order of priority, called by stage, saved by name. And Priority.
+"""HookList: the hooks of a run, ordered by priority, called by stage, saved by name; and Priority.
 
 Compatible with mmcv 1.7.2.
 """
@@ -23,7 +23,7 @@ class PriorityNameError(ConfigError, KeyError):
 
 
 class Priority(IntEnum):
-    """The named priorities. A smaller number is called earlier; any number from 0 to 100 may be used."""
+    """The named priorities. Hooks with smaller numbers are called earlier; any number from 0 to 100 is allowed."""
 
     HIGHEST = 0
     VERY_HIGH = 10
@@ -66,14 +66,14 @@ def get_priority(priority: int | str | Priority) -> int:
 
 
 class HookList(list[Hook]):
-    """The hooks of a run, in the order of their calls. It is a list, because code written for mmcv changes it as one."""
+    """The hooks of a run, in the order of their calls. A ``list``, because code written for mmcv modifies it as one."""
 
     def register(self, hook: Hook, priority: int | str | Priority) -> None:
-        """Add a hook after those of the same or a smaller priority number.
+        """Add a hook after all hooks with the same or a smaller priority number.
 
         Raises:
             ConfigTypeError: not a hook, or not a priority.
-            ConfigError: it was registered before, or the priority does not exist.
+            ConfigError: the hook is registered already, or the priority does not exist.
         """
         if not isinstance(hook, Hook):
             raise ConfigTypeError(
@@ -88,7 +88,7 @@ class HookList(list[Hook]):
         self.insert(sum(other.priority <= hook.priority for other in self), hook)
 
     def check_stage(self, stage: str) -> None:
-        """Check that every hook can be called at a stage.
+        """Check that every hook has a method for a stage.
 
         Raises:
             ConfigError: a hook has no method of that name.
@@ -97,12 +97,12 @@ class HookList(list[Hook]):
             raise unknown_stage(stage)
 
     def call(self, stage: str, runner: RunnerView) -> None:
-        """Call one stage of every hook."""
+        """Call one stage of every hook, in order."""
         for hook in tuple(self):
             getattr(hook, stage)(runner)
 
     def describe(self) -> str:
-        """Which hooks act at which stage, in the order of their calls."""
+        """The hooks that act at each stage, in the order of their calls, as text."""
         blocks: list[str] = []
         for stage in Hook.stages:
             acting = [hook for hook in self if stage in hook.get_triggered_stages()]
@@ -112,7 +112,7 @@ class HookList(list[Hook]):
         return "\n".join(blocks)
 
     def by_name(self) -> dict[str, Hook]:
-        """The hooks under names that are the same in every run with the same hooks: the class, numbered from the second."""
+        """The hooks by class name, with a number from the second hook of a class on; stable between runs."""
         names: dict[str, Hook] = {}
         for hook in self:
             kind = type(hook).__name__
@@ -126,7 +126,7 @@ class HookList(list[Hook]):
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the states of the hooks; returns the names in ``states`` that no hook has."""
+        """Restore the states of the hooks. Return the names in ``states`` that no hook has."""
         known = self.by_name()
         for name, hook in known.items():
             if name in states:
@@ -142,7 +142,7 @@ def unknown_stage(stage: str) -> ConfigError:
 
 @contextmanager
 def nested(contexts: Iterable[AbstractContextManager[Any] | None]) -> Generator[None]:
-    """Enter the contexts that hooks returned, in their order; None is left out."""
+    """Enter several context managers in order, skipping None."""
     with ExitStack() as stack:
         for context in contexts:
             if context is not None:

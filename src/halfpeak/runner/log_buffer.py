@@ -1,4 +1,4 @@
-"""LogBuffer: the numbers of past iterations, and their averages for the log. Compatible with mmcv 1.7.2."""
+"""LogBuffer: numbers of past iterations and their averages, for the log. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Number = float | Tensor
 
 
 class LogBuffer:
-    """Collects named numbers with weights and averages the last of them.
+    """Collects named numbers with weights, and averages the latest.
 
-    Tensors are kept on their device; only who averages or reads them waits for it.
+    Tensors stay on their device; only averaging or reading waits for the device.
 
     Attributes:
         n_history: the weights of :attr:`val_history`, usually batch sizes.
-        output: the averages, and the values that hooks put beside them.
-        ready: whether ``output`` is to be logged.
+        output: the averages, and values that hooks add.
+        ready: whether loggers should log ``output``.
 
     >>> buffer = LogBuffer()
     >>> buffer.update({"loss": 1.0}, count=3)
@@ -42,7 +42,7 @@ class LogBuffer:
 
     @property
     def val_history(self) -> dict[str, list[float]]:
-        """Every value since :meth:`clear`, by name: numbers, not tensors. Waits for the device."""
+        """Every value since :meth:`clear`, by name, as numbers. Waits for the device."""
         for values in self._values.values():
             values[:] = [float(value) for value in values]
         return self._values  # type: ignore[return-value]
@@ -60,9 +60,9 @@ class LogBuffer:
             self.n_history.setdefault(name, []).append(count)
 
     def average(self, n: int = 0) -> None:
-        """Put the weighted mean of the last ``n`` values of each name (0: of all) into ``output``. Waits for the device.
+        """Put the weighted mean of each name's last ``n`` values (0: all) into ``output``. Waits for the device.
 
-        A name that was not updated lately keeps its last values.
+        Names that were not updated recently are averaged over their last values too.
 
         Raises:
             ConfigError: ``n`` is negative.
@@ -77,7 +77,7 @@ class LogBuffer:
         self.ready = True
 
     def clear_output(self) -> None:
-        """Drop the averages; the values stay."""
+        """Drop ``output``; the collected values stay."""
         self.output.clear()
         self.ready = False
 
@@ -117,7 +117,7 @@ class LogBuffer:
 
 def _number(name: str, value: Any) -> Number:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().clone()  # the caller may go on to change it in place
+        return value.detach().clone()  # a copy, because the caller may change the tensor in place
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

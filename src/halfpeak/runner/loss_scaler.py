@@ -1,4 +1,4 @@
-"""LossScaler: a loss scale for loops that scale, check and step by themselves.
+"""LossScaler: a loss scale for user loops that scale the loss, check gradients and step themselves.
 
 Compatible with mmcv 1.7.2.
 """
@@ -20,7 +20,7 @@ from halfpeak.state.loss_scaler import LossScaler as EngineScaler
 
 
 class LossScaler:
-    """A loss scale, dynamic or static; it touches no gradient.
+    """A dynamic or static loss scale. It reads gradients but changes none.
 
     ::
 
@@ -28,14 +28,14 @@ class LossScaler:
         clean      after scale_window clean updates in a row: scale = scale * scale_factor
 
     Args:
-        init_scale: the first scale.
-        mode: ``"dynamic"``, or ``"static"`` for a scale that never moves.
-        scale_factor: by what the scale grows and falls.
-        scale_window: clean updates in a row before it grows.
+        init_scale: the initial scale.
+        mode: ``"dynamic"``, or ``"static"`` for a constant scale.
+        scale_factor: the factor by which the scale grows and falls.
+        scale_window: the number of clean updates in a row before the scale grows.
 
     Attributes:
-        cur_scale: the scale.
-        cur_iter: updates so far.
+        cur_scale: the current scale.
+        cur_iter: the number of updates so far.
         last_overflow_iter: the update of the last overflow; -1 before the first.
 
     Raises:
@@ -62,7 +62,7 @@ class LossScaler:
             "scale_factor": scale_factor,
             "scale_window": scale_window,
         }
-        # Up to the largest power of two in float32; the loop that uses this class bounds the scale itself.
+        # The ceiling is float32's largest power of two, because the loop that uses this class bounds the scale itself.
         config = parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE)
         self._scaler = EngineScaler(config or MMCV_RULE)
         self.mode = mode
@@ -74,37 +74,37 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: ScaleConfig) -> LossScaler:
-        """A scaler with any rule, such as that of a hook."""
+        """A scaler with the given rule, such as a hook's."""
         made = cls(2.0**16, "dynamic" if config.dynamic else "static", config.growth, config.interval)
         made._scaler = EngineScaler(config)
         return made
 
     def follow(self, scaler: EngineScaler) -> None:
-        """Show, and move, the loss scale of an engine from now on; its state is the one that this object has."""
+        """Use an engine's scaler from now on; first load this object's state into it, if updated or loaded."""
         if self.cur_iter or self._is_loaded:
             scaler.load_state_dict(self._scaler.state_dict())
         self._scaler, self._is_loaded = scaler, False
 
     @property
     def cur_scale(self) -> float:
-        """The scale. Waits for the device."""
+        """The current scale. Waits for the device."""
         return self._scaler.read_scale()
 
     @property
     def loss_scale(self) -> float:
-        """The scale. Waits for the device."""
+        """The current scale. Waits for the device."""
         return self.cur_scale
 
     def get_scale(self) -> float:
-        """The scale, as code written for ``GradScaler`` asks for it. Waits for the device."""
+        """The current scale, under the name that ``GradScaler`` has for it. Waits for the device."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of ``params`` is not finite, element by element. Waits for the device."""
+        """Whether any element of a gradient of ``params`` is not finite. Waits for the device."""
         return not foreach.all_finite([param.grad for param in params if param.grad is not None])
 
     def update_scale(self, overflow: bool | Tensor) -> None:
-        """Move the scale after an update that overflowed or not. A static one stays as it is, and counts nothing."""
+        """Update the scale after a step that overflowed or not. A static scale stays the same and counts nothing."""
         if not self._scaler.config.dynamic:
             return
         overflow = bool(overflow)
@@ -114,7 +114,7 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in mmcv's six keys."""
+        """The state, with mmcv's six keys. Waits for the device."""
         return {
             "cur_scale": self.cur_scale,
             "cur_iter": self.cur_iter,
@@ -125,7 +125,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, its rule included.
+        """Restore the scale and the rule that :meth:`state_dict` returned.
 
         Raises:
             StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.

@@ -1,4 +1,4 @@
-"""Calling the model: ``train_step``, ``val_step``, or a batch processor; and what they must return."""
+"""Checks and calls of ``train_step``, ``val_step`` or a batch processor, and of what they return."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_model(model: nn.Module, batch_processor: BatchProcessor | None) -> Non
     """Check that a runner can call the model.
 
     Raises:
-        ConfigTypeError: ``batch_processor`` cannot be called.
-        ConfigError: the model has no ``train_step``, or has one although there is a batch processor.
+        ConfigTypeError: ``batch_processor`` cannot be called, or the model has no ``train_step``.
+        ConfigError: the model has ``train_step`` or ``val_step`` beside a batch processor.
     """
     if batch_processor is not None:
         if not callable(batch_processor):
@@ -46,7 +46,7 @@ def check_model(model: nn.Module, batch_processor: BatchProcessor | None) -> Non
 
 
 def val_step(model: Any, batch: Any, optimizer: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call ``model.val_step``; it gets the optimizer if it has a place for it."""
+    """Call ``model.val_step``, with the optimizer if its signature has a parameter for it."""
     parameters = list(inspect.signature(model.val_step).parameters.values())
     if any(parameter.name == "optimizer" for parameter in parameters):
         return model.val_step(batch, optimizer=optimizer, **kwargs)

@@ -1,4 +1,4 @@
-"""BaseModule and the containers that have ``init_weights``. Compatible with mmcv 1.7.2."""
+"""BaseModule, and the containers with ``init_weights``. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ InitCfg = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 class BaseModule(nn.Module):
-    """A module whose weights are initialised by :meth:`init_weights`, after everything is built.
+    """A module whose weights :meth:`init_weights` initialises after construction.
 
     Args:
-        init_cfg: how, in the words of mmcv and mmengine, which reads it; None leaves the weights as they are.
+        init_cfg: the initialisation, in the format of mmcv and read by mmengine; None leaves the weights unchanged.
 
     >>> class Head(BaseModule):
     ...     def __init__(self):
@@ -34,14 +34,14 @@ class BaseModule(nn.Module):
 
     @property
     def is_init(self) -> bool:
-        """Whether :meth:`init_weights` was called."""
+        """Whether :meth:`init_weights` has been called."""
         return self._is_init
 
     def init_weights(self) -> None:
-        """Initialise this module by its ``init_cfg`` and then its children, once. Pretrained weights end it.
+        """Initialise this module and then its children, once. Children of a ``"Pretrained"`` module are skipped.
 
         Raises:
-            ConfigError: there is an ``init_cfg``, and no mmengine to read it.
+            ConfigError: there is an ``init_cfg``, and mmengine is not installed.
         """
         if self._is_init:
             return

@@ -1,4 +1,4 @@
-"""build_optimizer: a model and a flat configuration make an optimizer. Compatible with mmcv 1.7.2."""
+"""build_optimizer: builds an optimizer from a model and a flat configuration. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from halfpeak.optim.registry import unknown_key
 from halfpeak.optim.unwrap import unwrap
 
 OPTIMIZER_BUILDERS: Final = Registry("optimizer constructor")
-"""What ``constructor`` of an optimizer's configuration may name."""
+"""The classes that ``constructor`` in an optimizer's configuration may name."""
 
 _KEYS: Final = tuple(key for key in PARAMWISE_KEYS if key != "flat_decay_mult")
 
 
 @OPTIMIZER_BUILDERS.register_module()
 class DefaultOptimizerConstructor(ParamGroups):
-    """Build the optimizer over the model's parameters.
+    """Builds the optimizer over the model's parameters.
 
-    Without ``paramwise_cfg`` there is one group with every parameter. With it every parameter has a group of its own, in
-    the order of ``model.named_parameters()``, and its keys are those of
-    :class:`~halfpeak.optim.DefaultOptimWrapperConstructor` but for ``flat_decay_mult``. The groups differ from that one's as
-    mmcv differs from mmengine: a parameter without gradient keeps a plain group; a multiplier that is not given is 1; the
-    bias of a depthwise convolution takes ``dwconv_decay_mult``; of ``custom_keys`` only the multipliers count.
+    Without ``paramwise_cfg`` all parameters are in one group. With it each parameter has its own group, in the order of
+    ``model.named_parameters()``. The keys of ``paramwise_cfg`` are the keys of
+    :class:`~halfpeak.optim.DefaultOptimWrapperConstructor` without ``flat_decay_mult``. The groups differ as in mmcv: a
+    parameter without gradient gets a plain group; a multiplier that is not given is 1; the bias of a depthwise
+    convolution takes ``dwconv_decay_mult``; only the multipliers of ``custom_keys`` count.
 
-    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own. The attributes
-    are those of the other constructor, without ``optim_wrapper_cfg``.
+    A subclass that overrides ``add_params`` or ``__call__`` may have other keys. The attributes are the other
+    constructor's, without ``optim_wrapper_cfg``.
 
     Raises:
         ConfigTypeError: not a dict, or an unknown key.
-        ConfigError: a multiplier that is out of range, or of a value that ``optimizer_cfg`` does not set.
+        ConfigError: a multiplier is out of range, or multiplies a value that ``optimizer_cfg`` does not set.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> construct = DefaultOptimizerConstructor({"type": "SGD", "lr": 0.5}, {"bias_lr_mult": 2.0})
@@ -63,11 +63,11 @@ class DefaultOptimizerConstructor(ParamGroups):
             raise ConfigTypeError(unknown_key("paramwise_cfg", "flat_decay_mult", _KEYS))
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """Build the optimizer. A parallel wrapper around the model is looked through.
+        """Build the optimizer over the parameters of the model inside any parallel wrapper.
 
         Raises:
-            RegistryError: a ``type`` that is not registered.
-            ConfigTypeError: an argument that the optimizer does not take.
+            RegistryError: the ``type`` is not registered.
+            ConfigTypeError: the optimizer does not take an argument.
         """
         inner = unwrap(model)
         params: list[Any] = []
@@ -95,21 +95,21 @@ class DefaultOptimizerConstructor(ParamGroups):
 
 
 def build_optimizer_constructor(cfg: Mapping[str, Any]) -> Any:
-    """Build what a configuration with a registered constructor's name as ``type`` describes."""
+    """Build the optimizer constructor whose registered name is the ``type`` of ``cfg``."""
     return OPTIMIZER_BUILDERS.build(cfg)
 
 
 def build_optimizer(model: nn.Module, cfg: Mapping[str, Any]) -> Any:
-    """Build the optimizer that a configuration describes over the parameters of ``model``.
+    """Build the optimizer that a configuration describes, over the parameters of ``model``.
 
     Args:
-        cfg: left as it is. ``type`` and arguments of the optimizer; ``paramwise_cfg`` gives parameters options of their own
-            (:class:`DefaultOptimizerConstructor`); ``constructor`` names who reads all this.
+        cfg: ``type`` and arguments of the optimizer. ``paramwise_cfg`` sets options per parameter
+            (:class:`DefaultOptimizerConstructor`); ``constructor`` names the class that reads ``cfg``. Not modified.
 
     Raises:
-        RegistryError: a name that is not registered.
+        RegistryError: a name is not registered.
         ConfigTypeError: not a dict, or an unknown key.
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
 
     >>> build_optimizer(nn.Linear(2, 1), {"type": "SGD", "lr": 0.1}).defaults["lr"]
     0.1

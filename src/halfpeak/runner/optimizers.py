@@ -1,4 +1,4 @@
-"""One optimizer, a wrapper, or several by name: what a runner may hold, and how to read it."""
+"""The optimizers of a runner: one optimizer, a wrapper, or several by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
 
 Optimizers: TypeAlias = Optimizer | dict[str, Optimizer] | None
-"""What a runner takes as ``optimizer``."""
+"""The types of a runner's ``optimizer``. An optimizer wrapper counts as an ``Optimizer``."""
 
 
 def check(optimizer: object) -> Optimizers:
-    """Return ``optimizer`` if a runner can take it.
+    """Return ``optimizer`` if a runner accepts it.
 
     Raises:
-        ConfigTypeError: it cannot.
+        ConfigTypeError: a runner does not accept it.
     """
     several = optimizer.items() if isinstance(optimizer, dict) else ()
     for name, value in several:
@@ -36,10 +36,10 @@ def check(optimizer: object) -> Optimizers:
 
 
 def by_name(optimizer: Optimizers) -> dict[str, Optimizer]:
-    """The optimizers by name. A single one has the empty name.
+    """The optimizers by name. A single optimizer has the empty name.
 
     Raises:
-        OrderError: there is none.
+        OrderError: there is no optimizer.
     """
     if optimizer is None:
         raise OrderError("this runner has no optimizer; pass optimizer=... to it")
@@ -49,14 +49,14 @@ def by_name(optimizer: Optimizers) -> dict[str, Optimizer]:
 
 
 def unnamed(values: Mapping[str, Any]) -> Any:
-    """The value itself where it belongs to a single optimizer, else the values by name."""
+    """The value of a single optimizer, or the values by name if there are several."""
     return values[""] if set(values) == {""} else dict(values)
 
 
 def of_each_group(optimizer: Optimizers, number: Callable[[dict[str, Any]], float]) -> Any:
-    """A number of each group; by name where there are several optimizers.
+    """A list with one number per group; a dict of lists by name if there are several optimizers.
 
-    The pseudo-group that a wrapper adds for its schedulers is left out.
+    The extra group that a wrapper adds for its schedulers is left out.
     """
     inner = {
         name: one.optimizer if isinstance(one, BaseOptimWrapper) else one

@@ -1,4 +1,4 @@
-"""MMDataParallel and MMDistributedDataParallel: torch's wrappers with the steps that a runner calls.
+"""MMDataParallel and MMDistributedDataParallel: torch's wrappers with ``train_step`` and ``val_step`` for runners.
 
 Compatible with mmcv 1.7.2.
 """
@@ -17,15 +17,15 @@ from halfpeak.runner import model_step
 
 
 class MMDataParallel(DataParallel[nn.Module]):
-    """A model on one device; the tensors of each batch are moved there. Without an accelerator it is the host.
+    """A model on one device, to which it moves the tensors of each batch. Without an accelerator this is the CPU.
 
     Args:
-        module: the model. To train it, it has ``train_step``.
-        device_ids: one number; ``[-1]`` means the host.
-        kwargs: of ``torch.nn.DataParallel``.
+        module: the model; for training it needs ``train_step``.
+        device_ids: one number; ``[-1]`` means the CPU.
+        kwargs: passed to ``torch.nn.DataParallel``.
 
     Raises:
-        ConfigError: more than one device; several need one process each.
+        ConfigError: more than one device. Several devices need one process each.
 
     >>> class Model(nn.Linear):
     ...     def train_step(self, data, optimizer):
@@ -44,16 +44,16 @@ class MMDataParallel(DataParallel[nn.Module]):
         if device_ids[0] != -1:
             super().__init__(module, device_ids=list(device_ids), **kwargs)
             return
-        nn.Module.__init__(self)  # torch's wrapper takes the first accelerator where there is one
+        nn.Module.__init__(self)  # DataParallel.__init__ would use an accelerator if there is one
         self.module, self.device_ids = module, []
 
     def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's ``train_step``."""
+        """Call the model's ``train_step``."""
         inputs, kwargs = self._move(inputs, kwargs)
         return self.module.train_step(*inputs, **kwargs)  # type: ignore[operator]
 
     def val_step(self, data: Any, optimizer: Any = None, **kwargs: Any) -> Any:
-        """The model's ``val_step``; it gets the optimizer if it has a place for it."""
+        """Call the model's ``val_step``, with the optimizer if its signature has a parameter for it."""
         (data,), kwargs = self._move((data,), kwargs)
         return model_step.val_step(self.module, data, optimizer, kwargs)
 
@@ -76,14 +76,14 @@ def is_module_wrapper(module: nn.Module) -> bool:
 
 
 class MMDistributedDataParallel(DistributedDataParallel):
-    """``DistributedDataParallel`` around a model with ``train_step``: its gradients are averaged over the ranks.
+    """``DistributedDataParallel`` around a model with ``train_step``, which runs in place of the model's ``forward``.
 
-    ``train_step`` takes the place of the inner ``forward``. ``val_step`` goes to the model directly, because ranks may
-    hold different numbers of validation batches and nothing is to be reduced.
+    ``val_step`` bypasses ``DistributedDataParallel``, because ranks may have different numbers of validation batches
+    and validation reduces nothing.
 
     Args:
         module: the model.
-        args: of ``DistributedDataParallel``, as are the keywords.
+        args: passed to ``DistributedDataParallel``, like the keywords.
 
     Raises:
         ConfigTypeError: the model has no ``train_step``.
@@ -96,7 +96,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
         super().__init__(module, *args, **kwargs)
 
     def train_step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's ``train_step``; the backward pass of its loss reduces the gradients."""
+        """Call the model's ``train_step``; the backward pass of its loss reduces the gradients over the ranks."""
         self._steps = True
         try:
             return self(*inputs, **kwargs)
@@ -104,7 +104,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
             self._steps = False
 
     def val_step(self, data: Any, optimizer: Any = None, **kwargs: Any) -> Any:
-        """The model's ``val_step``; it gets the optimizer if it has a place for it."""
+        """Call the model's ``val_step``, with the optimizer if its signature has a parameter for it."""
         return model_step.val_step(self.module, data, optimizer, kwargs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The file of a run: what it holds, whether it fits a runner, and which part of it belongs to this rank.
+"""The checkpoint file of a run: its content, whether it fits a runner, and the part of it for one rank.
 
-A file holds ``meta``, ``state_dict`` and ``optimizer``, as mmcv's do, and beside them what a bitwise resume needs: ``hooks``
-(their states), ``loop`` (the place in the data and in the workflow) and ``random``. Before the reduction every rank has
-gradients of its own, so a file of several ranks holds ``loop``, ``random`` and the open accumulation windows of each.
+A file holds ``meta``, ``state_dict`` and ``optimizer``, as files of mmcv do. For a bitwise resume it also holds
+``hooks`` (their states), ``loop`` (the position in the data and the workflow) and ``random``. A file of several ranks
+has ``loop``, ``random`` and open windows of each rank, because gradients differ between ranks before the reduction.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OF_RANK: Final = ("loop", "random")
 
 
 class Saved(NamedTuple):
-    """A file that was read and fits the runner.
+    """The content of a file that fits the runner.
 
     Attributes:
         meta: the data about the run.
         state: everything in the file, with the open windows of this rank.
-        own: hooks, place in the data and random generators of this rank; None for a file of mmcv.
+        own: hook states, position in the data and random generators of this rank; None for a file of mmcv.
     """
 
     meta: dict[str, Any]
@@ -44,17 +44,17 @@ class Saved(NamedTuple):
 def parse(
     state: Mapping[str, Any], source: object, *, kind: str, runner: str, rank: int, world: int, logger: Logger
 ) -> Saved:
-    """Check a file and choose the part of one rank.
+    """Check the content of a file and select the part of one rank.
 
     Args:
         source: the file's name, for messages.
-        kind: what the runner counts: ``"epoch"`` or ``"iter"``.
-        runner: the name of its class.
-        rank: the rank that resumes, of
-        world: so many.
+        kind: the unit of the runner: ``"epoch"`` or ``"iter"``.
+        runner: the name of the runner's class.
+        rank: the rank that resumes.
+        world: the number of ranks that resume.
 
     Raises:
-        StateError: the file is not that of such a run.
+        StateError: the file is not a checkpoint of such a run.
     """
     meta, loop = state.get("meta"), state.get("loop")
     if not isinstance(meta, Mapping) or not {"epoch", "iter"} <= set(meta) or "state_dict" not in state:
@@ -87,7 +87,7 @@ def parse(
 
 
 def _check_parts(state: Mapping[str, Any], kind: str) -> None:
-    """Check what :func:`parse` and the runner take out of a file, in all of its ranks."""
+    """Check the parts of a file that :func:`parse` and the runner read, for all ranks."""
     for hook in require_mapping(state.get("hooks"), "the states of hooks").values():
         require_mapping(hook, "the state of a hook")
     for part in (state, *require_list(state.get("ranks", ()), "ranks")):
@@ -104,7 +104,7 @@ def _check_parts(state: Mapping[str, Any], kind: str) -> None:
             if not isinstance(mode, str) or type(times) is not int:
                 raise StateError(f"the workflow of the file has an entry {short_repr(entry)}")
         if kind == "epoch":
-            places = [loop.get("open", ())]  # () is no place: a file of ours says None
+            places = [loop.get("open", ())]  # () fails check_place; halfpeak writes None between passes
         else:
             loaders = require_list(loop.get("loaders"), "loaders")
             known = [require_mapping(one, "the place in a loader", ("epoch", "batches")) for one in loaders]
@@ -117,10 +117,10 @@ def _check_parts(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_optimizers(optimizer: Optimizers, state: Any) -> None:
-    """Check that the optimizer's part of a file fits.
+    """Check that the optimizer states of a file fit the runner's optimizers.
 
     Raises:
-        StateError: it does not.
+        StateError: they do not.
     """
     if state is None or optimizer is None:
         return
@@ -136,17 +136,17 @@ def check_optimizers(optimizer: Optimizers, state: Any) -> None:
 
 
 def load_optimizers(optimizer: Optimizers, state: Any, logger: Logger) -> None:
-    """Restore the optimizer, or several by name; the log says where there is none."""
+    """Restore one optimizer, or several by name; log a warning if the file or the runner has none."""
     if state is None or optimizer is None:
         logger.warning("no optimizer was resumed: %s has none", "the file" if state is None else "the runner")
         return
     for name, one in optimizers.by_name(optimizer).items():
-        # torch keeps the tensors that it is given.
+        # A copy, because torch keeps the tensors that it is given.
         one.load_state_dict(copy.deepcopy(state if name == "" else state[name]))
 
 
 def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The windows that are open in a checkpoint: whole states of hooks, and parts of those of wrappers.
+    """The open windows of a checkpoint: whole states of hooks, and the ``RESUME_KEY`` parts of wrappers' states.
 
     >>> saved = {"version": 1, "scalers": [], "buffers": [], "window": {"lanes": [{"phase": "UNSCALED"}], "losses": {}}}
     >>> hooks = {"A": {RESUME_KEY: saved, "iter": 3}, "B": {}}
@@ -164,10 +164,10 @@ def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
 def with_windows_of(
     state: Mapping[str, Any], rank: int, world: int, source: object
 ) -> tuple[dict[str, Any], bool]:
-    """The checkpoint with the windows of one rank, and whether windows were left out because there were other ranks.
+    """The checkpoint with the windows of one rank, and whether windows are dropped because the world size changed.
 
     Raises:
-        StateError: the file has the windows of rank 0 alone.
+        StateError: the file has only the windows of rank 0.
     """
     before, ranks = state["loop"]["world_size"], state.get("ranks", ())
     if not any(open_windows(state).values()) or before == world == 1:
@@ -184,7 +184,7 @@ def with_windows_of(
 
 
 def _with_windows(state: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint with these windows in place of its own."""
+    """The checkpoint with its own open windows replaced by ``windows``."""
     own = open_windows(state)
     hooks = {name: hook for name, hook in state["hooks"].items() if name not in own["hooks"]}
     changed = {**state, "hooks": {**hooks, **windows["hooks"]}}
@@ -199,7 +199,7 @@ def _with_windows(state: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[
 
 
 def _part_of(state: Mapping[str, Any], rank: int, world: int, logger: Logger) -> dict[str, Any]:
-    """Data position and random generators of a rank; those of rank 0 where the file has no others."""
+    """The data position and random generators of a rank; rank 0's if the file has no others."""
     ranks = state.get("ranks", [])
     if len(ranks) == world:
         return {name: ranks[rank][name] for name in OF_RANK}
@@ -209,7 +209,7 @@ def _part_of(state: Mapping[str, Any], rank: int, world: int, logger: Logger) ->
 
 
 def _by_name(optimizer: Any) -> dict[str, Any]:
-    """The states of a checkpoint's optimizers; a single one has the empty name."""
+    """The states of a checkpoint's optimizers by name; a single optimizer has the empty name."""
     if optimizer is None:
         return {}
     known = require_mapping(optimizer, "the state of the optimizer")

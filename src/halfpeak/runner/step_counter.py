@@ -12,8 +12,8 @@ from halfpeak.core.step_result import StepResult
 class StepCounter:
     """Counts the steps that optimizers took, and the iterations whose gradients a skipped step dropped.
 
-    A skipped step drops its whole accumulation window. The result of an iteration is read when a count is asked for or
-    when the next result arrives, so recording it does not wait for the device.
+    A skipped step drops its whole accumulation window. The counter reads a result when user code asks for a count or
+    when the next result arrives, so recording a result does not wait for its own step.
 
     >>> import torch
     >>> counter = StepCounter()
@@ -49,7 +49,7 @@ class StepCounter:
         return self._steps
 
     def read_lost(self) -> int:
-        """Iterations whose gradients were dropped. Waits for the device."""
+        """Iterations whose gradients skipped steps dropped. Waits for the device."""
         self._count_pending()
         return self._lost
 

@@ -1,4 +1,4 @@
-"""Small helpers that scripts of mmcv call around a run: seeds, loggers, folders. Compatible with mmcv 1.7.2."""
+"""Small helpers for scripts around a run: seeds, loggers, directories. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from halfpeak.runner.distributed import get_dist_info
 
 
 def set_random_seed(seed: int, deterministic: bool = False, use_rank_shift: bool = False) -> None:
-    """Seed Python, torch, its accelerators and (where it is in use) NumPy.
+    """Seed Python, torch, its accelerators and, if it is imported, NumPy.
 
     Args:
-        deterministic: let cuDNN choose repeatable algorithms.
-        use_rank_shift: add the number of the rank, so that ranks draw different numbers.
+        deterministic: make cuDNN use deterministic algorithms.
+        use_rank_shift: add the rank to ``seed``, so that ranks draw different numbers.
     """
     seed += get_dist_info()[0] if use_rank_shift else 0
     random.seed(seed)
@@ -40,7 +40,7 @@ def set_random_seed(seed: int, deterministic: bool = False, use_rank_shift: bool
 
 
 def get_host_info() -> str:
-    """``user@host``; empty where it cannot be found out."""
+    """``user@host``; empty if either is unknown."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # a container whose user has no name
@@ -48,14 +48,14 @@ def get_host_info() -> str:
 
 
 def get_time_str() -> str:
-    """The time, as it stands in names of files."""
+    """The local time as text for file names, such as ``20230131_235959``."""
     return time.strftime("%Y%m%d_%H%M%S", time.localtime())
 
 
 def get_logger(
     name: str, log_file: StrPath | None = None, log_level: int | str = logging.INFO, file_mode: str = "w"
 ) -> logging.Logger:
-    """The logger of that name. The first call sets it up: rank 0 logs to the screen and a file, other ranks log errors only."""
+    """The logger with that name. The first call adds stderr and, on rank 0, a file. Other ranks log only errors."""
     logger = logging.getLogger(name)
     parents = [logging.getLogger(name[:end]) for end, letter in enumerate(name) if letter == "."]
     if logger.handlers or any(parent.handlers for parent in parents):
@@ -73,13 +73,13 @@ def get_logger(
 
 
 def mkdir_or_exist(dir_name: StrPath, mode: int = 0o777) -> None:
-    """Make a directory and those above it, where they are missing; an empty name is none."""
+    """Create a directory and its parents if missing; do nothing for an empty name."""
     if str(dir_name):
         Path(dir_name).expanduser().mkdir(mode=mode, parents=True, exist_ok=True)
 
 
 def symlink(src: StrPath, dst: StrPath, overwrite: bool = True) -> None:
-    """Make ``dst`` a link to ``src``."""
+    """Make ``dst`` a symbolic link to ``src``."""
     if overwrite:
         Path(dst).unlink(missing_ok=True)
     Path(dst).symlink_to(src)
@@ -88,5 +88,5 @@ def symlink(src: StrPath, dst: StrPath, overwrite: bool = True) -> None:
 def build_from_cfg(
     cfg: Mapping[str, Any], registry: Registry, default_args: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build what a configuration describes; see :meth:`~halfpeak.optim.Registry.build`."""
+    """Build the object that ``cfg`` describes; see :meth:`~halfpeak.optim.Registry.build`."""
     return registry.build(cfg, default_args)

@@ -1,4 +1,4 @@
-"""The data of a run: passes that can be resumed, loaders without an end, and the workflow that says which is used when.
+"""The data of a run: resumable passes over a loader, endless loaders, and the workflow of training and validation.
 
 Compatible with mmcv 1.7.2.
 """
@@ -19,13 +19,13 @@ from halfpeak.state import random_state
 class Batches(Iterator[Any]):
     """One pass over a data loader that can be resumed at the same batch, bit for bit.
 
-    The order of the samples, and every number that the loader's workers draw, follow from the random state in which the
-    pass began. So the state of a pass is that random state and the number of batches; to resume it, the pass begins in
-    the same random state and loads as many batches without using them. Workers that persist over epochs are an exception:
-    their random state cannot be read, so their augmentations differ after a resume.
+    The random state at the start of a pass determines the order of the samples and all numbers that loader workers
+    draw. The state of a pass is therefore that random state and the number of batches. To resume, the pass starts from
+    the same random state and loads that many batches without using them. The random state of persistent workers cannot
+    be read, so their augmentations differ after a resume.
 
     Attributes:
-        num_batches: the number of batches so far.
+        num_batches: the number of batches loaded so far.
     """
 
     def __init__(self, loader: Any, state: Mapping[str, Any] | None = None) -> None:
@@ -56,16 +56,16 @@ class Batches(Iterator[Any]):
         return batch
 
     def state_dict(self, begun: bool = False) -> dict[str, Any]:
-        """The place in the pass, as plain data. With ``begun``, the last batch is given again: its iteration is not over."""
+        """The position in the pass. With ``begun``, the last batch is repeated, because its iteration is unfinished."""
         place = {"taken": self.num_batches, "start": self._start, "generators": self._generators}
         return {**place, "begun": True} if begun else place
 
 
 def check_place(state: object) -> None:
-    """Check the place in a pass, as :meth:`Batches.state_dict` returned it.
+    """Check that ``state`` is a position in a pass, as :meth:`Batches.state_dict` returns it.
 
     Raises:
-        StateError: it is something else.
+        StateError: it is not.
     """
     what, keys = "the place in the data", ("taken", "start", "generators", "begun")
     known = require_mapping({"begun": False, **require_mapping(state, what)}, what, keys)
@@ -77,7 +77,7 @@ def check_place(state: object) -> None:
 
 
 def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, Any] | None:
-    """The place of ``new`` ranks in a pass that ``old`` ranks left at ``state``.
+    """Convert a position in a pass from ``old`` to ``new`` ranks, keeping the total number of batches.
 
     >>> rescale({"taken": 6}, 2, 4)
     {'taken': 3, 'begun': False}
@@ -89,7 +89,7 @@ def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, An
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The random generators that a loader and its samplers hold, each once."""
+    """The distinct ``torch.Generator`` objects of a loader and its samplers."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     owners = (loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers))
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -98,7 +98,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the loader's sampler, or of the one in its batch sampler, if there is one."""
+    """Call ``set_epoch`` of the loader's sampler, its batch sampler, or that one's sampler: the first that has it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         tell = getattr(sampler, "set_epoch", None)
@@ -108,12 +108,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 class IterLoader(Iterator[Any]):
-    """A data loader without an end: when a pass ends, the next one begins.
+    """An endless data loader: when a pass ends, the next one begins.
 
-    Before each pass the sampler gets its number (``set_epoch``), as distributed samplers need it.
+    Before each pass but the first, the sampler gets its number by ``set_epoch``, for distributed samplers.
 
     Attributes:
-        epoch: finished passes.
+        epoch: the number of finished passes.
 
     >>> loader = IterLoader([1, 2])
     >>> [next(loader) for _ in range(3)], loader.epoch
@@ -127,7 +127,7 @@ class IterLoader(Iterator[Any]):
 
     @property
     def data_loader(self) -> Any:
-        """The data loader inside."""
+        """The wrapped data loader."""
         return self._dataloader
 
     def __next__(self) -> Any:
@@ -149,14 +149,14 @@ class IterLoader(Iterator[Any]):
         return len(self._dataloader)
 
     def state_dict(self, begun: bool = False) -> dict[str, Any]:
-        """The current pass and the place in it, as plain data; ``begun`` as in :meth:`Batches.state_dict`."""
+        """The current pass and the position in it; ``begun`` as in :meth:`Batches.state_dict`."""
         return {
             "epoch": self.epoch,
             "batches": None if self._batches is None else self._batches.state_dict(begun),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place where :meth:`state_dict` was called. Draws from the random generators."""
+        """Go to the position at which :meth:`state_dict` was called. Changes the state of random generators."""
         self.epoch = state["epoch"]
         if self.epoch:
             set_epoch(self._dataloader, self.epoch)
@@ -165,7 +165,7 @@ class IterLoader(Iterator[Any]):
 
 
 class Flow(NamedTuple):
-    """One entry of a workflow: a loader, the runner's method that takes it, and how many times in a row."""
+    """One entry of a workflow: a loader, the runner method that takes it, and the number of turns in a row."""
 
     loader: Any
     mode: str
@@ -178,8 +178,8 @@ def parse_workflow(
     """Check a workflow such as ``[("train", 2), ("val", 1)]`` against its loaders.
 
     Raises:
-        ConfigTypeError: something is not of its type.
-        ConfigError: the lengths differ, a mode that the runner does not have, or nothing to train.
+        ConfigTypeError: an argument has the wrong type.
+        ConfigError: the lengths differ, the runner has no such mode, or the workflow never trains.
     """
     for name, value in (("data_loaders", data_loaders), ("workflow", workflow)):
         if not isinstance(value, (list, tuple)):

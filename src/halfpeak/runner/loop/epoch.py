@@ -1,4 +1,4 @@
-"""EpochBasedRunner: passes over the training data. Compatible with mmcv 1.7.2."""
+"""EpochBasedRunner: the training loop that counts epochs. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class EpochBasedRunner(BaseRunner):
         max_epochs: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Train until ``max_epochs``.
+        """Train until ``max_epochs`` epochs are finished.
 
         Args:
             data_loaders: one per entry of the workflow.
             workflow: ``[("train", 2), ("val", 1)]`` trains two epochs, validates once, and so on. The last round trains
-                no more epochs than are left.
-            max_epochs: deprecated; an argument of the runner.
-            kwargs: for the model's steps.
+                only the epochs that are left.
+            max_epochs: deprecated; pass it to the runner's constructor.
+            kwargs: passed to ``train_step`` and ``val_step``.
 
         Raises:
-            ConfigError: no length, or a workflow that cannot be run.
+            ConfigError: the runner has no length, or the workflow cannot be run.
         """
         if max_epochs is not None:
             warnings.warn("max_epochs is an argument of the runner now", DeprecationWarning, stacklevel=2)
@@ -80,7 +80,7 @@ class EpochBasedRunner(BaseRunner):
         self._run_deferred()
 
     def train(self, data_loader: Any, **kwargs: Any) -> None:
-        """One epoch of training."""
+        """Train for one epoch."""
         self._enter("train", data_loader)
         self._max_iters = None if self._max_epochs is None else self._max_epochs * len(data_loader)
         for batch in self._pass(data_loader):
@@ -91,7 +91,7 @@ class EpochBasedRunner(BaseRunner):
         self._end_turn()
 
     def val(self, data_loader: Any, **kwargs: Any) -> None:
-        """One pass of validation, without gradients."""
+        """Validate on one pass over the data, without gradients."""
         self._enter("val", data_loader)
         for batch in self._pass(data_loader):
             self._val_batch(batch, kwargs)
@@ -107,9 +107,9 @@ class EpochBasedRunner(BaseRunner):
         meta: Mapping[str, Any] | None = None,
         create_symlink: bool = True,
     ) -> None:
-        """Save the run to ``out_dir``, which is made if missing, with a link ``latest.pth`` there.
+        """Save the run to ``out_dir``, created if missing, with a link ``latest.pth``.
 
-        ``filename_tmpl`` takes the number of the epoch, counted from 1. For the rest see :meth:`write_checkpoint`.
+        ``filename_tmpl`` takes the epoch, counted from 1. :meth:`write_checkpoint` has the other arguments.
         """
         number = max(self._epoch, 1) if self._stage is None else self._epoch + 1
         path = checkpoint_path(out_dir, filename_tmpl, number)
@@ -122,11 +122,11 @@ class EpochBasedRunner(BaseRunner):
         self.call_hook(f"before_{mode}_epoch")
 
     def _pass(self, data_loader: Any) -> Iterator[Any]:
-        """The batches of an epoch; in the first one after a resume, those that are left."""
+        """Yield the batches of an epoch; in the first epoch after a resume, the remaining ones."""
         resumed, self._opening = self._opening, None
         self._open = Batches(data_loader, resumed)
         if resumed is not None:
-            # The stage before the epoch was called again, and finding the place drew from the random generators.
+            # Again, because the stage before the epoch was called again and skipping batches drew random numbers.
             self._restore()
         self._resumed = None
         for batch in self._open:

@@ -1,4 +1,4 @@
-"""IterBasedRunner: a number of iterations, whatever the epochs. Compatible with mmcv 1.7.2."""
+"""IterBasedRunner: the training loop that counts iterations. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfpeak.runner.loop.batches import IterLoader, parse_workflow, rescale
 
 @RUNNERS.register_module()
 class IterBasedRunner(BaseRunner):
-    """Trains for a number of iterations over loaders without an end.
+    """Trains for a number of iterations, starting a new pass over the data whenever one ends.
 
     ::
 
@@ -26,8 +26,8 @@ class IterBasedRunner(BaseRunner):
             before_<mode>_iter, the model's step, after_<mode>_iter
         after_train_epoch, after_run
 
-    For its hooks the run is one epoch; :attr:`epoch` counts the passes over the training data. See :class:`BaseRunner`
-    for the arguments.
+    Hooks see the run as one epoch; :attr:`epoch` counts passes over the training data. See :class:`BaseRunner` for the
+    arguments.
 
     Example:
         >>> import torch
@@ -52,16 +52,16 @@ class IterBasedRunner(BaseRunner):
         max_iters: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Train until ``max_iters``.
+        """Train until ``max_iters`` iterations are finished.
 
         Args:
             data_loaders: one per entry of the workflow.
-            workflow: ``[("train", 1000), ("val", 10)]`` takes ten batches of validation after each thousand of training.
-            max_iters: deprecated; an argument of the runner.
-            kwargs: for the model's steps.
+            workflow: ``[("train", 1000), ("val", 10)]`` validates on 10 batches after every 1,000 batches of training.
+            max_iters: deprecated; pass it to the runner's constructor.
+            kwargs: passed to ``train_step`` and ``val_step``.
 
         Raises:
-            ConfigError: no length, or a workflow that cannot be run.
+            ConfigError: the runner has no length, or the workflow cannot be run.
         """
         if max_iters is not None:
             warnings.warn("max_iters is an argument of the runner now", DeprecationWarning, stacklevel=2)
@@ -83,7 +83,7 @@ class IterBasedRunner(BaseRunner):
         self._run_deferred()
 
     def train(self, data_loader: Any, **kwargs: Any) -> None:
-        """One iteration of training. ``data_loader`` is an :class:`IterLoader`."""
+        """Train for one iteration. ``data_loader`` is an :class:`IterLoader`."""
         self.model.train()
         self.mode = "train"
         self.data_loader = data_loader
@@ -93,7 +93,7 @@ class IterBasedRunner(BaseRunner):
         self._end_turn()
 
     def val(self, data_loader: Any, **kwargs: Any) -> None:
-        """One iteration of validation, without gradients. ``data_loader`` is an :class:`IterLoader`."""
+        """Validate on one batch, without gradients. ``data_loader`` is an :class:`IterLoader`."""
         self.model.eval()
         self.mode = "val"
         self.data_loader = data_loader
@@ -108,9 +108,9 @@ class IterBasedRunner(BaseRunner):
         save_optimizer: bool = True,
         create_symlink: bool = True,
     ) -> None:
-        """Save the run to ``out_dir``, which is made if missing, with a link ``latest.pth`` there.
+        """Save the run to ``out_dir``, created if missing, with a link ``latest.pth``.
 
-        ``filename_tmpl`` takes the number of the iteration, counted from 1. For the rest see :meth:`write_checkpoint`.
+        ``filename_tmpl`` takes the iteration, counted from 1. :meth:`write_checkpoint` has the other arguments.
         """
         number = max(self._iter, 1) if self._stage is None else self._iter + 1
         path = checkpoint_path(out_dir, filename_tmpl, number)
@@ -122,7 +122,7 @@ class IterBasedRunner(BaseRunner):
         return {"by_epoch": False, **config}
 
     def _enter(self) -> None:
-        """Find the place in the workflow and in the data."""
+        """Go to the saved position in the workflow and in the data."""
         place = self._find_place()
         if place is not None:
             saved = require_list(place["loaders"], "loaders", len(self._flows))
@@ -130,8 +130,8 @@ class IterBasedRunner(BaseRunner):
                 batches = rescale(state["batches"], place["world_size"], self._world_size)
                 flow.loader.load_state_dict({**state, "batches": batches})
         if self._resumed is not None:
-            # Finding the place drew from the random generators, and the stage before was called again; not so for a file
-            # that was saved after the end.
+            # Again, because before_train_epoch was called again and skipping batches drew random numbers. With a file
+            # saved after the end of a run, that call begins a new epoch, and the hooks keep the state that it set.
             self._restore(hooks=self._resumed["loop"].get("is_open", True))
             self._resumed = None
 
@@ -149,5 +149,5 @@ class IterBasedRunner(BaseRunner):
         }
 
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
-        # mmcv saves before it counts: iter_4.pth says 3, and its epoch is the current one, counted from 1.
+        # mmcv saves before it counts: iter_4.pth holds iter 3, and the current epoch counted from 1.
         return max(meta["epoch"] - 1, 0), meta["iter"] + 1
