@@ -1,1 +1,1 @@
-"""The order of a step, preparing models and optimizers for it, and its state."""
+"""The training step, the preparation of models and optimizers for it, and its state."""

@@ -1,4 +1,4 @@
-"""What passes between an optimizer's ``step`` and its callers: closures, and the attributes by which fused kernels skip."""
+"""What is passed to ``Optimizer.step``: closures, and attributes ``found_inf`` and ``grad_scale`` for fused kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own kernel can skip, so that the host need not know found_inf."""
+    """Whether the optimizer's own kernel can skip, so that the host need not read ``found_inf``."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if isinstance(optimizer, torch.optim.SGD):
-        # Its first fused step allocates momentum buffers before the kernel decides to leave them unwritten.
+        # The first fused step allocates momentum buffers, and a kernel that skips leaves them unwritten.
         return all(
             not group["momentum"] or "momentum_buffer" in optimizer.state.get(parameter, {})
             for group in optimizer.param_groups
@@ -29,8 +29,8 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 def hand_over_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> None:
-    """Let the optimizer's coming step do nothing if found_inf is 1.  # f32[] or bool"""
-    # What the host knows stays there, wherever new tensors go by default.
+    """Make the optimizer's coming step do nothing if ``found_inf`` is 1.  # f32[] or bool"""
+    # A bool becomes a tensor on the CPU, whatever the default device is.
     flag = (
         found_inf
         if isinstance(found_inf, Tensor)
@@ -48,7 +48,7 @@ def take_back_found_inf(optimizer: Optimizer) -> None:
 def take_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
-    """The closure in the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to put in another."""
+    """The closure among the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to replace it."""
     if len(args) > 1:
         return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
     return kwargs.get("closure"), lambda closure: (args, {**kwargs, "closure": closure})

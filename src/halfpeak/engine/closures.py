@@ -1,4 +1,4 @@
-"""Closures (``optimizer.step(closure)``, LBFGS) under loss scaling."""
+"""ScaledClosure: closures (``optimizer.step(closure)``, LBFGS) under loss scaling."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from halfpeak.engine.optimizer import PreparedOptimizer
 
 
 class ScaledClosure:
-    """Stands in for a user's closure: the optimizer sees unscaled, finite gradients of the current masters only.
+    """Wraps a user's closure: the optimizer sees only unscaled, finite gradients of the current masters.
 
-    Each call publishes the masters, so that the forward pass sees where the optimizer has moved them, and calls the
-    closure. While its gradients are not finite the loss scale falls and the closure is called again.
+    Each call publishes the masters, because the optimizer may have moved them, and calls the closure. While its
+    gradients are not finite, the loss scale falls and the closure runs again.
 
-    ``engine.step`` asks for no ``zero_grad()``, so there each call drops the gradients of the one before. In a step of the
-    user's the closure does, as in plain torch. Gradients from before the first call stay: a closure may just return a loss
-    whose backward pass is done.
+    In ``engine.step(closure)`` each call drops the gradients of the call before, so the closure needs no
+    ``zero_grad()``. In ``optimizer.step(closure)`` the closure must call it, as in plain torch. Gradients from before
+    the first call stay, because a closure may just return a loss whose backward pass has already run.
 
     Args:
         closure: the user's.
         prepared: the optimizer that calls it; its step is running.
         accept: called when the gradients are finite and about to be used.
-        retry: called when they are not, before the closure is called again; it raises when there is no use in that.
+        retry: called when they are not, before the closure runs again; raises if the scale cannot fall.
 
     Raises:
-        ClosureError: the backward pass in the closure went past halfpeak, so its gradients never reached the masters.
+        ClosureError: the backward pass in the closure bypassed halfpeak, so its gradients never reached the masters.
         LossScaleCollapse: gradients stay non-finite although the scale cannot fall.
     """
 
@@ -45,14 +45,14 @@ class ScaledClosure:
         self._was_called = False
 
     def __call__(self) -> Any:
-        """Evaluate once with finite gradients; returns what the user's closure returns."""
+        """Run the closure until its gradients are finite; returns what the closure returns."""
         prepared = self._prepared
         masters = prepared.masters
         while True:
             if self._is_of_engine and self._was_called:
                 prepared.drop()
             elif isinstance(prepared.window, Unscaled):
-                # Places the sentinel again, to notice model.zero_grad() in the closure.
+                # Places the sentinel again, to detect model.zero_grad() in the closure.
                 prepared.set_window(prepared.window)
             self._was_called = True
             masters.publish(prepared.members().master_indices)
@@ -65,7 +65,7 @@ class ScaledClosure:
                     "masters; write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or "
                     "engine.backward(loss), inside the closure"
                 )
-            # A closure is host code that decides by its loss: it waits for the device anyway.
+            # Waits for the device. Optimizers with closures are host code that reads the loss, and wait anyway.
             if not bool(prepared.found_inf):
                 self._accept(prepared)
                 masters.mark_stepped(prepared.members().master_indices)

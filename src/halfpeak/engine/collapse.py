@@ -1,4 +1,4 @@
-"""Which gradients are not finite, by name: for the result of a skipped step, and for LossScaleCollapse."""
+"""CollapseReport: names the gradients that are not finite, for the result of a skipped step and LossScaleCollapse."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CollapseReport:
     """Builds the error for a loss scale that cannot fall any further.
 
     Args:
-        models: searched for names anew each time, since parameters may be added.
-        scalers: whose smallest scale the message names.
-        policy: says which advice fits.
+        models: searched for names each time, because parameters may be added.
+        scalers: the message gives their smallest scale.
+        policy: chooses the advice in the message.
     """
 
     def __init__(self, models: Sequence[nn.Module], scalers: Sequence[LossScaler], policy: Policy) -> None:
@@ -37,7 +37,7 @@ class CollapseReport:
         self._models.append(model)
 
     def note_nonfinite(self, prepared: Iterable[PreparedOptimizer]) -> None:
-        """Note which gradients are not finite, before clipping spreads one nan over all. Waits for the device."""
+        """Note which gradients are not finite, before clipping spreads one NaN to all. Waits for the device."""
         self._nonfinite = self._names_of_nonfinite(prepared)
 
     def error(self, prepared: Iterable[PreparedOptimizer]) -> LossScaleCollapse:
@@ -52,7 +52,7 @@ class CollapseReport:
         )
 
     def nonfinite_grads(self, prepared: Sequence[PreparedOptimizer]) -> NonfiniteGrads | None:
-        """Which gradients are not finite; None if there are none. Does not wait."""
+        """The names of all gradients and a flag for each that is not finite; None without gradients. Does not wait."""
         named = self._grads(prepared)[::-1]
         if not named:
             return None
@@ -64,7 +64,7 @@ class CollapseReport:
         )
 
     def _names_of_nonfinite(self, prepared: Iterable[PreparedOptimizer]) -> tuple[str, ...]:
-        """In the order of the parameters. Waits for the device."""
+        """The names of gradients that are not finite, in the order of the parameters. Waits for the device."""
         found = self.nonfinite_grads(list(prepared))
         return () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
 
@@ -75,7 +75,7 @@ class CollapseReport:
         for index, one in enumerate(prepared):
             for number, pair in enumerate(one.pairs()):
                 grads = (pair.main.grad, pair.model.grad)
-                # Beside pending gradients a master may have a sentinel.
+                # While gradients are pending, the gradient of a master may be the sentinel.
                 grad = grads[1] if isinstance(one.window, Pending) or grads[0] is None else grads[0]
                 if grad is not None:
                     found.append(
@@ -84,7 +84,7 @@ class CollapseReport:
         return found
 
     def _advice(self) -> str:
-        """What can be done at this level."""
+        """The remedies at this level."""
         diagnose = "halfpeak.diagnose(engine, closure) names the layer that is to blame"
         if torch.float16 not in (self._policy.param, self._policy.compute):
             return f"No loss scale helps here: look for bad data, a too large learning rate, or a division by zero; {diagnose}"
@@ -101,7 +101,7 @@ class CollapseReport:
 
 
 def is_known_to_skip(found_inf: Tensor | bool) -> bool:
-    """Whether the host knows, without waiting, that a step is skipped."""
+    """Whether the host knows, without waiting for the device, that a step is skipped."""
     if isinstance(found_inf, bool):
         return found_inf
     return any(host_values(found_inf) or ())

@@ -1,4 +1,4 @@
-"""EngineConfig: what an engine was asked to do, as one value."""
+"""EngineConfig: the configuration of an engine, as one immutable value."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from halfpeak.state.clip import Clip, NoClip
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What an engine does. A value; the engine holds the state.
+    """The configuration of an engine, without its state.
 
     Attributes:
-        properties: what the opt level and its overrides came to.
-        policy: in which dtype each thing is stored, computed and returned.
+        properties: the opt level with its overrides applied.
+        policy: the dtype in which each thing is stored, computed and returned.
         scale: how each loss scale moves.
         num_losses: number of independent loss scalers.
         accumulation: how many backward passes make a step.
-        clip: what limits the gradients before a step.
-        restore_buffers: put batch-norm statistics back when a step is skipped.
-        keep_gradient_memory: whether masters' gradients keep their memory between steps; None to let the device decide.
-        check_ranks: after how many steps ranks are compared; None for never.
-        engine_steps: the engine calls ``optimizer.step()``; False where the caller does, as with apex.
-        caller_may_step: the caller may, too, in place of the engine.
+        clip: limits the gradients before a step.
+        restore_buffers: restore batch-norm statistics when a step is skipped.
+        keep_gradient_memory: whether masters' gradients keep their memory between steps; None chooses, see ``prepare``.
+        check_ranks: compare ranks every so many steps; None for never.
+        engine_steps: the engine calls ``optimizer.step()``; False if the caller does, as with apex.
+        caller_may_step: the caller may call ``optimizer.step()`` in place of the engine.
 
     Raises:
         ConfigError: ``num_losses`` or ``check_ranks`` is not a positive integer, the norm rule is unknown, or
-            ``keep_gradient_memory`` is no truth value.
+            ``keep_gradient_memory`` is neither a bool nor None.
     """
 
     properties: Properties

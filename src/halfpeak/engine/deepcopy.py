@@ -1,4 +1,4 @@
-"""Deep copies of an engine: models, optimizers, masters, counters and the open window, joined as the originals are."""
+"""Deep copies of an engine: models, optimizers, masters, counters and the open window, connected like the originals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CopiedParts:
     handles: list[RemovableHandle]
 
     def copy_progress(self, source: EngineContext, target: EngineContext) -> None:
-        """Loss scales, counters and statistics, whose tensors are replaced and never edited, and the open window."""
+        """Copy scales and counters (by reference: their tensors are never edited), statistics and the open window."""
         for old, new in zip(source.scalers, target.scalers, strict=True):
             new.config, new.state = old.config, old.state
         target.record.use_counters(source.record.num_steps, source.record.num_skipped)
@@ -43,7 +43,7 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
     """Copy models, optimizers and masters.
 
     Raises:
-        OrderError: the engine is a part of something that was set up around it, such as ``amp.initialize``.
+        OrderError: the caller steps the optimizers, as after ``amp.initialize``.
     """
     if not context.config.engine_steps:
         raise OrderError(
@@ -51,11 +51,11 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
             "and initialise the copy with an optimizer of its own"
         )
     models = [copy.deepcopy(model, memo) for model in context.models]
-    # Before the optimizers, whose groups hold the masters.
+    # Masters are copied before the optimizers, whose groups contain them.
     masters = copy.deepcopy(context.masters, memo)
     optimizers = [_copy_optimizer(optimizer, memo) for optimizer in context.optimizers]
     for optimizer in optimizers:
-        # Masters are there already; this is for optimizers that keep remainders instead.
+        # Masters are copied already. This registers optimizers that keep remainders instead of masters.
         masters.adopt(optimizer)
     handles: list[RemovableHandle] = []
     for model in models:
@@ -65,7 +65,7 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
 
 
 def _strip(model: nn.Module, handles: Sequence[RemovableHandle]) -> bool:
-    """Take off the copies of the hooks that ``handles`` stand for; whether the model itself had one."""
+    """Remove the copies of the hooks in ``handles`` from a model; return whether the model itself had one."""
     numbers = {handle.id for handle in handles}
     found = False
     for module in model.modules():
@@ -78,10 +78,10 @@ def _strip(model: nn.Module, handles: Sequence[RemovableHandle]) -> bool:
 
 
 def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy over what ``memo`` says its parameters have become.
+    """A copy of an optimizer over the copied parameters in ``memo``.
 
-    Torch copies groups and state only. Other attributes (LBFGS has its list of parameters) are copied too, but no functions:
-    those that others have put there are bound to the original.
+    torch copies groups and state only. This also copies other attributes, such as LBFGS's list of parameters. Callables
+    are left out, because those that other libraries set are bound to the original.
     """
     forbidden = isinstance(optimizer.defaults, NoCopyDefaults)
     if forbidden:

@@ -1,4 +1,4 @@
-"""Memory: how many bytes an engine holds for each parameter, and what for."""
+"""Memory: how many bytes an engine holds, in total and per parameter, by purpose."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from halfpeak.state.remainder_store import remainder_store_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes held at one moment. Storages are counted, each once and whole, so this is what an allocator has given out.
+    """Bytes held at one moment. Each storage counts once and whole, so the sum is what the allocator has handed out.
 
-    What a forward pass holds for its backward pass, and the buckets of a parallel wrapper, are not an engine's.
+    Activations saved for the backward pass and the buckets of a parallel wrapper are not counted.
 
     Attributes:
-        parameters: how many numbers the weights are.
-        weights: what the models compute with.
+        parameters: the number of elements of the weights.
+        weights: the parameters of the models.
         masters: float32 copies that optimizers step.
-        remainders: what stands in the place of masters, in an optimizer that keeps remainders.
+        remainders: the state that replaces masters in an optimizer that keeps remainders.
         moments: all other state of the optimizers.
-        gradients: as they lie now: none after a step.
-        buffers: of the models, and those that a skipped step goes back to.
-        scratch: whatever else engine and optimizers hold, such as room in which gradients are gathered.
+        gradients: those held now; none after a step.
+        buffers: of the models, and the copies that a skipped step restores.
+        scratch: everything else that engine and optimizers hold, such as memory in which gradients are packed.
 
     Example:
         >>> import torch, halfpeak
@@ -73,7 +73,7 @@ _KINDS = tuple(field.name for field in fields(Memory) if field.name != "paramete
 
 
 def measure(context: EngineContext) -> Memory:
-    """What an engine holds now. Only looks."""
+    """The bytes that an engine holds now. Changes nothing."""
     models, optimizers = context.models, context.optimizers
     stepped = (one.table().model_params for one in context.prepared)
     weights = list(_once(chain(*(model.parameters() for model in models), *stepped)))
@@ -90,7 +90,7 @@ def measure(context: EngineContext) -> Memory:
         "buffers": [*(buffer for model in models for buffer in model.buffers()), context.stats],
         "scratch": [*map(_own, optimizers), _own(context)],
     }
-    # By id or place; whatever has been looked at stays alive until the end, or another could get its id.
+    # By id or address. Everything visited stays alive until the end, because its id could be reused otherwise.
     seen: dict[Any, object] = {}
     counted = {kind: _count(holders, seen) for kind, holders in by_kind.items()}
     return Memory(parameters=sum(map(Tensor.numel, weights)), **counted)
@@ -101,13 +101,13 @@ def _once(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _own(thing: object) -> list[Any]:
-    """What an object of halfpeak's holds by its attributes."""
+    """The values of all attributes of an object."""
     slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
     return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
 
 
 def _count(holders: Iterable[Any], seen: dict[Any, object]) -> int:
-    """Bytes of the storages that can be reached from ``holders`` and were not seen before."""
+    """The bytes of all storages that are reachable from ``holders`` and not in ``seen``."""
     total, waiting = 0, list(holders)
     while waiting:
         thing = waiting.pop()
@@ -134,7 +134,7 @@ def _storage_bytes(tensor: Tensor, seen: dict[Any, object]) -> int:
 
 
 def _inside(thing: Any) -> list[Any] | None:
-    """What a container or an object of halfpeak's holds; None for anything else."""
+    """The contents of a container, or of an object of a halfpeak class; None for anything else."""
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if isinstance(thing, (list, tuple, set, frozenset, WeakSet)):

@@ -23,7 +23,7 @@ from halfpeak.state.state_dict_hooks import hook_state_dict
 
 
 def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
-    """Put the hooks on a model that its policy asks for."""
+    """Register the hooks that the policy requires on a model."""
     handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_no_casts(model, policy)]
     if policy.param is not None or policy.masters:
         handles += hook_state_dict(model, masters)
@@ -31,33 +31,33 @@ def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHa
 
 
 def hook_no_casts(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Suspend per-operation casts of other engines, which hold for the whole thread, in a model that has none itself."""
+    """In a model without per-operation casts, suspend those that another engine installed for the whole thread."""
     return [] if policy.per_op else [model.register_forward_pre_hook(suspend_installed)]
 
 
 def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]:
-    """Let the layers with running statistics report that these were loaded: a skipped step goes back to the loaded ones."""
+    """Report the loading of running statistics to ``stats``, so that a skipped step restores the loaded values."""
     return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
 
 
 def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module], None]) -> RemovableHandle:
-    """Call the method ``catch_up`` with the model before anything else that its forward pass does; held weakly."""
+    """Call the method ``catch_up`` with the model before all else in its forward pass. The reference is weak."""
     handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
     hooks = model._forward_pre_hooks
-    # The compiler of torch 2.11 numbers hooks by when they were inserted, not by when they run.
+    # The compiler of torch 2.11 numbers hooks in the order of insertion, not in the order in which they run.
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
     return handle
 
 
 def owner_of(model: nn.Module) -> object:
-    """The object whose method :func:`hook_forward` has put on the model, or None."""
+    """The object whose method :func:`hook_forward` registered on the model, or None."""
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, BeforeForward)]
     return hooks[0].owner if hooks else None
 
 
 class _WeakHook:
-    """A hook that holds the object of a method weakly. A deep copy or a pickle of the model lets go of it."""
+    """A hook with a weak reference to a bound method. A deep copy or a pickle of the hook does nothing when called."""
 
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method: weakref.WeakMethod[Any] | None = None if method is None else weakref.WeakMethod(method)
@@ -81,20 +81,20 @@ class _WeakHook:
 
 
 class BeforeForward(_WeakHook):
-    """A forward pre-hook that lets the engine put right what an exception in ``optimizer.step()`` has left behind.
+    """A forward pre-hook that lets the engine finish an ``optimizer.step()`` that an exception interrupted.
 
-    After the forward pass would be too late: a parameter must not change between forward and backward.
+    After the forward pass would be too late, because a parameter must not change between forward and backward.
     """
 
     @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Catch up; a compiled or traced forward pass leaves it to the next backward pass."""
+        """Call the method, except in a compiled or traced forward pass: the next backward pass catches up instead."""
         if self._method is None or is_compiling() or torch.jit.is_tracing():
             return
         if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
             self._call(module)
         else:
-            # Inside a transform of torch.func, parameters can be neither written nor frozen.
+            # Inside a torch.func transform, parameters can be neither written nor frozen.
             with temporarily_clear_interpreter_stack():
                 self._call(module)
 
@@ -103,5 +103,5 @@ class AfterLoad(_WeakHook):
     """A hook after ``load_state_dict`` of a layer with running statistics."""
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Remember what was loaded."""
+        """Call the method, which saves the loaded statistics."""
         self._call()

@@ -1,4 +1,4 @@
-"""StepGuard: no optimizer steps while a backward pass is under way, whose gradients are scaled, or set aside."""
+"""StepGuard: refuses the step of an optimizer during a backward pass, while gradients are scaled or stashed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from halfpeak.engine.optimizer import prepared_of
 
 
 class Passed(Protocol):
-    """What looks after parameters during a backward pass."""
+    """An object that manages the gradients of some parameters during a backward pass."""
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Those that the pass may reach, each with the gradient that was set aside."""
+        """The parameters that the pass may reach, each with its stashed gradient."""
         ...
 
 
 class StepGuard:
-    """Refuses the step of an optimizer, whether it was prepared or not, from here until :meth:`end`.
+    """Refuses the step of any optimizer, prepared or not, over given parameters until :meth:`end`.
 
-    The global hook that asks it holds it weakly, and is removed with it, also after an exception.
+    A global step hook has a weak reference to this object, and is removed with it, also after an exception.
 
     Args:
-        passed: whose parameters must not be stepped.
-        unit: whether the loss scale is always 1, so that only what was set aside would be missed.
+        passed: managers of the parameters that must not be stepped.
+        unit: whether the loss scale is always 1: then only stashed gradients make a step wrong.
     """
 
     def __init__(self, passed: Iterable[Passed], *, unit: bool) -> None:
@@ -40,17 +40,17 @@ class StepGuard:
         register_optimizer_step_pre_hook(_Hook(self._known))
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the guard, because the backward pass is over."""
         self._passed = ()
         _forget(self._known)
-        # Also drops its callback, which has nothing left to do.
+        # Also drops the callback of the weak reference, which is no longer needed.
         del self._known
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Before the step of an optimizer.
+        """Check an optimizer that is about to step.
 
         Raises:
-            OrderError: its gradients are scaled, or set aside.
+            OrderError: gradients of its parameters are scaled or stashed.
         """
         one = prepared_of(optimizer)
         stepped = set(map(id, params_of(optimizer) if one is None else one.window_pairs().model_params))
@@ -64,7 +64,7 @@ class StepGuard:
 
 
 class _Hook:
-    """A hook of all optimizers that asks a guard for as long as there is one."""
+    """A step pre-hook of all optimizers, which calls a guard while the guard exists."""
 
     def __init__(self, known: weakref.ref[Any]) -> None:
         self.known = known
@@ -76,7 +76,7 @@ class _Hook:
 
 
 def _forget(known: weakref.ref[Any]) -> None:
-    """Take the hook away that asks this guard."""
+    """Remove the global hook of a guard."""
     for key, hook in list(_global_optimizer_pre_hooks.items()):
         if isinstance(hook, _Hook) and hook.known is known:
             del _global_optimizer_pre_hooks[key]

@@ -1,4 +1,4 @@
-"""StepCall: a call of ``optimizer.step()``, and how far it had come when an exception ended it."""
+"""StepCall: a call of ``optimizer.step()``; StepProgress: whether it changed anything before an exception."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from halfpeak.fused.base import FusedOptimizer
 
 
 class StepProgress:
-    """What an optimizer's parameters looked like before a step.
+    """A snapshot before a step, to tell whether the step has changed parameters.
 
     Args:
         optimizer: about to step.
         changing: the parameters that have a gradient.
-        reads_elsewhere: whether it reads gradients that do not lie in ``.grad``.
+        reads_elsewhere: whether the step reads gradients from elsewhere than ``.grad``.
     """
 
     def __init__(self, optimizer: Optimizer, changing: Sequence[Tensor], *, reads_elsewhere: bool) -> None:
@@ -38,9 +38,9 @@ class StepProgress:
         )
 
     def _versions(self, optimizer: Optimizer) -> tuple[list[int], list[object]]:
-        """Versions of the parameters, or with torch's fused kernels, which count none there, of the step counters.
+        """The version counters of the parameters and of one ``step`` tensor per group; a missing ``step`` counts as 0.
 
-        Such a kernel is given a whole group, so one counter of each tells. A counter that was made but not counted is 0, too.
+        torch's fused kernels raise only the versions of ``step`` tensors. One kernel steps a whole group.
         """
         steps = [optimizer.state.get(parameter, {}).get("step", 0) for parameter in self._first_of_groups]
         versions = list(map(_VERSION, self._changing))
@@ -48,12 +48,12 @@ class StepProgress:
 
 
 def _steps_of(optimizer: Optimizer) -> int | None:
-    """How many steps a fused optimizer of halfpeak has taken; None for any other."""
+    """How many steps an optimizer of :mod:`halfpeak.fused` has taken; None for any other optimizer."""
     return optimizer.num_steps if isinstance(optimizer, FusedOptimizer) else None
 
 
 def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
-    """The first parameter with a gradient."""
+    """The first parameter with a gradient of each group that has one."""
     firsts = (
         next((p for p in group["params"] if p.grad is not None), None) for group in optimizer.param_groups
     )
@@ -67,13 +67,13 @@ class StepCall(NamedTuple):
     """A call of ``optimizer.step()`` that has begun.
 
     Attributes:
-        found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None until a step of the user's
-            is decided.  # f32[] or bool
-        by_engine: called by ``engine.step()``, not by the user.
-        keep_grads: whether parameters' own gradients stay.
-        fused: gradients that a fused optimizer reads where they lie, or None.
-        progress: how far the optimizer has come; None before its own code, and with a closure.
-        is_cleared: whether no gradient is left after it.
+        found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None while a user-called step
+            is undecided.  # f32[] or bool
+        by_engine: called by ``engine.step()``, not by user code.
+        keep_grads: whether parameters without a master keep their gradients.
+        fused: gradients that a fused optimizer reads where they are, or None.
+        progress: snapshot from before the optimizer's own code; None before that, and with a closure.
+        is_cleared: whether the step left no gradients.
     """
 
     found_inf: Tensor | bool | None

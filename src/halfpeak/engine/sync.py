@@ -1,4 +1,4 @@
-"""Whether a wrapped model reduces its gradients over the ranks in a backward pass, as the engine or a script has told it."""
+"""Gradient reduction over ranks in wrapped models: switches it for the engine, and notes what user code switched off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfpeak.distributed.replicas import check_built_after_casts, check_wrapped
 
 @contextmanager
 def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
-    """Let DDP (``no_sync``) or FSDP2 (``set_requires_gradient_sync``) reduce gradients in the body, or not."""
+    """Choose whether DDP (``no_sync``) or FSDP2 (``set_requires_gradient_sync``) reduces gradients in the body."""
     unknown: Any = wrapped
     if callable(getattr(unknown, "set_requires_gradient_sync", None)):
         unknown.set_requires_gradient_sync(synchronise)
@@ -28,15 +28,15 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
 
 
 def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
-    """In a forward pass of ``model`` that gradients will follow: whether its ``DistributedDataParallel`` will reduce them.
+    """In a forward pass with gradients, note whether the ``DistributedDataParallel`` around ``model`` will reduce them.
 
     Args:
-        model: the one that computes now; outside of a ``DistributedDataParallel`` nothing is noted.
-        reduces: gets False for the model where the script is in ``no_sync``, else True.
+        model: whose forward pass runs; outside of a ``DistributedDataParallel`` nothing is noted.
+        reduces: set to False for the model if user code is in ``no_sync``, else to True.
 
     Raises:
-        OrderError: the model was converted to low weights after it was wrapped.
-        ConfigError: the wrapper reduces some gradients in memory of its own.
+        OrderError: the model was converted to low-precision weights after it was wrapped.
+        ConfigError: the wrapper has ``delay_all_reduce_named_params``.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
@@ -47,5 +47,5 @@ def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
 
 
 def is_in_no_sync(wrapped: nn.Module | None) -> bool:
-    """Whether a script has entered ``wrapped.no_sync()`` of a ``DistributedDataParallel``."""
+    """Whether user code has entered ``wrapped.no_sync()`` of a ``DistributedDataParallel``."""
     return not getattr(wrapped, "require_backward_grad_sync", True)
