@@ -1,4 +1,4 @@
-"""Gradient accumulation as arithmetic: how many backward passes make one step, and by what each loss is divided."""
+"""Gradient accumulation as arithmetic: how many backward passes make one step, and the divisor of each loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfpeak.core.short_repr import short_repr
 @known_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """Every ``every`` backward passes make one optimizer step; the mean of their gradients is stepped.
+    """Every ``every`` backward passes make one optimizer step, which uses the mean of their gradients.
 
     Windows are absolute: ``[0, every) [every, 2*every) ...`` over the whole run. When ``total``, the number of backward
     passes of the run, is known and not a multiple of ``every``, the last window is shorter and its losses are divided
@@ -40,7 +40,7 @@ class Accumulation:
             )
 
     def divisor(self, index: int) -> int:
-        """By what the loss of backward pass ``index`` (counted from 0) is divided."""
+        """The number by which the loss of backward pass ``index`` (counted from 0) is divided."""
         if self.total is None or index >= self.total:
             return self.every
         remainder = self.total % self.every

@@ -1,4 +1,4 @@
-"""Names of floating dtypes, and which of them are low."""
+"""Names of floating dtypes, and which dtypes are low-precision (in short: low)."""
 
 from __future__ import annotations
 

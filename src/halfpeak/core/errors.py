@@ -1,4 +1,4 @@
-"""The exceptions.
+"""The exceptions that halfpeak raises.
 
 Each is also the builtin class that the older libraries raised in the same place, so ``except`` clauses written for
 them still work::
@@ -51,7 +51,7 @@ class ParameterError(HalfpeakError, TypeError):
 
 
 class RegistryError(HalfpeakError, KeyError, TypeError):
-    """A name is unknown to a registry, or already taken in it. The message gives the names that are near."""
+    """A name is unknown to a registry, or already taken in it. The message gives similar names."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would show the message quoted and on one line
@@ -66,7 +66,7 @@ class CheckpointError(HalfpeakError, RuntimeError):
 
 
 class BannedOpError(HalfpeakError, NotImplementedError):
-    """An operation that loses its meaning in a low dtype was called on one. apex raised NotImplementedError for it."""
+    """An operation that is unsafe in float16 and bfloat16 was called on such a tensor. apex raised NotImplementedError."""
 
 
 class LossScaleCollapse(HalfpeakError, RuntimeError, ArithmeticError):

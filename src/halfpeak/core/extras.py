@@ -1,4 +1,4 @@
-"""Optional packages: one sentence that says what to install, instead of a traceback."""
+"""The error for a missing optional package: one sentence that says what to install, instead of a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from halfpeak.core.errors import HalfpeakError
 
 INSTALL: Final = "pip install '.[all]'"
-"""What installs every optional package, in the folder of halfpeak."""
+"""The command that installs every optional package, in the source folder of halfpeak."""
 
 
 class MissingExtraError(HalfpeakError, ImportError):

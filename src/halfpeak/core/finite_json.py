@@ -1,4 +1,4 @@
-"""JSON that every reader takes: it has no word for numbers that are not finite."""
+"""JSON that every parser reads: numbers that are not finite, which JSON cannot represent, become null."""
 
 from __future__ import annotations
 

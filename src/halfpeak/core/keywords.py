@@ -1,4 +1,4 @@
-"""Refuses unknown keywords with a typed error that names what is near."""
+"""Refuses unknown keyword arguments with a typed error that suggests a similar one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The opt levels O0 to O5, the properties they set, and the rules for overriding a property.
 
-A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as apex does; what comes out is
-:class:`Properties`, a value that yields the :class:`~halfpeak.core.policy.Policy` and the
+A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as in apex. The result is a
+:class:`Properties`, which gives the :class:`~halfpeak.core.policy.Policy` and the
 :class:`~halfpeak.core.schedule.ScaleConfig` of a run.
 """
 
@@ -23,7 +23,7 @@ from halfpeak.core.short_repr import short_repr
 LossScale = float | Literal["dynamic"]
 
 LevelName = Literal["auto", "O0", "O1", "O2", "O3", "O4", "O5"]
-"""What may stand for a level: its name, or ``"auto"`` for the one that suits the device."""
+"""The name of a level, or ``"auto"`` for the level that suits the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +51,10 @@ class Properties:
     loss_scale: LossScale = 1.0
 
     def policy(self, *, norms: NormRule = "all", output: torch.dtype | None = None) -> Policy:
-        """The policy these properties mean.
+        """The policy of these properties.
 
         Args:
-            norms: which layers ``keep_batchnorm_fp32=True`` keeps.
+            norms: which layers ``keep_batchnorm_fp32=True`` keeps in float32.
             output: dtype that ``forward`` returns; None means float32 where the model is cast, else as computed.
         """
         cast = self.cast_model_type or None
@@ -84,8 +84,8 @@ class Properties:
         """:meth:`scale_config` between apex's ``min_loss_scale`` and ``max_loss_scale``, which a static scale ignores.
 
         Raises:
-            ConfigTypeError: a dynamic scale, and ``ceiling`` is None.
-            ConfigError: a dynamic scale, and a bound that is not a finite number above zero.
+            ConfigTypeError: the scale is dynamic and ``ceiling`` is None.
+            ConfigError: the scale is dynamic and a bound is not a finite number above zero.
         """
         is_dynamic = self.loss_scale == "dynamic"
         return self.scale_config(
@@ -258,7 +258,7 @@ def get_level(opt_level: object) -> Level:
     """The level of that name.
 
     Raises:
-        ConfigError: there is none. The message tells the letter O from the digit zero, and translates names of other libraries.
+        ConfigError: there is none. The message warns of a digit zero for the letter O, and translates other libraries' names.
 
     >>> get_level("bf16-mixed")
     Traceback (most recent call last):
@@ -286,7 +286,7 @@ def get_level(opt_level: object) -> Level:
 
 
 def parse_loss_scale(value: object) -> LossScale:
-    """``"dynamic"``, or anything that ``float`` takes and that is finite and above zero.
+    """Parse a loss scale: ``"dynamic"``, or anything that ``float`` accepts and that is finite and above zero.
 
     >>> parse_loss_scale("128.0")
     128.0

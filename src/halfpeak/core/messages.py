@@ -1,4 +1,4 @@
-"""The words in which a run tells its level and its skipped steps: apex's, because scripts search logs for them."""
+"""The texts that report a run's level and its skipped steps: apex's, because scripts search logs for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from halfpeak.core.levels import Properties, get_level
 
 
 def level_table(effective: Properties) -> str:
-    """A level, its properties, and the properties after overrides.
+    """The text that reports a level, its properties, and the properties after overrides.
 
     >>> from halfpeak.core.levels import resolve
     >>> print(level_table(resolve("O3", loss_scale=128))[:56])
@@ -28,13 +28,13 @@ def level_table(effective: Properties) -> str:
 
 
 def overflow_line(loss_id: int, scale: float, *, dynamic: bool) -> str:
-    """The line about a skipped step."""
+    """The line that reports a skipped step."""
     what = "reducing loss scale to" if dynamic else "keeps its static loss scale of"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what} {scale}"
 
 
 def option_names(properties: Properties) -> list[str]:
-    """apex's seven properties in their order; at O4 also the one that its fork for ROCm has."""
+    """The names of apex's seven properties in print order; at O4 also the property that apex's ROCm fork adds."""
     names = [field.name for field in fields(properties)]
     if properties.opt_level != "O4":
         names.remove("patch_torch_functions_type")

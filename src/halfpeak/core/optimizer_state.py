@@ -1,7 +1,7 @@
-"""The parameters of an optimizer, and what its state dict must be before it is loaded.
+"""The parameters of an optimizer, and the check of a state dict before an optimizer loads it.
 
-torch checks the sizes of the groups and takes the rest as it comes: what does not fit raises in the middle of loading, or in
-a later step, or steps wrong memory.
+torch checks only the sizes of the groups. Any other state that does not fit raises in the middle of loading or in a later
+step, or lets a step use wrong memory.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _ROWS: Final[Mapping[type[Optimizer], tuple[str, ...]]] = {
     torch.optim.Rprop: ("step", "prev", "step_size"),
     torch.optim.SparseAdam: _ADAM,
 }
-"""What torch's optimizers keep for every parameter that was stepped, and read without asking."""
+"""The state that torch's optimizers have for every stepped parameter, and read without a check."""
 
 _WHEN_SET: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""What they keep besides, by the hyper-parameter that asks for it."""
+"""Further state of torch's optimizers, by the hyper-parameter that requires it."""
 
 _SCALARS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 """State tensors with one number for a parameter."""
@@ -57,10 +57,10 @@ _AT_LEAST_ZERO: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "m
 _ALWAYS_SAVED: Final = frozenset(
     {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "etas"}
 )
-"""Hyper-parameters without which no optimizer that has them can step; others came with later versions of torch."""
+"""Hyper-parameters that a saved group must have if the optimizer has them. Later versions of torch added others."""
 
 _SWITCHES: Final = frozenset({"foreach", "fused"})
-"""True, False, or None for what suits the device."""
+"""Hyper-parameters that are True, False, or None for what suits the device."""
 
 _STEP_DTYPES: Final = (torch.float32, torch.float64)
 _DEEPEST: Final = 16
@@ -89,7 +89,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
 
 
 def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
-    """Whether the parameters of an optimizer are these, in this order. Asked in every step, so in loops that run in C."""
+    """Whether an optimizer has exactly these parameters in this order. Runs in every step, so its loops run in C (``map``)."""
     groups = [group["params"] for group in optimizer.param_groups]
     return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
 
@@ -97,8 +97,8 @@ def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
 def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
     """Check that a state dict fits an optimizer: its groups, its hyper-parameters and the state of each parameter.
 
-    What this optimizer has itself says what it must be; where it has not stepped yet, the names that torch's optimizers use
-    do.
+    The expected types and shapes are those of the optimizer's own values. Where it has no state yet, they follow from the
+    names that torch's optimizers use.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -141,7 +141,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
         else:
             raise StateError(f"the state is of a parameter {short_repr(index)}, which no group of it names")
     if type(optimizer) in _ROWS:
-        # torch asks the first of them whether steps are counted in tensors.
+        # torch looks at the first parameter only to tell whether steps are counted in tensors.
         steps = [isinstance(row.get("step"), Tensor) for index, row in rows.items() if index in places]
         if steps and not (all(steps) or (not any(steps) and all(rows.values()))):
             raise StateError("some parameters of the state count their steps in tensors, and others do not")
@@ -150,11 +150,11 @@ def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
 def _places(
     optimizer: Optimizer, groups: Sequence[Mapping[Any, Any]]
 ) -> Iterator[tuple[int | str, tuple[Tensor, Mapping[Any, Any]]]]:
-    """Each parameter and its group in the state, by its name there: torch pairs them in their order."""
+    """Pairs of a parameter's name in the state and (parameter, saved group). Like torch, it pairs parameters by order."""
     seen: set[int | str] = set()
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         for parameter, name in zip(own["params"], group["params"], strict=True):
-            # Distributed checkpoints call parameters by the names that they have in the model.
+            # Distributed checkpoints use the names that parameters have in the model.
             if isinstance(name, bool) or not isinstance(name, (int, str)) or name in seen:
                 raise StateError(
                     f"parameter {short_repr(name)} of the state must be a number, and named once"
@@ -181,7 +181,7 @@ def _check_group(own: Mapping[str, Any], group: Mapping[Any, Any], defaults: Map
 
 
 def _check_hyper_parameter(name: str, own: object, value: object) -> None:
-    """A hyper-parameter is of the kind that the optimizer has, where that is a plain one."""
+    """Check that a hyper-parameter has the type of the optimizer's own value, if that is a plain type."""
     what = f"{name} in the state's parameter group"
     if is_number(own) or isinstance(own, Tensor):
         require_number(value, what, least=0.0 if name in _AT_LEAST_ZERO and own >= 0 else -math.inf)
@@ -231,7 +231,7 @@ def _check_row(
             _require_own_memory(require_tensor(value, what, like=parameter), what)
         else:
             _check_values(value, what)
-            # Layer-wise optimizers keep one number under the same name.
+            # Layer-wise optimizers keep one number per parameter under the same name.
             is_each = name in PER_ELEMENT and isinstance(value, Tensor) and value.dim()
             expected = mine.shape if isinstance(mine, Tensor) else parameter.shape if is_each else None
             if isinstance(value, Tensor) and expected is not None and value.shape != expected:
@@ -243,12 +243,11 @@ def _check_row(
 
 
 def _check_values(value: object, what: str, *, any_leaf: bool = False) -> None:
-    """Numbers and tensors, in containers that are not shared: torch walks through them, each as often as it meets it.
+    """Check that a value holds numbers and tensors, and no container twice: torch walks through each as often as it occurs.
 
     Args:
-        value: any.
-        what: it is, for the message.
-        any_leaf: whether other values may be in the containers, as in a group of parameters, which torch only copies.
+        what: the name of the value, for the message.
+        any_leaf: whether the containers may hold other values, as in a parameter group, which torch only copies.
     """
     waiting: list[tuple[object, int]] = [(value, 0)]
     seen: set[int] = set()
@@ -266,7 +265,7 @@ def _check_values(value: object, what: str, *, any_leaf: bool = False) -> None:
 
 
 def _require_own_memory(value: Tensor, what: str) -> None:
-    """A state is stepped in place, so each element must have an address of its own."""
+    """Check that each element has its own address, because a step writes state in place, and that autograd computed none."""
     if value.requires_grad and not value.is_leaf:
         raise StateError(f"{what} is {short_repr(value)} that autograd computed; save a detached one")
     span = 1

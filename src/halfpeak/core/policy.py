@@ -1,4 +1,4 @@
-"""Policy: in which dtype each thing is stored, computed and returned."""
+"""Policy: the dtypes in which a model is stored, computes and returns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 
 NormRule = Literal["all", "batchnorm", "none"]
-"""Which normalisation layers stay float32 in a low model.
+"""Which normalisation layers stay float32 in a low-precision model.
 
 ``"all"``: every batch, instance, layer, group and RMS norm. ``"batchnorm"``: affine batch norms only, which is apex's
 rule. ``"none"``: no layer.
 """
 
 KeepFp32: TypeAlias = "type[Any] | str | Callable[[str, Any], bool]"
-"""Which modules stay float32, with all that is in them: those of a class, those whose qualified name fits a pattern of
-:mod:`fnmatch` (``"head.*"``), or those for which a function of name and module is true."""
+"""An entry that selects modules to stay float32 with all submodules: a class, a pattern of :mod:`fnmatch` for qualified names
+(``"head.*"``), or a function of name and module."""
 
 
 def parse_modules(keyword: str, given: object) -> tuple[KeepFp32, ...]:
-    """The entries of a keyword that means modules.
+    """The entries of a keyword argument that selects modules.
 
     Raises:
-        ConfigTypeError: not a list, or an entry of another type.
+        ConfigTypeError: ``given`` is no list, or an entry has another type.
 
     >>> parse_modules("keep_fp32", ["head.*"])
     ('head.*',)
@@ -44,8 +44,8 @@ def parse_modules(keyword: str, given: object) -> tuple[KeepFp32, ...]:
 
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-"""What shares a scale in a float8 product, by torchao's names: a tensor, a row, or a row but in gradients of weights, which
-are computed in bfloat16."""
+"""torchao's names for what shares a scale in float8 products: a tensor; a row; or a row, with the gradients of weights
+computed in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class Float8:
 
     Attributes:
         recipe: see :data:`Float8Recipe`; the fastest first, the most accurate last.
-        exclude: which layers stay out, such as the last one: a list as of ``keep_fp32`` (see :data:`KeepFp32`).
+        exclude: layers that stay bfloat16, such as the last one: a list like ``keep_fp32`` (see :data:`KeepFp32`).
 
     Raises:
         ConfigError: an unknown recipe.
-        ConfigTypeError: ``exclude`` is no list, or has an entry of another type.
+        ConfigTypeError: ``exclude`` is no list, or an entry has another type.
 
     >>> Float8("rowwise", exclude=["head"])
     Float8(recipe='rowwise', exclude=('head',))
@@ -76,12 +76,12 @@ class Float8:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A value that says in which dtype each thing is stored, computed and returned. It casts nothing itself.
+    """The dtypes in which a model is stored, computes and returns: a value, which casts nothing itself.
 
     Attributes:
-        param: what the module stores; None leaves it as given.
-        compute: what matrix products and convolutions run in; None leaves them as given.
-        output: what ``forward`` returns; None leaves it as given.
+        param: dtype of parameters and buffers; None leaves them as given.
+        compute: dtype of matrix products and convolutions; None leaves them as given.
+        output: dtype that ``forward`` returns; None leaves it as given.
         masters: whether the optimizer steps float32 copies of the low parameters.
         norms: which normalisation layers stay float32 (see :data:`NormRule`).
         per_op: cast per operation (O1, O4) rather than per module (O0, O2, O3, O5).

@@ -1,4 +1,4 @@
-"""``short_repr``: a value as a message quotes it, in bounded time and length, whatever the value is."""
+"""``short_repr``: the text of any value for a message, in bounded time and length."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PARTS: Final = 6
 
 
 def short_repr(value: object) -> str:
-    """``repr(value)`` where that is short; else its beginning, or what it is in a few words.
+    """``repr(value)`` if that is short; else its beginning, or a description in a few words.
 
     A file of a few hundred bytes can hold a value whose ``repr`` fills the memory: lists that are shared, numbers of
-    millions of digits. Control characters come out escaped.
+    millions of digits. Control characters are escaped.
 
     >>> short_repr([1.5, "a"]), short_repr("x" * 1000) == "'" + "x" * 120 + "'..."
     ("[1.5, 'a']", True)
@@ -52,6 +52,6 @@ def _repr(value: Any, depth: int) -> str:
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor: without torch, which ``--help`` does not import, nothing is."""
+    """Whether a value is a tensor; False before torch is imported, which ``--help`` does not do."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

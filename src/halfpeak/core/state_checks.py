@@ -1,4 +1,4 @@
-"""What the values of a state dict must be. Every function here only looks, so a refusal has changed nothing."""
+"""Checks of the values of a state dict. No function here changes its arguments, so a refusal has changed nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_list(value: object, what: str, length: int | None = None) -> Sequenc
 
 
 def require_count(value: object, what: str, least: int = 0) -> int:
-    """``value`` as an integer that int32 can hold and count on from.
+    """``value`` as an integer from ``least`` to 2**31 - 2, from which an int32 counter can go on.
 
     Raises:
         StateError: it is something else.
@@ -81,10 +81,9 @@ def require_tensor(
     """``value`` as a tensor that can be copied into another.
 
     Args:
-        value: any.
-        what: it is, for the message.
-        like: its shape and kind of number (floating, complex, neither) are required.
-        shape: required instead, of floating-point numbers.
+        what: the name of the value, for the message.
+        like: a tensor whose shape and kind of number (floating, complex, neither) the value must have.
+        shape: without ``like``, the required shape; the value must be floating-point.
 
     Raises:
         StateError: it is something else, or has no dense memory: sparse, quantized, nested, on the meta device.
@@ -105,7 +104,7 @@ def require_tensor(
 
 
 def has_memory(value: Tensor) -> bool:
-    """Whether it has memory, with an address for each element."""
+    """Whether a tensor has memory with an address for each element."""
     return (
         value.layout is torch.strided
         and not value.is_nested
@@ -115,12 +114,12 @@ def has_memory(value: Tensor) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is an int or a float, and no bool."""
+    """Whether a value is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_float_sized(value: object) -> TypeGuard[int | float]:
-    """Whether it is a float, or an integer that a float can hold."""
+    """Whether a value is a float, or an integer that a float can hold."""
     return isinstance(value, float) or (is_number(value) and abs(value) < 2**63)
 
 
@@ -133,14 +132,14 @@ def copied(state: Any, what: str) -> Any:
     try:
         try:
             return copy.deepcopy(state)
-        except NotImplementedError:  # torchao's moments of few bits can be taken apart, and not cloned
+        except NotImplementedError:  # torchao's low-bit moments can be flattened, but not cloned
             return copy.deepcopy(state, {id(one): _put_together(one) for one in _wrappers_in(state)})
     except Exception as error:
         raise StateError(f"{what} cannot be copied: {str(error)[:200]}; pass plain data") from error
 
 
 def _wrappers_in(state: object) -> Iterator[Any]:
-    """The tensors of a state that are made of other tensors."""
+    """The wrapper subclasses among a state's tensors, which consist of other tensors."""
     if isinstance(state, (dict, list, tuple)):
         for part in state.values() if isinstance(state, dict) else state:
             yield from _wrappers_in(part)

@@ -11,7 +11,7 @@ class NonfiniteGrads(NamedTuple):
     """Which gradients of a skipped step were not finite.
 
     Attributes:
-        names: of parameters, nearest to the loss first.
+        names: the names of parameters, nearest to the loss first.
         flags: 1 where the gradient was not finite.  # f32[names]
     """
 
@@ -30,7 +30,7 @@ class StepResult(NamedTuple):
         grad_norm: norm of the unscaled gradients before clipping; None when nothing asked for it.  # f32[]
         boundary: False when the call only closed one of several accumulated backward passes.
         has_gradients: False when no parameter had a gradient, so that there was nothing to step.
-        grads: what :meth:`nonfinite` reads; None where the host does not know of a skip.
+        grads: what :meth:`nonfinite` reads; None if the host knows of no skip.
     """
 
     found_inf: Tensor
@@ -50,11 +50,11 @@ class StepResult(NamedTuple):
         return self.boundary and self.has_gradients and not bool(self.found_inf)
 
     def nonfinite(self) -> tuple[str, ...]:
-        """The parameters whose gradients kept the step from being taken, nearest to the loss first. Waits for the device.
+        """The names of the parameters whose gradients made the step skip, nearest to the loss first. Waits for the device.
 
-        Noted when a step is skipped, at no cost before. Empty for a step that was taken; also inside of
-        :meth:`~halfpeak.Engine.compile`, and on an accelerator with an optimizer that takes ``found_inf`` itself, where nobody
-        waits to learn of the skip. Where a clip by norm comes before the host knows, a NaN has spread to all.
+        Recorded only when a step is skipped. Empty inside of :meth:`~halfpeak.Engine.compile`, and on an accelerator with an
+        optimizer that takes ``found_inf`` itself, because the host does not wait to learn of the skip there. If a clip by norm
+        comes before the host knows of the skip, a NaN spreads to all gradients, and all names are returned.
 
         >>> import torch
         >>> grads = NonfiniteGrads(("head.weight", "stem.weight"), torch.tensor([0.0, 1.0]))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 AUTO: Final = "auto"
-"""In place of the name of a level: the one that suits the device."""
+"""The name that stands for the level that suits the device."""
 
 _logger = logging.getLogger("halfpeak")
 
@@ -40,7 +40,7 @@ def suitable_level(device: torch.device | str) -> Advice:
 
 
 def level_for(level: str, models: Sequence[nn.Module]) -> str:
-    """``level`` itself, or for ``"auto"`` the one that suits the device of the first parameter, which is logged.
+    """``level`` itself, or for ``"auto"`` the level that suits the device of the first parameter, which is also logged.
 
     >>> level_for("auto", [nn.Linear(2, 2)]), level_for("O1", [])
     ('O5', 'O1')

@@ -1,6 +1,6 @@
-"""What halfpeak uses of torch's private parts below the tensors: host memory read as memory, and marks for the compiler.
+"""Uses of torch's internals: scalars read from host memory without a tensor operation, and marks for the compiler.
 
-The compiler's marks are set without importing the compiler, which takes seconds.
+The marks are set without importing the compiler, which takes seconds.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on ``device`` now goes into a CUDA graph."""
+    """Whether a CUDA graph captures the kernels that are launched on ``device`` now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_inference_mode(call: str) -> None:
-    """Refuse what makes or writes tensors that are trained later: torch would fail then, in another place.
+    """Refuse a call that makes or writes tensors for training, because torch would fail later, in another place.
 
     Raises:
         OrderError: ``call`` was called in ``torch.inference_mode()``.
@@ -60,7 +60,7 @@ def refuse_inference_mode(call: str) -> None:
 
 
 def single(number: float) -> float:
-    """Rounded to float32.
+    """``number`` rounded to float32.
 
     >>> single(0.1)
     0.10000000149011612
@@ -69,9 +69,9 @@ def single(number: float) -> float:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark ``function`` as one that Python runs, with all it calls, between two compiled graphs.
+    """Mark ``function`` so that Python runs it, with all it calls, between two compiled graphs.
 
-    What :func:`torch.compiler.disable` does. A compiled function that it calls runs compiled all the same.
+    :func:`torch.compiler.disable` does the same. A compiled function that ``function`` calls still runs compiled.
 
     >>> @untraced
     ... def double(x):
@@ -84,9 +84,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def traced_inline(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark ``function`` as one that is traced as a part of its caller only.
+    """Mark ``function`` so that it is traced only as a part of its caller.
 
-    Where Python calls it after a graph break, the compiler would otherwise try to compile it by itself.
+    Without the mark the compiler compiles it by itself where Python calls it after a graph break.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
