@@ -7,8 +7,8 @@
 >>> engine
 Engine(O5, cpu, scale=1, num_steps=0, num_skipped=0)
 
-Each name is imported when it is first asked for, so that ``halfpeak --help`` and whoever wants a part do not pay for torch
-or for the whole.
+Each name is imported on first access, so that ``halfpeak --help`` does not import torch, and using one part does not
+import the others.
 """
 
 from importlib import import_module
@@ -83,10 +83,10 @@ _MODULE_OF: Final = {
     **{name: module for module, names in _NAMES_IN.items() for name in names.split()},
     **{package: package for package in _PACKAGES.split()},
 }
-"""Where each public name is found. The imports above say the same to type checkers, and a test compares them."""
+"""The module of each public name. The imports above tell type checkers the same, and a test compares both."""
 
 
-if not TYPE_CHECKING:  # a type checker knows the names, and finds a misspelt one
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept misspelt names
 
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:

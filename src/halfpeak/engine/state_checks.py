@@ -1,4 +1,4 @@
-"""What a saved state must be to be loaded into an engine. Nothing here changes anything."""
+"""Checks of a saved state before it is loaded into an engine. No function here changes anything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERSION: Final = 1
 _KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
 _LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
 _WINDOW_KEYS: Final = ("phase", "found_inf", "true_sized", "scaled", "frozen", "parked")
-"""Names of version 1, kept on disk: ``lanes`` are the optimizers, ``phase`` is the kind of window (``CLEAN`` is empty),
+"""Names on disk, of version 1: ``lanes`` are the optimizers, ``phase`` is the kind of window (``CLEAN`` is empty),
 ``true_sized`` are unscaled gradients, ``parked`` stashed ones, and ``frozen`` is (index of the scaler, scale)."""
 
 _GRADS_OF: Final[Mapping[str, tuple[str, ...]]] = {
@@ -40,14 +40,14 @@ _GRADS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "UNSCALED": ("true_sized",),
     "SCALED": ("true_sized", "scaled", "parked"),
 }
-"""Which gradients a window holds, by its phase."""
+"""The kinds of gradients that a window may contain, by its phase."""
 
 
 def check_state(context: EngineContext, state: object) -> None:
-    """Check what :func:`halfpeak.engine.state_dict.load_state` would restore.
+    """Check a state for :func:`halfpeak.engine.state_dict.load_state`.
 
     Raises:
-        StateError: it does not fit.
+        StateError: the state does not fit.
     """
     known = require_mapping(state, "an engine's state", _KEYS)
     check_version(known["version"], VERSION)
@@ -63,19 +63,19 @@ def check_state(context: EngineContext, state: object) -> None:
 
 
 def numbered_state(context: EngineContext, prepared: PreparedOptimizer, saved: object) -> dict[str, Any]:
-    """A saved state of an optimizer as its ``load_state_dict`` takes it.
+    """Convert a saved optimizer state to the form that ``load_state_dict`` of the optimizer takes.
 
     Raises:
-        StateError: it is no such state, or one of parameters with other names.
+        StateError: it is no optimizer state, or its parameters have other names.
     """
     return without_initial_moments(numbered(saved, context.names_of(prepared)))
 
 
 def check_loop_state(context: EngineContext, state: object) -> None:
-    """Check what :func:`halfpeak.engine.state_dict.load_loop_state` would restore.
+    """Check a state for :func:`halfpeak.engine.state_dict.load_loop_state`.
 
     Raises:
-        StateError: it does not fit.
+        StateError: the state does not fit.
     """
     known = require_mapping(state, "the state of a level in a loop", _LOOP_KEYS)
     _check_run(context, known)
@@ -84,10 +84,10 @@ def check_loop_state(context: EngineContext, state: object) -> None:
 
 
 def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
-    """After a step, some optimizer has moments. Which one is not known: a step may have been of some optimizers only.
+    """Check that after a step at least one optimizer has moments. A step need not have stepped all optimizers.
 
     Raises:
-        StateError: there are none, so the run would go on with moments of zero.
+        StateError: no optimizer has moments, so the run would continue with moments of zero.
     """
     if taken and not any(state["state"] for state in saved) and all(map(has_moments, optimizers)):
         raise StateError(
@@ -97,10 +97,10 @@ def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken:
 
 
 def check_version(value: object, version: int) -> None:
-    """Check the version that a state names.
+    """Check the version of a state.
 
     Raises:
-        StateError: it is another one.
+        StateError: the version is not ``version``.
     """
     if not is_number(value) or value != version:
         raise StateError(
@@ -112,7 +112,7 @@ def check_model(model: nn.Module, saved: object) -> None:
     """Check a model's state before it is loaded, as strictly as ``load_state_dict(strict=True)`` is.
 
     Raises:
-        StateError: a tensor is missing, unknown, of another shape or kind; or has no dense memory.
+        StateError: a tensor is missing, unknown, or of another shape or kind; or it has no dense memory.
     """
     own = model.state_dict()
     given = require_mapping(saved, "a model's state", own)
@@ -131,7 +131,7 @@ def check_optimizer(optimizer: Optimizer, saved: object) -> None:
     """Check an optimizer's state before it is loaded.
 
     Raises:
-        StateError: its groups or its tensors have other sizes, or something in it is no data.
+        StateError: its groups or tensors have other sizes, or a value is neither a tensor nor plain data.
     """
     if isinstance(optimizer, FusedOptimizer):
         optimizer.check_state(require_mapping(saved, "an optimizer's state"))
@@ -140,10 +140,10 @@ def check_optimizer(optimizer: Optimizer, saved: object) -> None:
 
 
 def check_window(context: EngineContext, window: object) -> None:
-    """Check what :func:`halfpeak.engine.state_dict.load_window` would restore.
+    """Check a saved window for :func:`halfpeak.engine.state_dict.load_window`.
 
     Raises:
-        StateError: it does not fit.
+        StateError: the window does not fit.
     """
     known = dict(require_mapping(window, "the state's window"))
     rank, here = known.pop("rank", None), rank_and_count()
@@ -165,15 +165,15 @@ def check_buffers(saved: object) -> None:
     """Check saved batch-norm statistics.
 
     Raises:
-        StateError: they are no list of tensors. Their sizes are not looked at: what does not fit is left out.
+        StateError: they are no list of tensors. Sizes are not checked, because loading ignores tensors of another size.
     """
     for flat in require_list(saved, "saved statistics"):
-        # Counts of batches are among them.
+        # The dtype is not fixed: counts of batches are integers.
         require_tensor(flat, "a saved statistic", like=flat if isinstance(flat, Tensor) else None)
 
 
 def _check_run(context: EngineContext, known: Mapping[Any, Any]) -> None:
-    """Check what a whole state and that of a loop both hold."""
+    """Check the entries that the state of an engine and the state of a loop have in common."""
     scalers = require_list(known["scalers"], "loss scales", len(context.scalers))
     for scaler, saved in zip(context.scalers, scalers, strict=True):
         scaler.parse(saved)
@@ -229,10 +229,10 @@ def _check_gradient(
     grad: object, what: str, pair: ParamPair, prepared: PreparedOptimizer, is_scaled: bool
 ) -> None:
     owner = pair.model if is_scaled else pair.main
-    # It gets its master when the window is loaded.
+    # The parameter gets its master when the window is loaded.
     late = prepared.masters.waits_for_master(pair.model)
     if is_scaled and (late or pair.model is not pair.main):
-        # Sums of several passes wait in float32.
+        # Sums of several passes are kept in float32.
         allowed = {owner.dtype, torch.float32}
     else:
         allowed = {torch.float32 if late else owner.dtype}

@@ -1,4 +1,4 @@
-"""The state of an engine as plain data: everything that a bitwise resume needs, at any moment between two calls."""
+"""Saves and loads the state of an engine as plain data, for a bitwise resume between any two calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from halfpeak.state.loss_scaler import LossScaler
 
 
 def save_state(context: EngineContext) -> dict[str, Any]:
-    """The state: tensors and plain values only. Tensors are live, as in torch; save or copy them before going on.
+    """The state, as tensors and plain values. Tensors are live, as in torch: save or copy them before the next step.
 
-    With a process group it holds moments for parameters that were never stepped, too, and optimizers' states by the names of
-    parameters: a distributed checkpoint is read into the tensors of a state, each by its key.
+    A distributed checkpoint is read into the tensors of a state, by key. So with a process group, parameters that were
+    never stepped have moments, too, and optimizer state is keyed by parameter name.
 
     Raises:
-        OrderError: a window is open over shards, whose gradients FSDP2 holds where nobody can read them.
+        OrderError: a window is open over shards, because FSDP2 holds their gradients in buffers that cannot be read.
     """
     if has_process_group():
         optimizers = [
@@ -61,7 +61,7 @@ def save_state(context: EngineContext) -> dict[str, Any]:
 
 
 def optimizer_states(context: EngineContext) -> list[dict[str, Any]]:
-    """The states of the optimizers, each with moments for parameters that were never stepped, too."""
+    """The states of the optimizers, with moments also for parameters that were never stepped."""
     return [with_initial_moments(optimizer, optimizer.state_dict()) for optimizer in context.optimizers]
 
 
@@ -73,7 +73,7 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
     """
     check_state(context, state)
     scales = [scaler.parse(saved) for scaler, saved in zip(context.scalers, state["scalers"], strict=True)]
-    # torch keeps the tensors it is given: without a copy, training on would change the caller's state.
+    # torch keeps the tensors it is given: without a copy, later steps would write into the caller's state.
     optimizers = [
         copied(numbered_state(context, one, saved), "an optimizer's state")
         for one, saved in zip(context.prepared, state["optimizers"], strict=True)
@@ -92,7 +92,7 @@ def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:
 
 
 def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """torch casts all state but ``step`` to the dtype of its parameter, and NAdam and ASGD keep single numbers in float32."""
+    """Undo torch's cast of scalar state to the parameter's dtype: NAdam and ASGD keep scalars in float32."""
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -103,19 +103,19 @@ def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def save_loop_state(context: EngineContext) -> dict[str, Any]:
-    """The state without models and optimizers, which a loop of another library saves itself."""
+    """The state without models and optimizers, for a loop of another library that saves these itself."""
     return {
         "level": context.config.properties.opt_level,
         "scalers": [scaler.state_dict() for scaler in context.scalers],
         "counters": context.record.state_dict(),
         "window": save_window(context),
-        # Between two windows a skipped step goes back to what the model holds.
+        # Between two windows a skipped step restores what the model itself holds.
         "buffers": context.stats.saved() if any(one.is_open for one in context.prepared) else [],
     }
 
 
 def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`save_loop_state` gave. A static scale stays what it is; a window of None is left alone.
+    """Restore what :func:`save_loop_state` gave. A static scale stays; a saved window of None changes nothing.
 
     Raises:
         StateError: the state does not fit. Nothing was loaded.
@@ -132,11 +132,11 @@ def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
 
 
 def save_window(context: EngineContext) -> dict[str, Any]:
-    """The open accumulation window: gradients accumulated so far, where they stand, and what was found in them.
+    """The open accumulation window: its gradients so far, whether they are scaled, and their ``found_inf``.
 
     Raises:
-        OrderError: it is open over shards, whose gradients FSDP2 holds where nobody can read them; or somebody has written to
-            gradients that wait scaled.
+        OrderError: a window is open over shards, because FSDP2 holds their gradients in buffers that cannot be read; or
+            user code wrote to gradients that wait scaled.
     """
     if any(one.is_open and has_shards(one.table().main_params) for one in context.prepared):
         raise OrderError(
@@ -160,7 +160,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         StateError: it does not fit. Nothing was loaded.
     """
     check_window(context, state)
-    # Optimizers whose gradients wait under one scale share the tensor.
+    # Optimizers whose gradients wait under the same scale must share one tensor.
     scales: dict[tuple[int, float], Tensor] = {}
     for prepared, saved in zip(context.prepared, state["lanes"], strict=True):
         _load_one(prepared, saved, context.scalers, scales)
@@ -168,7 +168,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
     for index, found_inf in state["losses"].items():
         found_inf = found_inf.to(context.device, torch.float32, copy=True)
         context.record.add_found_inf(context.scalers[index], found_inf)
-        # A fused step that decides on the device learns of a loss that was not finite from here.
+        # A fused step that decides on the device reads here that a loss was not finite.
         context.record.add_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
     found = any(bool(found_inf) for found_inf in state["losses"].values())
     for prepared in context.prepared:
@@ -181,7 +181,7 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     prepared.unscale_pending()
     _check_edits(prepared)
     window = prepared.window
-    # Numbered among all parameters of the groups: inside the window some may freeze, or join with gradients.
+    # Indices count all parameters of the groups, because inside the window some may freeze, or join with gradients.
     own = set(map(id, prepared.window_pairs().model_params))
     pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
     scaled = window if isinstance(window, Scaled) else None
@@ -191,16 +191,16 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
         "found_inf": window.found_inf.clone(),
         "frozen": None if scaled is None else (scalers.index(scaled.scaler), scaled.scale.clone()),
         **grads,
-        # A distributed checkpoint is read into the tensors that are there, and leaves out gradients that are not.
+        # Reveals missing gradients: a distributed checkpoint is read only into tensors that exist already.
         **({} if isinstance(window, Empty) else {"num_grads": sum(map(len, grads.values()))}),
     }
 
 
 def _check_edits(prepared: PreparedOptimizer) -> None:
-    """Refuse now what a loaded window could not notice: edits of scaled gradients, and of gradients that nothing steps.
+    """Refuse edits that a loaded window could not detect: of scaled gradients, or gradients of low-precision parameters.
 
     Raises:
-        OrderError: there was such an edit.
+        OrderError: user code made such an edit.
     """
     before = prepared.window
     prepared.disarm()
@@ -218,13 +218,13 @@ def _save_grads(
     sums = {} if scaled is None else scaled.sums
     return {
         "true_sized": {
-            # Masters hold float32, and a parameter that has joined gets one when the window is loaded.
+            # Float32, because a parameter that joined inside the window gets its master when the window is loaded.
             i: pair.main.grad.float() if prepared.masters.waits_for_master(pair.model) else pair.main.grad
             for i, pair in pairs
             if prepared.is_open
             and pair.main.grad is not None
             and pair.main is not sentinel
-            # What waits scaled lies where autograd left it.
+            # The gradient of a parameter without a master waits scaled, and belongs to "scaled".
             and (scaled is None or pair.model is not pair.main)
         },
         "scaled": {
@@ -248,7 +248,7 @@ def _load_one(
 ) -> None:
     prepared.drop()
     table = prepared.table()
-    # A parameter that froze inside the window goes on with its gradient, which its master holds.
+    # A parameter that froze inside the window keeps its gradient, which lies on its master.
     holding = sorted({*saved["true_sized"], *saved["scaled"]})
     trained = {id(table.all_pairs[index].model) for index in holding}
     prepared.masters.adopt(prepared.optimizer, trained=trained)

@@ -1,4 +1,4 @@
-"""Gradient reduction over ranks in wrapped models: switches it for the engine, and notes what user code switched off."""
+"""Gradient reduction of wrapped models over ranks: switches it for the engine, notes where user code switched it off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be prepared. Checks change nothing, but optimizers that left out ``Optimizer.__init__`` are completed by torch."""
+"""Checks of what can be prepared. They change nothing, but let torch complete optimizers without ``Optimizer.__init__``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
     """Check the models.
 
     Raises:
-        ConfigTypeError: not a module, or a part of TorchScript.
-        OrderError: prepared before.
-        ParameterError: wrapped, so that casting its parameters would break the wrapper; or without storage.
+        ConfigTypeError: a model is not a module, or contains TorchScript.
+        OrderError: a model was prepared before.
+        ParameterError: a model is in a wrapper that casting its parameters would break, or has no storage.
     """
     for model in models:
         if not isinstance(model, nn.Module):
@@ -77,9 +77,9 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
     """Check the optimizers.
 
     Raises:
-        ConfigTypeError: not an optimizer.
-        OrderError: prepared before.
-        ParameterError: none of its parameters belongs to the models; or it shards its state, where it is to step masters.
+        ConfigTypeError: one is not an optimizer.
+        OrderError: one was prepared before.
+        ParameterError: none of its parameters belongs to the models; or it shards its state, but must step masters.
     """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -88,8 +88,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass a bare optimizer or a list of them"
             )
         if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            # timm's Lookahead and torch's PostLocalSGDOptimizer call no Optimizer.__init__; torch completes them as it does
-            # an optimizer from an older pickle.
+            # timm's Lookahead and torch's PostLocalSGDOptimizer do not call Optimizer.__init__. __setstate__ adds the
+            # missing attributes, as for an optimizer from an older pickle.
             Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
         if prepared_of(optimizer) is not None:
             raise OrderError(
@@ -123,8 +123,8 @@ def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
     """Check the optimizers that keep remainders instead of masters.
 
     Raises:
-        ConfigError: the policy stores weights in a dtype whose remainders are not exact, or wants no masters.
-        ParameterError: another optimizer steps one of the weights, too.
+        ConfigError: the policy stores weights in float16, whose remainders are not exact, or has no masters.
+        ParameterError: another optimizer also steps one of the weights.
     """
     for optimizer in optimizers:
         if remainder_store_of(optimizer) is None:
@@ -149,7 +149,7 @@ def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
 
 
 def wrapper_of(model: nn.Module) -> str | None:
-    """The name of the parallel or compiling wrapper that ``model`` is, or None."""
+    """The class name of ``model`` if it is a parallel or compiling wrapper, else None."""
     for cls in type(model).__mro__:
         if cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in ("torch", "apex"):
             return f"{cls.__module__}.{cls.__name__}"
@@ -157,14 +157,14 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 
 def uncompiled(model: Any) -> Any:
-    """The module that ``torch.compile(model)`` wraps, or ``model`` itself. What was compiled is traced anew when it runs."""
+    """The module inside ``torch.compile(module)``, or ``model`` itself. A compiled module is traced again when it runs."""
     while isinstance(model, nn.Module) and (wrapper_of(model) or "").endswith(".OptimizedModule"):
         model = model._orig_mod
     return model
 
 
 def first_low_tensor(model: nn.Module) -> str | None:
-    """The name of the first low parameter or buffer, or None."""
+    """The name and dtype of the first low-precision parameter or buffer, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return f"{name} ({tensor.dtype})"
@@ -172,7 +172,7 @@ def first_low_tensor(model: nn.Module) -> str | None:
 
 
 def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Check that every entry of ``keep_fp32`` means a module, and that none shares a weight with one that is cast.
+    """Check that every entry of ``keep_fp32`` matches a module, and that kept and cast modules share no weight.
 
     Raises:
         ConfigError: the message names the entry, or the modules.
@@ -200,12 +200,12 @@ def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
 
 
 def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
-    """What to write for each ``eps`` that is zero in the dtype it is used in, where 0 / 0 is then NaN; after preparing.
+    """A warning for each ``eps`` of prepared models and optimizers that is zero in its dtype, so that 0 / 0 gives NaN.
 
-    halfpeak's fused optimizers, torch's with ``fused=True`` and torch's norms add it in float32.
+    halfpeak's fused optimizers, torch's optimizers with ``fused=True`` and torch's norms add ``eps`` in float32.
     """
     told: dict[str, None] = {}
-    # With masters, a low parameter in a group is a frozen one, which gets its master when it is unfrozen.
+    # With masters, any low parameter in a group is frozen, and gets its master when it is unfrozen.
     for optimizer in () if policy.masters else optimizers:
         for group in optimizer.param_groups:
             in_fp32 = isinstance(optimizer, FusedOptimizer) or group.get("fused")
@@ -230,7 +230,7 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
 
 
 _LOW_EPS: Final = 1e-4
-"""What float16 still tells from zero by far."""
+"""A value that is far above zero in float16."""
 
 _EPS: Final = ("eps", "epsilon", "variance_epsilon")
 
