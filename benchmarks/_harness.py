@@ -1,4 +1,4 @@
-"""Interleaved timing of variants, and a CSV with device, versions and date beside the figures."""
+"""Times variants interleaved, prints ratios, and saves a CSV with device, versions and date beside the figures."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ import halfpeak
 RESULTS = Path(__file__).parent / "results"
 
 ENOUGH = 0.01
-"""Seconds that one timing lasts at least: what is shorter is repeated within it."""
+"""The least seconds of one timing. A shorter variant is repeated within the timing."""
 
 Variant = Callable[[], object]
-"""One repetition of the work to be timed; it prepares nothing."""
+"""One repetition of the work to be timed, with all preparation done."""
 
 
 class Sample(NamedTuple):
-    """One timing, per repetition.
+    """One timing, in seconds per repetition.
 
     Attributes:
-        cpu: seconds of processor time, of all threads of the process.
-        wall: seconds on the wall clock, with a synchronisation on an accelerator.
+        cpu: processor time of all threads of the process.
+        wall: wall-clock time, which ends with a synchronisation on an accelerator.
     """
 
     cpu: float
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 def arguments(description: str | None, *, rounds: int = 11) -> argparse.Namespace:
-    """The options that every benchmark has."""
+    """Parse the options that every benchmark has."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,14 +62,14 @@ def arguments(description: str | None, *, rounds: int = 11) -> argparse.Namespac
 def time_variants(variants: Mapping[str, Variant], *, device: str, rounds: int) -> dict[str, list[Sample]]:
     """Processor time and wall clock per repetition, by variant.
 
-    Variants take turns within each round, forwards and backwards, so that whatever else the machine does falls on all of
-    them alike. Garbage is collected before and not in between. Each has a thread of its own: an engine also looks after the
-    gradients of other engines that its thread trains, and a training job has no other.
+    The variants take turns in every round, in alternating order, so that other load on the machine affects all alike.
+    Garbage is collected before the first round and not later. Each variant has its own thread, because an engine also
+    handles gradients of other engines that its thread trains, and a training job has one engine.
     """
     _train_as_in_main_thread()
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     with ExitStack() as stack:
-        # How many threads OpenMP takes is asked of the thread that asks for them.
+        # The number of OpenMP threads is a setting of each calling thread.
         threads = {
             name: stack.enter_context(
                 ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
@@ -98,13 +98,13 @@ def report(
     options: argparse.Namespace,
     **more: Mapping[str, object],
 ) -> None:
-    """Print medians, quartiles and ratios to ``baseline``, and save them if asked.
+    """Print medians, quartiles and ratios to ``baseline``; with ``--save``, save them.
 
-    What is compared is processor time on the CPU, which neighbours on a shared machine move little, and the wall clock
-    elsewhere. A ratio is the median of the ratios within a round.
+    On the CPU, processor times are compared, because other load on a shared machine changes them little; elsewhere the
+    wall clock. A ratio is the median of the ratios within each round.
 
     Args:
-        more: further columns: the value of each for a variant.
+        more: further columns, each with a value per variant.
     """
     clock = "cpu" if options.device == "cpu" else "wall"
     print(f"\n{question}: {case} on {describe(options)}, {options.rounds} rounds, {clock} clock")
@@ -140,7 +140,7 @@ def report(
 
 
 def save(question: str, rows: Sequence[Mapping[str, object]], options: argparse.Namespace) -> None:
-    """Where ``--save`` was given, put rows into the CSV of a question, in place of this device's rows of the same case."""
+    """With ``--save``, write rows to the CSV of a question, in place of this device's rows of the same cases."""
     if not options.save:
         return
     path = RESULTS / f"{question}.csv"
@@ -148,7 +148,7 @@ def save(question: str, rows: Sequence[Mapping[str, object]], options: argparse.
     facts = _facts(options)
     new = [{**row, **facts} for row in rows]
     cases = {row["case"] for row in rows}
-    # A first report of this run leaves nothing of an earlier one, whose cases may have had other names.
+    # Without --only, a run's first report deletes this device's older rows, because cases may have been renamed since.
     fresh = question not in _begun and not options.only
     _begun.add(question)
     old = [
@@ -165,7 +165,7 @@ def save(question: str, rows: Sequence[Mapping[str, object]], options: argparse.
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV; none where there is no file."""
+    """The rows of a CSV; an empty list if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -173,12 +173,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def chosen(cases: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """The cases that ``--only`` leaves."""
+    """The cases that ``--only`` selects."""
     return [case for case in cases if options.only in case]
 
 
 def describe(options: argparse.Namespace) -> str:
-    """A device in words."""
+    """The device in words."""
     if options.device.startswith("cuda"):
         return torch.cuda.get_device_name(options.device)
     threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
@@ -186,7 +186,7 @@ def describe(options: argparse.Namespace) -> str:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """A quarter of the values is below the first, half below the second, a quarter above the third."""
+    """The first quartile, the median and the third quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -197,10 +197,10 @@ _begun: set[str] = set()
 
 
 def _train_as_in_main_thread() -> None:
-    """Threads beside the main one take memory where it does, and those that need one core share one.
+    """Let all threads allocate from the main thread's pool and, with ``--threads 1``, pin the process to one core.
 
-    glibc gives each thread a pool of its own, which goes back to the system more readily: a training step that allocates much
-    was 40 % slower there than in the main thread, where jobs train. And cores that others use, too, differ in speed.
+    glibc's pools of other threads return memory to the system more readily: a step that allocates much was 40 % slower
+    there than in the main thread, where jobs train. One core, because cores shared with others differ in speed.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -214,7 +214,7 @@ _MAX_POOLS = -8
 
 
 def _repeats(run: Variant, device: str) -> int:
-    """How often a timing repeats a variant, which has run often enough now to have compiled what it compiles."""
+    """The repetitions per timing of a variant, counted after two runs in which the variant compiles its kernels."""
     for _ in range(2):
         run()
     once = _time(run, 1, device).wall
@@ -234,7 +234,7 @@ def _time(run: Variant, repeats: int, device: str) -> Sample:
 
 
 def _processor() -> str:
-    """The model of the CPU, and the widest vectors that torch uses on it."""
+    """The model of the CPU, and the widest vector instructions that torch uses on it."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The networks that are trained, with a batch for each."""
+"""The networks that the benchmarks train, each with a batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 
 class Task(NamedTuple):
-    """A network to train, and on what.
+    """A network and its batch.
 
     Attributes:
         build: makes the network.
-        x: a batch.
-        y: what the network should say: classes, or numbers.
-        channels_last: whether network and batch are laid out so.
+        x: the inputs.
+        y: the targets: classes, or numbers.
+        channels_last: whether network and batch have this memory format.
     """
 
     build: Callable[[], nn.Module]
@@ -26,7 +26,7 @@ class Task(NamedTuple):
     channels_last: bool = False
 
     def loss(self, output: Tensor) -> Tensor:
-        """In float32, as in every recipe."""
+        """Compute the loss in float32."""
         wide = output.float()
         if self.y.is_floating_point():
             return F.mse_loss(wide, self.y)
@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def tasks(device: str) -> dict[str, Task]:
-    """By name. Sizes are such that one CPU thread takes a tenth of a second or so for a step."""
+    """The tasks by name, of sizes for which a step takes one CPU thread about a tenth of a second."""
     random = torch.Generator().manual_seed(0)
     normal = [
         torch.randn(shape, generator=random) for shape in ((256, 1024), (256, 1024), (32, 64), (32, 64))
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small one."""
+    """A small GPT."""
 
     def __init__(self, width: int = 256, layers: int = 4, words: int = 1024, length: int = 128) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Residual(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Large matrix products and nothing else."""
+    """A network of large matrix products and nothing else."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
@@ -116,5 +116,5 @@ def cnn() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    """Many layers with next to nothing to compute."""
+    """A network of many layers with very little to compute."""
     return nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())))

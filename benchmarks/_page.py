@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, out of the CSV files."""
+"""Makes the tables of docs/benchmarks.md from the CSV files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LISTS, AUTOCAST = "halfpeak, torch's lists", "torch.autocast"
 
 
 class Goal(NamedTuple):
-    """What was set out to be reached. At most ``limit`` times the baseline, or at least that much faster.
+    """A goal: at most ``limit`` times the baseline's time, or with ``faster`` at least ``limit`` times as fast.
 
     Attributes:
-        text: in words.
+        text: the goal in words.
         question: the CSV.
-        case: a part of the case's name.
-        variant: what is measured.
-        baseline: what with.
+        case: the start of the case's name.
+        variant: the measured variant.
+        baseline: the variant to compare with.
         limit: the ratio.
         faster: whether the ratio is the baseline's time over the variant's.
     """
@@ -71,14 +71,14 @@ BYTES = {
     "halfpeak O2, FusedAdamW, remainders": 14.0,
     "halfpeak O2, FusedAdamW, 8-bit remainders and moments": 7.2,
 }
-"""For each parameter, at most."""
+"""The most bytes per parameter, by variant."""
 
 SECONDS = 5.0
-"""For the first step to compile its kernels."""
+"""The most seconds in which the first step may compile its kernels."""
 
 
 def load() -> dict[str, Rows]:
-    """By question, the rows of the CPU that was measured last."""
+    """The rows of each question, of the CPU that was measured last."""
     found: dict[str, Rows] = {}
     for question in QUESTIONS:
         rows = [row for row in read(RESULTS / f"{question}.csv") if "thread" in row["device"]]
@@ -105,7 +105,7 @@ def fill(page: str, results: Results) -> str:
 
 
 def machine(results: Results) -> str:
-    """Where, with what and when."""
+    """The table of device, versions, date and rounds."""
     rows = [row for rows in results.values() for row in rows]
     if not rows:
         return ""
@@ -118,7 +118,7 @@ def machine(results: Results) -> str:
 
 
 def goals(results: Results) -> str:
-    """Each goal beside what was measured."""
+    """The table of goals and what was measured."""
     lines = [line for goal in GOALS if (line := _goal_line(goal, results))]
     for row in results.get("memory", []):
         if row["variant"] in BYTES:
@@ -159,7 +159,7 @@ def _goal_line(goal: Goal, results: Results) -> list[str] | None:
 
 
 def ratios(rows: Rows) -> str:
-    """A row for each variant, a column for each case that shares variants with others; tables apart where none does."""
+    """Tables with a row for each variant and a column for each case; cases with the same baseline share a table."""
     parts: list[str] = []
     for cases in _shared(rows):
         chosen = [row for row in rows if row["case"] in cases]
@@ -174,7 +174,7 @@ def ratios(rows: Rows) -> str:
 
 
 def _shared(rows: Rows) -> list[list[str]]:
-    """The cases, those with the same baseline together."""
+    """The cases, grouped by baseline."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["ratio"] == "1.0":
@@ -224,7 +224,7 @@ def seconds(rows: Rows) -> str:
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown; an empty string without lines."""
     if not lines:
         return ""
     return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *lines))

@@ -1,4 +1,4 @@
-"""Other packages' optimizers and loops, where they are installed."""
+"""Optimizers and training loops of other packages, as far as these are installed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 Optimizers: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
 Loss: TypeAlias = Callable[[Tensor], Tensor]
 Loop: TypeAlias = Callable[[Loss, nn.Module, Optimizer, Tensor, torch.dtype], Callable[[], Tensor]]
-"""From a loss, a network, its optimizer, a batch and a half type to one training step."""
+"""Makes one training step from a loss, a network, its optimizer, a batch and a low-precision dtype."""
 
 
 def optimizers(device: str) -> dict[str, Optimizers]:
-    """AdamW of DeepSpeed, which compiles it for minutes at its first call ever, and of bitsandbytes."""
+    """AdamW of DeepSpeed, which compiles for minutes at its first call on a machine, and of bitsandbytes."""
     found: dict[str, Optimizers] = {}
     if find_spec("deepspeed") is not None:
         from deepspeed.ops import adam
 
-        # Either is AdamW unless told otherwise.
+        # Both are AdamW by default.
         found["DeepSpeed's"] = adam.DeepSpeedCPUAdam if device == "cpu" else adam.FusedAdam
     if find_spec("bitsandbytes") is not None:
         import bitsandbytes
@@ -36,7 +36,7 @@ def optimizers(device: str) -> dict[str, Optimizers]:
 
 @functools.cache
 def loops(device: str) -> dict[str, Loop]:
-    """Mixed precision as other packages have it, each as its own documentation writes the loop."""
+    """Mixed-precision loops of other packages, each written as in the package's documentation."""
     known: dict[str, tuple[str, Loop]] = {
         "accelerate": ("accelerate", with_accelerate),
         "Lightning Fabric": ("lightning", with_fabric),
@@ -94,7 +94,7 @@ def with_mmengine(
 ) -> Callable[[], Tensor]:
     from mmengine.optim.optimizer import amp_optimizer_wrapper as module
 
-    # It refuses a machine without a GPU, although all that it calls works there.
+    # AmpOptimWrapper refuses a machine without a GPU, although everything that it calls works there.
     scaler = functools.partial(torch.amp.GradScaler, device)
     with patch.multiple(module, is_cuda_available=lambda: True, GradScaler=scaler):
         wrapper = module.AmpOptimWrapper(

@@ -1,8 +1,8 @@
 """What does accumulating gradients cost, per backward pass?
 
-With one and with four backward passes to a step, of few rows each, so that what is done per weight weighs: casts of weights,
-unscaling, adding up, and, once per step, the step. ``torch.autocast`` casts every weight in every pass, and so do O1 and O4.
-"Released" are gradients that are added up while backward goes on.
+One and four backward passes per step are measured. Batches have few rows, so that work per weight dominates: casts of
+weights, unscaling, accumulation and, once per step, the update. ``torch.autocast``, O1 and O4 cast every weight in
+every pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What does casting per operation cost: O1 and O4 against ``torch.autocast``?
 
-Per operation: one that nobody casts, one that only apex's lists look at, one that they compute in float32, one that everybody
-casts, with its weights. The times are of 1,000 calls without a backward pass, which end with their result: the weakly held
-casts of weights with it, while autocast keeps its own. Then whole nets, forward and backward, of sizes at
-which an operation's overhead weighs much or little, and over a window of four backward passes.
+Single operations: relu, which no list casts; addition, which only apex's lists treat; softmax, float32 in apex's lists;
+linear, whose weights all lists cast. Each time is of 1,000 calls without a backward pass, whose results are dropped at
+once, and with them halfpeak's weakly referenced casts of weights, while autocast keeps its casts. Then whole nets,
+forward and backward, with much or little overhead per operation, and with one or four backward passes a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Scope = AbstractContextManager[Any]
 
 
 def scopes(device: str) -> dict[str, tuple[Callable[[], Scope], Callable[[], None]]]:
-    """By name: what gives the scope of a forward pass, and what a step does to it."""
+    """For each variant, a function that makes the scope of a forward pass, and a function that a step calls."""
     device_type = torch.device(device).type
     apex, lists = OpCasts(LOW), DeviceCasts(device_type, LOW)
     return {
@@ -79,7 +79,7 @@ class Block(nn.Module):
 def window(
     net: nn.Module, x: Tensor, passes: int, make: Callable[[], Scope], step: Callable[[], None]
 ) -> Variant:
-    """Forward and backward, ``passes`` times, and what a step does to casts."""
+    """Forward and backward, ``passes`` times, then ``step``."""
 
     def run() -> None:
         for _ in range(passes):

@@ -1,11 +1,11 @@
 """How long does the first step of a FusedAdamW take, and does anything compile later?
 
-Each figure is of a process of its own: its first step, less its second. What any use of ``torch.compile`` would cost the
-process, to import the compiler and to try which vector instructions work, is given apart: it is done first. "On disk" is a
-process that finds what an earlier one has left in the compiler's cache. Afterwards learning rate, weight decay, loss scale,
-what clipping multiplies by and, as ever, the step change: kernels made by then are counted, and there must be none.
-``torch.compile(optimizer.step)`` is measured once and not for 400 tensors, which takes minutes; its learning rate changes
-with 10 tensors alone.
+Each figure is the time of a new process's first step, less its second. Any use of ``torch.compile`` imports the
+compiler and tests which vector instructions work; this happens first and has a figure of its own. "On disk" is a
+process that finds an earlier process's files in the compiler's cache. Then the learning rate, weight decay, loss scale,
+clip coefficient and step number change, and kernels compiled after the first two steps are counted: there must be none.
+``torch.compile(optimizer.step)`` is measured once, and not for 400 tensors, which would take minutes. Its learning rate
+changes only with 10 tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def row(case: str, name: str, facts: list[Facts]) -> dict[str, object]:
 
 
 def in_fresh_processes(what: str, count: int, device: str, *, times: int) -> list[Facts]:
-    """One process after the other; the first finds an empty cache on disk, the next what it has left."""
+    """Measure in new processes, one after the other. The first finds an empty cache on disk, the next a filled one."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         command = [sys.executable, __file__, "--measure", what, str(count), device]
@@ -89,7 +89,7 @@ def in_fresh_processes(what: str, count: int, device: str, *, times: int) -> lis
 
 
 def measure(what: str, count: int, device: str) -> None:
-    """In a fresh process: print what the first step takes, and how many kernels later ones make."""
+    """In a new process: print the time of the first step, and how many kernels later steps compile."""
     torch.set_num_threads(1)
     step, change = (fused_step if what == "fused" else torch_step)(count, device)
     (start, start_cpu), (first, first_cpu), (second, second_cpu) = map(
@@ -110,7 +110,7 @@ def measure(what: str, count: int, device: str) -> None:
 
 
 def start_compiler(device: str) -> None:
-    """What a process does once, whatever it compiles."""
+    """Do what a process does once before it compiles anything."""
     importlib.import_module("torch._inductor.compile_fx")
     if device == "cpu":
         importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()
@@ -159,7 +159,7 @@ def _kernels() -> int:
 
 
 def _times_of(call: Callable[[], None]) -> tuple[float, float]:
-    """Seconds on the wall clock, and of processor time, of the C++ compiler too."""
+    """Seconds on the wall clock, and of processor time including the C++ compiler's."""
     cpu, wall = sum(os.times()[:4]), time.perf_counter()
     call()
     return time.perf_counter() - wall, sum(os.times()[:4]) - cpu

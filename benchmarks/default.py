@@ -1,7 +1,7 @@
-"""What does looking after the loss scale cost where no step is skipped?
+"""What does monitoring of the loss scale cost if no step is skipped?
 
-A training step as ``prepare`` takes it by default, and without what it does for steps that go wrong: no recovery of the
-scale and no look at the loss (``scale=ScaleConfig()``), nothing said of skips (``on_skip=None``).
+A training step with the defaults of ``prepare`` is compared with a step without its handling of bad steps: no recovery
+of the scale, no check of the loss (``scale=ScaleConfig()``), no report of skipped steps (``on_skip=None``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def step(widths: list[int], batch: int, optimizer: Any, device: str, **settings: Any) -> Variant:
-    """A whole step: bfloat16, which a CPU computes, with the dynamic scale of O2."""
+    """A whole training step in bfloat16, which a CPU supports, with the dynamic loss scale of O2."""
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     model = nn.Sequential(*layers).to(device)

@@ -1,8 +1,8 @@
-"""Is the level that halfpeak.doctor names one that a full run confirms?
+"""Do full runs confirm the level that halfpeak.doctor recommends?
 
-For each task: the doctor's short runs; then full runs, float32 from five seeds and each level from the first. A level is
-confirmed where its metric on held-out data is no worse than that of the worst float32 run, or than 1 % more. The doctor is
-right where its level is confirmed and no confirmed level takes less than 90 % of its time per step.
+Each task has the doctor's short runs, then full runs: float32 from three or five seeds, every other level from seed 0.
+A level is confirmed if its metric on held-out data is at most 1 % above that of the worst float32 run. The doctor is
+right if its level is confirmed and no confirmed level takes less than 90 % of its time per step.
 
     python benchmarks/doctor.py [--only NAME] [--steps 50]
 """
@@ -32,7 +32,7 @@ Losses = Sequence[Callable[[Any, Any], Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and what tells how well: ``metric``, on held-out data, less is better."""
+    """A training task, and its ``metric`` on held-out data, of which less is better."""
 
     make_model: Callable[[], nn.Module]
     make_optimizer: Callable[[nn.Module], Any]
@@ -87,7 +87,7 @@ def regression(
     make_optimizer: Callable[[nn.Module], Any] | None = None,
     steps: int = 400,
 ) -> Task:
-    """Inputs of normal numbers; ``factor`` multiplies the loss, ``size`` the targets."""
+    """A regression on normally distributed inputs; ``factor`` multiplies the loss, ``size`` the targets."""
 
     def error(model: nn.Module, x: Tensor) -> Tensor:
         return functional.mse_loss(model(x).float(), size * target(x))
@@ -103,7 +103,7 @@ def regression(
 
 
 class Sequences(nn.Module):
-    """The last step of an LSTM."""
+    """An LSTM with a head on its last output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Sequences(nn.Module):
 
 
 class Attends(nn.Module):
-    """Which of eight vectors is the longest."""
+    """A transformer layer that finds the longest of eight vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Attends(nn.Module):
 
 
 class Huge(nn.Module):
-    """A layer whose outputs are beyond float16."""
+    """A network with a layer whose outputs are beyond the range of float16."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What does float8 save of a training step on a GPU: forward, loss, backward, unscale, clip, step, forward and loss compiled?
+"""What does float8 save of a whole training step on a GPU with a compiled model?
 
-Four blocks of a transformer of width 4096, batches of 4 times 2048 positions: bfloat16 (O5), and O5 with each of torchao's
-recipes; compiled, because what scales and casts to float8 costs more than it saves where each operation is launched alone.
+Four transformer blocks of width 4096 (or 1024), batches of 4 times 2048 (or 512) positions: bfloat16 (O5), and O5 with
+each of torchao's recipes. Compiled, because separate launches to scale and cast to float8 cost more than float8 saves.
 
 Needs a CUDA device with float8 (compute capability 8.9 or higher), torchao and triton.
 """

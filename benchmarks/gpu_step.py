@@ -1,14 +1,13 @@
 """What does an O2 step cost on a GPU after the last backward pass, in time, host time, launches, waits and bytes?
 
-    time      against a loop by hand with masters, and as a share of the bandwidth of a copy: what moves 30 bytes a
-              parameter, the least that unscale, check, clip, AdamW and write-back can move, is at 100 % if it takes as
-              long as a copy of as many bytes
-    forms     compact forms of weights and moments, and the layer-wise rules, against FusedAdamW with float32 masters; as
-              a share of the bandwidth of a copy by what each must move
-    host      400 tensors of 1024, where calls are what a step costs: time until the host is free again, kernels launched,
-              and calls that wait for the device
-    memory    bytes per parameter, held and at the peak within a step
-    compile   the first steps of a new process with an empty cache
+    time      against a loop by hand with masters, and as a share of a copy's bandwidth: 100 % if a step takes as long
+              as a copy of 30 bytes a parameter, the least that unscale, check, clip, AdamW and write-back can move
+    forms     compact formats of weights and moments, and layer-wise rules, against FusedAdamW with float32 masters;
+              also as a share of a copy's bandwidth, from the bytes that each must move
+    host      400 tensors of 1024, where launches dominate: time until the host is free again, kernels launched, and
+              calls that wait for the device
+    memory    bytes per parameter, held between steps and at the peak within a step
+    compile   the first two steps of a new process, with an empty cache on disk and with a filled one
 
 Needs a CUDA device, torch and triton.
 """
@@ -58,11 +57,11 @@ BYTES = {
     "halfpeak O2, FusedAdamW, remainders": 28.0,
     "halfpeak O2, FusedAdamW, remainders, bfloat16 moments": 20.0,
     "halfpeak O2, FusedAdamW, 8-bit remainders and moments": 14.125,
-    # LAMB reads moments and weights once more, when it knows their norms.
+    # LAMB reads moments and weights again after it has computed their norms.
     "halfpeak O2, FusedLAMB": 42.0,
     "halfpeak O2, FusedNovoGrad": 22.0,
 }
-"""What a step must move per parameter, gradients being read twice."""
+"""The bytes per parameter that a step must move; gradients are read twice."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -89,7 +88,7 @@ def main() -> None:
 
 
 def forms(options: argparse.Namespace) -> None:
-    """Compact forms and layer-wise rules."""
+    """Measure compact formats and layer-wise rules."""
     for case in ("a transformer, 99 tensors, 23 M", "a transformer, 151 tensors, 1.0 B"):
         shapes, device = TIMED[case], options.device
         base = next(iter(BYTES))
@@ -111,7 +110,7 @@ def forms(options: argparse.Namespace) -> None:
 
 
 def shares(samples: Mapping[str, Sequence[Sample]]) -> dict[str, object]:
-    """The bandwidth at 30 bytes a parameter, as a share of the copy's in the same round."""
+    """The bandwidth at 30 bytes a parameter, as a share of the copy's bandwidth in the same round."""
     base = [sample.wall for sample in samples[COPY]]
     return {
         name: round(statistics.median(b / s.wall for b, s in zip(base, taken, strict=True)), 3)
@@ -120,7 +119,7 @@ def shares(samples: Mapping[str, Sequence[Sample]]) -> dict[str, object]:
 
 
 class Split(NamedTuple):
-    """A step in two: what comes before it is not counted.
+    """A step in two parts, of which only the second is measured.
 
     Attributes:
         before: leaves gradients.
@@ -132,7 +131,7 @@ class Split(NamedTuple):
 
 
 def host(options: argparse.Namespace) -> None:
-    """Host time, launches and waits of the step alone."""
+    """Measure host time, launches and waits of the step alone."""
     device = options.device
     runs = {
         BY_HAND: whole(by_hand(MANY, device, functools.partial(torch.optim.AdamW, fused=True))),
@@ -211,7 +210,7 @@ def until_free(run: Split, device: str) -> Sample:
 
 
 def calls(run: Split) -> tuple[int, int]:
-    """Kernels of the step, and calls in it that wait for the device."""
+    """The number of kernels of the step, and of its calls that wait for the device."""
     run.before()
     synchronise("cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -225,13 +224,13 @@ def calls(run: Split) -> tuple[int, int]:
         and not event.name.startswith(("Memcpy", "Memset", "Optimizer."))
     ]
     names = [event.name for event in events]
-    # The profiler waits itself when it ends, and that call is not of the step.
+    # One wait is the profiler's own, when it ends.
     closing = 1 if "cudaDeviceSynchronize" in names else 0
     return len(kernels), sum(map(names.count, WAITS)) - closing
 
 
 def memory(options: argparse.Namespace) -> None:
-    """Bytes per parameter after some steps and at the peak within one, gradients included where they are held."""
+    """Measure bytes per parameter after some steps and at the peak within a step, with gradients if they are kept."""
     shapes: list[Shape] = [(4096, 4096)] * 8
     total = 8 * 4096 * 4096
     fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
@@ -270,7 +269,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def first_steps(options: argparse.Namespace) -> None:
-    """Seconds of the first two steps of a process, with an empty cache on disk and with a full one."""
+    """Measure the seconds of a process's first two steps, with an empty cache on disk and with a filled one."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as cache:
         for case in ("nothing cached", "cached on disk"):
@@ -284,7 +283,7 @@ def first_steps(options: argparse.Namespace) -> None:
 
 
 def time_first_steps() -> None:
-    """In a process of its own."""
+    """Print the seconds of the first two steps of this process."""
     torch.ones(1, device="cuda")
     run = split_engine("cuda")
     synchronise("cuda")

@@ -1,9 +1,8 @@
 """What does a whole training step cost on a GPU: forward, loss, backward, unscale, clip, step?
 
 GPT-2 with 124 M parameters, batches of 8 times 1024 words: float32 with and without TF32, torch's own mixed precision
-(autocast, GradScaler, clip_grad_norm_, AdamW(fused=True)), halfpeak's levels, and a model that is float16 throughout and
-neither scales nor checks nor clips ("O3 by hand"): the least that halfpeak's O2 could cost. And forty layers of 64, where
-launching is all that a step costs.
+(autocast, GradScaler, clip_grad_norm_, AdamW(fused=True)), halfpeak's levels, and a float16 model without loss scale,
+check and clipping ("O3 by hand"), a lower bound for O2. Also forty layers of 64, where a step costs only launches.
 
 Needs a CUDA device, torch and triton.
 """
@@ -27,7 +26,7 @@ LR = 1e-4
 
 
 class GPT2(nn.Module):
-    """GPT-2 with 124 M parameters; its embedding is its head."""
+    """GPT-2 with 124 M parameters; the head shares the weight of the embedding."""
 
     def __init__(self, width: int = 768, layers: int = 12, words: int = 50304, length: int = 1024) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class GPT2(nn.Module):
 
 
 class Job:
-    """What is trained, the same in every variant."""
+    """A network, its batch and its loss, the same in every variant."""
 
     def __init__(self, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> None:
         self._build, self.x, self.y = build, x, y
@@ -137,7 +136,7 @@ def plain(job: Job, *, tf32: bool) -> Variant:
 
 @contextmanager
 def multiplying(precision: str) -> Generator[None]:
-    """Float32 matrix products at a precision."""
+    """Compute float32 matrix products at a precision inside."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,11 +1,11 @@
 """How many bytes does a step hold for each parameter?
 
-Weights, gradients, masters, moments and whatever else is left between two steps, with clipping and a dynamic loss scale: all
-storages of living tensors, counted from outside. "More in the step" is what an accelerator's allocator gives out above
-that while a step is taken; the CPU's does not tell.
+Counted are the storages of all live tensors between two steps, with clipping and a dynamic loss scale: weights,
+gradients, masters, moments and everything else. "More in the step" is the peak that a CUDA allocator reports during a
+step, above that count; other allocators do not report it.
 
-Where several backward passes make a step, what counts is what lies there when the last of them is nearly over: the sum of
-gradients, and of this pass's own those that are not in it yet.
+With several backward passes per step, the storages are counted when the last pass is almost over: they hold the
+accumulated gradients, and those of the last pass that are not yet accumulated.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def in_a_window(options: argparse.Namespace) -> None:
 
 
 def most_in_window(device: str, stored: dict[str, Any]) -> float:
-    """Bytes per parameter when the last backward pass of a window gets to the first layer."""
+    """Bytes per parameter when the last backward pass of a window reaches the first layer."""
     before = held(device)
     torch.manual_seed(0)
     model = GPT().to(device)
@@ -133,10 +133,10 @@ def most_in_window(device: str, stored: dict[str, Any]) -> float:
 
 
 def held(device: str) -> int:
-    """Bytes of all storages of living tensors on a device."""
+    """Bytes of all storages of live tensors on a device."""
     gc.collect()
     storages: dict[int, int] = {}
-    # By type alone: some objects of torch warn when they are looked at, and the compiler's stand-ins have no memory.
+    # Exact types, because isinstance triggers warnings in some torch objects and accepts the compiler's fake tensors.
     tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     for tensor in [*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None)]:
         if tensor.device.type == torch.device(device).type:
@@ -146,7 +146,7 @@ def held(device: str) -> int:
 
 
 def more_in(run: Variant, device: str) -> int | None:
-    """Bytes that a step takes for its duration."""
+    """Bytes that a step allocates temporarily; None if the device is not a CUDA device."""
     if not device.startswith("cuda"):
         return None
     torch.cuda.synchronize()

@@ -29,20 +29,20 @@ OVERVIEW = {
         *("halfpeak O2, AdamW(fused=True)", "halfpeak O2, FusedAdamW, compiled backend"),
     ),
 }
-"""What the first picture shows of a whole training step, and of what comes after its backward pass."""
+"""The variants in the first picture, for a whole training step and for its part after the backward pass."""
 WIDTH = 8.0
-"""Of a picture in inches: its letters are as large as those of the page."""
+"""The width of a picture in inches, at which its letters are as large as those of the page."""
 WIDEST = 2.6
-"""Ratios above are cut off; what they are stands beside the bar."""
+"""Bars of larger ratios are cut off; the ratio is written beside the bar."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", default="svg", help="of the pictures: svg, png")
     options = parser.parse_args()
-    # The same figures give the same file.
+    # With a fixed salt, the same figures give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "halfpeak", "font.size": 9, "font.family": "DejaVu Sans"})
-    # Legible on a white page and on a dark one.
+    # Text is legible on a white page and on a dark one.
     grey = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     matplotlib.rcParams.update({**dict.fromkeys(grey, INK), "savefig.transparent": True})
     results = load()
@@ -69,7 +69,7 @@ def draw(question: str, rows: Rows) -> Figure:
 
 
 def overview_figure(results: dict[str, Rows]) -> Figure:
-    """The first case of training, and the transformer's step, beside what one would otherwise write."""
+    """The picture of the GPT's training step and of the transformer's step, beside the usual alternatives."""
     chosen = [
         [
             row
@@ -90,9 +90,9 @@ def overview_figure(results: dict[str, Rows]) -> Figure:
 
 
 def ratio_figure(rows: Rows) -> Figure:
-    """A panel for each case: the time of each variant as a multiple of the baseline's, with its quartiles.
+    """A panel for each case: the time of each variant as a multiple of the baseline's, with quartiles.
 
-    Two stand side by side, and share the names, where they have the same variants.
+    Two consecutive cases with the same variants stand side by side and share the names.
     """
     cases = list(dict.fromkeys(row["case"] for row in rows))
     lines: list[list[Rows]] = []
@@ -146,7 +146,7 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
 def plain_figure(
     rows: Rows, names: Sequence[str], columns: tuple[str, str, str], limit: float | None, unit: str
 ) -> Figure:
-    """A bar for each row, as long as its value; the columns are the value and the ends of its line."""
+    """A bar for each row. The columns are the value, which is the bar's length, and the ends of its error line."""
     figure = Figure(figsize=(WIDTH, 0.6 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     values, lows, highs = ([float(row[column]) for row in rows] for column in columns)

@@ -1,11 +1,11 @@
 """What does an O2 step cost after the last backward pass: unscale, check, clip, AdamW, write back?
 
-halfpeak's steps go through the engine, as in training: the loss scaled, gradients handed over, ``engine.step()``. Against
-a loop by hand with masters and torch's operations, and ``torch.amp.GradScaler`` with float32 parameters, which has no
-masters to write back. What a step costs above one whose parameters are in two tensors is what their number costs: looking
-at each, and gathering gradients. The copy of 30 bytes a parameter moves as many bytes as such a step must.
+halfpeak's steps go through the engine, as in training: scaled loss, gradients, ``engine.step()``. They are compared
+with a loop by hand with masters and torch's operations, and with ``torch.amp.GradScaler`` and float32 parameters, which
+has no masters to write back. The variant with two tensors shows what the number of tensors costs: checking each tensor
+and packing gradients. The copy of 30 bytes a parameter moves as many bytes as a step must.
 
-The last case is a plain float32 step, without scale, check and clipping, where optimizers that do nothing else compete.
+The last case is a plain float32 step without scale, check and clipping, for comparison with other optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Optimizers = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def gpt(layers: int = 8, width: int = 448) -> list[Shape]:
-    """The parameters of a transformer."""
+    """The shapes of a transformer's parameters."""
     wide = 4 * width
     block = [
         (3 * width, width),
@@ -134,7 +134,7 @@ def with_engine(
 
 
 def by_hand(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
-    """A good one: the masters' gradients keep their memory, which is 4 bytes a parameter more than FusedAdamW holds."""
+    """A good loop by hand: it keeps the memory of the masters' gradients, 4 bytes a parameter that FusedAdamW saves."""
     parameters = list(build(shapes, device))
     masters = [p.detach().clone().requires_grad_() for p in parameters]
     for master, parameter in zip(masters, parameters, strict=True):
@@ -166,7 +166,7 @@ def by_hand(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
 def with_grad_scaler(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:
     parameters = list(build(shapes, device))
     optimizer = make(parameters)
-    # A scale of one costs what any scale does, and leaves the gradients as they are for the next repetition.
+    # A scale of 1 costs as much as any other, and does not change the gradients, which the next repetition reuses.
     scaler = torch.amp.GradScaler(device, init_scale=1.0, growth_interval=10**6)
     scaler.scale(torch.zeros((), device=device))
     gradients = [torch.full_like(p, 0.01) for p in parameters]

@@ -1,10 +1,10 @@
 """What does a whole training step cost: forward, backward, clip, AdamW?
 
 Every loop trains the same network on the same batch from the same start, clips by norm and steps AdamW. Native AMP is
-``torch.autocast``, ``GradScaler``, ``clip_grad_norm_`` and ``AdamW(fused=True)``; "no scaler" leaves ``GradScaler`` out, which
-bfloat16 permits. halfpeak's levels are taken in the same half type, with FusedAdamW unless said otherwise: bfloat16 on a
-CPU, whose float16 is slower than its float32, and float16 elsewhere. Before a loop is timed, its losses must have come
-close to those of float32.
+``torch.autocast``, ``GradScaler``, ``clip_grad_norm_`` and ``AdamW(fused=True)``. "No scaler" omits ``GradScaler``,
+which bfloat16 permits. halfpeak's levels use FusedAdamW unless stated otherwise. The low-precision dtype is bfloat16
+for "no scaler", O4 and O5, and on a CPU, where float16 is slower than float32; elsewhere it is float16. Loops whose
+losses are not close to float32's are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step: TypeAlias = Callable[[], torch.Tensor]
 NATIVE = "native AMP"
 RATE = 1e-4
 STEPS = 8
-"""That every loop takes before it is timed."""
+"""Steps that every loop takes before it is timed."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def makers(task: Task, device: str) -> dict[str, Callable[[], Step]]:
-    """Every loop by name."""
+    """Functions that build the loops, by name."""
     low = torch.bfloat16 if device == "cpu" else torch.float16
     dynamic: dict[str, Any] = {"loss_scale": "dynamic"}
     per_op: dict[str, Any] = {"level": "O4", **dynamic} if low is torch.bfloat16 else {"level": "O1"}
@@ -78,7 +78,7 @@ def torch_adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def start(task: Task, device: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """The network as it was before the first step, torch's fused optimizer, and the batch."""
+    """A new network with the common initial weights, torch's fused optimizer, and the batch."""
     model = build(task, device)
     return model, torch_adamw(model.parameters(), RATE), task.x
 
@@ -125,7 +125,7 @@ def with_engine(
 
 
 def refuse_strays(losses: dict[str, list[float]]) -> None:
-    """A loop that does not train is not to be timed."""
+    """Refuse a loop whose last loss is far from float32's, because a loop that does not train must not be timed."""
     first, *_, last = losses["float32"]
     for name, values in losses.items():
         if not abs(values[-1] - last) <= 0.1 * abs(first - last) + 0.01 * abs(last):
