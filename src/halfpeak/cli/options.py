@@ -1,4 +1,4 @@
-"""Where the settings of ``halfpeak train`` come from: its command line, and a TOML, YAML or JSON file."""
+"""The settings of ``halfpeak train``: reads its command line, and a TOML, YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ halfpeak train --resume"""
 
 
 class Request(NamedTuple):
-    """What was typed.
+    """The parsed command line.
 
     Attributes:
         values: the settings that were given, as text.
-        resume: where to continue; :data:`LATEST` for the newest run, :data:`AUTO` for that of ``--output`` if there is one.
+        resume: the run to continue; :data:`LATEST`: the newest run; :data:`AUTO`: the run in ``--output``, if any.
     """
 
     values: dict[str, Any]
@@ -53,16 +53,16 @@ class Request(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Read the command line. Values stay text: :func:`parse_values` reads them, wherever they come from.
+    """Read the command line. Values stay text; :func:`parse_values` converts them later.
 
     Raises:
-        SystemExit: help was asked for.
-        ConfigError: an unknown option; or one of an earlier version, where the message names the script that shows the same.
+        SystemExit: the command line asks for help.
+        ConfigError: an option is unknown or was removed. For a removed one, the message names a script to run instead.
 
     >>> parse(["pysource", "--steps", "5", "--resume"])
     Request(values={'recipe': 'pysource', 'steps': '5'}, config=None, resume='latest')
     """
-    # `--clip_norm` as a file spells it is `--clip-norm`.
+    # Accept `--clip_norm`, the spelling in files, for `--clip-norm`.
     arguments = [
         argument.replace("_", "-") if argument.startswith("--") and "=" not in argument else argument
         for argument in arguments
@@ -83,10 +83,10 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a file, under their own types.
+    """The settings in a file, converted to their types.
 
     Raises:
-        ConfigError: the file is missing, of another kind, broken, or holds something else than settings.
+        ConfigError: the file is missing, broken, of another kind, or holds something other than settings.
         MissingExtraError: the file is YAML and pyyaml is not installed.
     """
     readers: dict[str, Callable[[str], Any]] = {
@@ -114,10 +114,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _parser(*, common_only: bool) -> Arguments:
-    """A parser made from the fields of a configuration, in their groups.
+    """A parser with an option for each field of ``TrainConfig``, in the fields' groups.
 
     Args:
-        common_only: say nothing in the help of what only ``--help-all`` shows.
+        common_only: whether the help omits the options that only ``--help-all`` lists.
     """
     parser = Arguments("train", _description(common_only=common_only))
     parser.usage = f"{parser.prog} [OPTIONS] [RECIPE]"
@@ -157,7 +157,7 @@ def _option(name: str) -> str:
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
-    """The default of a setting as help shows it; where recipes differ, each one's."""
+    """The default of a setting as the help shows it; if recipes differ, the default of each recipe."""
     own = None if item.default is dataclasses.MISSING else item.default
     values = {name: info.defaults.get(item.name, own) for name, info in RECIPES.items()}
     if set(values.values()) == {None}:
@@ -175,7 +175,7 @@ def _spell(value: Any) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """What a value looks like."""
+    """The placeholder for a value of this type in the help."""
     kinds = [one for one in members_of(kind) if one is not type(None)]
     if len(kinds) > 1 or kinds[0] is not kind:
         return "|".join(map(_metavar, kinds))

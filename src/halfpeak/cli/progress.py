@@ -1,4 +1,4 @@
-"""What a run shows of itself: a live display in a terminal, plain lines elsewhere."""
+"""The progress output of a run: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINES = 20
-"""About how many lines a whole run prints where there is no terminal."""
+"""The approximate number of lines that a whole run prints without a terminal."""
 
 
 @contextmanager
 def progress(console: Console, run: Training) -> Generator[Reporter]:
-    """The reporter that suits the console."""
+    """The reporter for a console: a live display for a terminal, else plain lines."""
     status = Status(run)
     if not console.is_terminal:
         yield PlainLines(console, status)
@@ -44,16 +44,16 @@ class Status:
         self._validation: Row = {}
 
     def update(self, rows: Sequence[Row], speed: float) -> None:
-        """Newer rows."""
+        """Take over newer rows."""
         self.step, self._row, self._speed = rows[-1]["step"], rows[-1], speed
         self.skipped += sum(row["skipped"] > 0 for row in rows)
 
     def update_validation(self, row: Row) -> None:
-        """A newer validation."""
+        """Take over the row of a newer validation."""
         self._validation = row
 
     def training(self) -> list[tuple[str, str]]:
-        """Loss, accuracy, gradient norm and rate: names and values, in the order they are shown."""
+        """Loss, accuracy, gradient norm and learning rate, as pairs of name and value in display order."""
         row = self._row
         if not row:
             return []
@@ -66,7 +66,7 @@ class Status:
         ]
 
     def machine(self) -> list[tuple[str, str]]:
-        """Loss scale, skipped steps and speed, in the same form."""
+        """Loss scale, skipped steps and speed, as pairs of name and value."""
         if not self._row:
             return []
         return [
@@ -76,7 +76,7 @@ class Status:
         ]
 
     def validation(self) -> list[tuple[str, str]]:
-        """The last validation, in the same form."""
+        """The last validation, as pairs of name and value."""
         if not self._validation:
             return []
         row = self._validation
@@ -88,7 +88,7 @@ class Status:
 
 
 class PlainLines:
-    """A line now and then, for files and pipes."""
+    """A reporter that prints about ``LINES`` lines per run, for files and pipes."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status = console, status
@@ -96,7 +96,7 @@ class PlainLines:
         self._first = status.step + 1
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
-        """Print the rows that are due: the first, each ``total // LINES``-th and the last."""
+        """Print the rows that are due: the first, every ``total // LINES``-th and the last."""
         total = self._status.total
         for row in rows:
             self._status.update([row], speed)
@@ -113,13 +113,13 @@ class PlainLines:
         self._print("validation", self._status.validation())
 
     def _print(self, head: str, parts: Sequence[tuple[str, str]]) -> None:
-        # In columns, so that a log can be read down.
+        # Pad values to columns, so that a log is easy to scan.
         text = "  ".join(f"{name} {value:>8}" for name, value in parts)
         self._console.print(f"{head}  {text}", soft_wrap=True, highlight=False, markup=False)
 
 
 class LiveDisplay:
-    """A progress bar and the newest numbers, redrawn in place."""
+    """A reporter that draws a progress bar and the newest numbers in place."""
 
     def __init__(self, console: Console, status: Status) -> None:
         with needs_extra():
@@ -140,12 +140,12 @@ class LiveDisplay:
         self._live = Live(self._picture(), console=console, refresh_per_second=8)
 
     def __enter__(self) -> LiveDisplay:
-        """Start to draw."""
+        """Start drawing."""
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last picture standing."""
+        """Draw the last state, leave it on the screen and stop."""
         self._live.update(self._picture(), refresh=True)
         self._live.stop()
 
@@ -156,14 +156,14 @@ class LiveDisplay:
         self._live.update(self._picture())
 
     def validated(self, row: Row) -> None:
-        """Show a validation."""
+        """Show the newest validation."""
         self._status.update_validation(row)
         self._live.update(self._picture())
 
     def _picture(self) -> Any:
         from rich.console import Group
 
-        # Short lines: one that is wrapped makes the picture jump, and the terminal echoes ^C at the end of the last.
+        # Short lines: a wrapped line makes the display jump, and the terminal echoes ^C at the end of the last line.
         lines = [
             ("training", self._status.training() or [("the first steps are under way", "")]),
             ("precision", self._status.machine()),

@@ -1,4 +1,4 @@
-"""The folder of a run: where its files are, which folder a new or a resumed run gets, and its ``config.toml``."""
+"""RunFolder: the files in the folder of a run; choice of the folder for a new or resumed run; its ``config.toml``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """A folder, and the files in it.
+    """The paths of the files in a run's folder.
 
     Attributes:
-        checkpoint: everything that continues the run.
+        checkpoint: the state from which the run continues.
         metrics: a JSON object per step.
-        config: the settings as used; ``--config`` takes the file.
-        picture: loss, scale and gradient norm over the steps.
-        summary: what came out, as JSON.
-        events: TensorBoard's folder.
+        config: the settings in effect; ``--config`` accepts the file.
+        picture: a plot of loss, loss scale and gradient norm over the steps.
+        summary: the results as JSON.
+        events: the folder of TensorBoard events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,21 +37,21 @@ class RunFolder:
         self.events = path / "tensorboard"
 
     def holds_run(self) -> bool:
-        """Whether a run has written here."""
+        """Whether a run has written a checkpoint or metrics here."""
         return self.checkpoint.exists() or self.metrics.exists()
 
 
 def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: bool = False) -> RunFolder:
-    """A folder for a new run, made if need be.
+    """The folder for a new run, created if it does not exist.
 
     Args:
-        output: where; None for a name of its own under ``runs``.
-        recipe: part of such a name.
-        level: likewise.
-        may_begin_again: take a folder in which a run has written nothing to continue from.
+        output: the path; None for ``runs/<recipe>-<level>-<time>``.
+        recipe: the name of the recipe.
+        level: the opt level.
+        may_begin_again: whether a folder may be used in which a run wrote metrics but no checkpoint.
 
     Raises:
-        ConfigError: there is a run in it already, or it cannot be made.
+        ConfigError: the folder holds a run already, or cannot be created.
     """
     if output is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -73,10 +73,10 @@ def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: 
 
 
 def folder_to_continue(output: str | None) -> RunFolder | None:
-    """What ``--resume auto`` goes on with: the folder ``output`` where it has a checkpoint; None to begin a run there.
+    """The folder that ``--resume auto`` continues: ``output`` if it has a checkpoint, else None, to start a run there.
 
     Raises:
-        ConfigError: no ``output``: a job that is started again would not find its run.
+        ConfigError: ``output`` is None, so a restarted job would not find its run.
     """
     if output is None:
         raise ConfigError(
@@ -90,11 +90,11 @@ def existing_folder(resume: str, output: str | None) -> RunFolder:
     """The folder of the run to continue.
 
     Args:
-        resume: the folder, a file in it, or :data:`~halfpeak.cli.options.LATEST`: ``output`` if it is given, else the
-            run under ``runs`` that was saved last.
+        resume: the folder, a file in it, or :data:`~halfpeak.cli.options.LATEST`, which means ``output`` if this is
+            given, else the run under ``runs`` that was saved last.
 
     Raises:
-        ConfigError: there is no run there.
+        ConfigError: there is no such run or folder, or ``output`` names another one.
     """
     if resume == LATEST and output is not None:
         resume = output
@@ -113,7 +113,7 @@ def existing_folder(resume: str, output: str | None) -> RunFolder:
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write plain settings as TOML; those that are None are left out, which means the same.
+    """Write settings as TOML. Settings that are None are left out, because None is what a missing setting means.
 
     >>> import tempfile
     >>> from halfpeak.cli.options import read_config
@@ -123,7 +123,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
     ...     read_config(file)
     {'level': 'O2', 'lr': 0.1, 'plot': True}
     """
-    # JSON and TOML spell strings, numbers and booleans alike.
+    # JSON and TOML have the same syntax for strings, numbers and booleans.
     lines = [
         f"{name} = {json.dumps(value, allow_nan=False)}\n"
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""What came out of a run: a table for people, JSON for programs, a picture for both."""
+"""The results of a run: printed as a table, and written as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def summarise(training: Training, rows: list[Row], reason: str | None) -> dict[s
 
 
 def finish(training: Training, folder: RunFolder, console: Console, reason: str | None) -> None:
-    """Write summary and picture, and print the table."""
+    """Write the summary and the plot, and print the table."""
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)
     write_text(folder.summary, json.dumps(results, indent=2) + "\n")
@@ -94,6 +94,6 @@ def _table(results: dict[str, Any], folder: RunFolder) -> Any:
     if results["peak_memory_bytes"]:
         table.add_row("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB")
     files = sorted(path.name for path in folder.path.iterdir() if not path.name.endswith(".previous"))
-    # Text, because the name of a folder may look like markup.
+    # Text, because rich would interpret markup in the name of a folder.
     table.add_row("results", Text(f"{folder.path}/\n" + "  ".join(files)))
     return table

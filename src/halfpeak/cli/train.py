@@ -1,4 +1,4 @@
-"""``halfpeak train``: the command line is read first, and torch imported for a run only."""
+"""``halfpeak train``: reads the command line, and imports torch only if there is something to run."""
 
 from __future__ import annotations
 

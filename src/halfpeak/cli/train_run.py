@@ -1,4 +1,4 @@
-"""A run of ``halfpeak train``: settings, folder, training, loop and results put together."""
+"""A run of ``halfpeak train``, from settings and folder over the training loop to the results."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Stop = Callable[[], bool]
 
 
 def run(request: Request) -> int:
-    """Train as requested, with signals as requests to stop; returns the exit status.
+    """Train as requested; a first signal stops the run after its current step. Returns the exit status.
 
     Raises:
-        MemoryError: the device is full.
+        MemoryError: the device is out of memory.
     """
     with needs_extra():
         from rich.console import Console
@@ -66,22 +66,22 @@ def train(
     handlers: AbstractContextManager[Any] | None = None,
     ranks: Ranks = ALONE,
 ) -> bool:
-    """Train as requested until the last step, or until ``stop`` says so after a step.
+    """Train as requested until the last step, or until ``stop`` returns True after a step.
 
     Args:
-        request: what was typed.
-        console: where messages go.
-        stop: asked on each rank; one that says yes stops all.
-        handlers: entered for the steps alone, since before and after them nothing is lost when the process ends.
-        ranks: the processes that train together. The first writes all files.
+        request: the parsed command line.
+        console: the console for messages.
+        stop: called after each step on each rank; True on one rank stops all ranks.
+        handlers: a context for the steps only, because ending the process before or after them loses nothing.
+        ranks: the processes that train together. Rank 0 writes all files.
 
     Returns:
         Whether the last step was reached.
 
     Raises:
-        ConfigError: the request makes no sense; nothing was written.
+        ConfigError: the request is invalid; nothing was written.
         CheckpointError: the run to continue has no readable checkpoint.
-        LossScaleCollapse: the gradients stay non-finite. History and picture are written.
+        LossScaleCollapse: the gradients stay non-finite. History and plot are written.
     """
 
     def say(text: str) -> None:
@@ -137,7 +137,7 @@ def train(
 
 
 def _own_command() -> str:
-    """How this command line was started, to be pasted as it is: ``make train`` starts it from a folder outside of PATH."""
+    """The command to paste: the path of ``halfpeak`` if it is not on PATH, as under ``make train``."""
     if shutil.which("halfpeak") is None and Path(sys.argv[0]).name == "halfpeak":
         return shlex.quote(sys.argv[0])
     return "halfpeak"
@@ -152,7 +152,7 @@ def _folder_to_continue(request: Request, output: str | None) -> RunFolder | Non
 def _build(
     config: TrainConfig, say: Say, saved: Mapping[str, Any] | None, ranks: Ranks
 ) -> tuple[Training, str | None]:
-    """The training of a configuration, with what it leaves open decided; the reason for a level that nobody asked for."""
+    """The training for a configuration, after defaults are filled in; the reason for the level if none was given."""
     device = find_device(config.device, ranks)
     if ":" in str(device):
         torch.accelerator.set_device_index(device.index)
@@ -175,7 +175,7 @@ def _among(ranks: Ranks) -> str:
 
 
 def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say: Say) -> None:
-    """Tell what is different now from the run whose state was loaded."""
+    """Print how the environment differs from that of the saved run; refuse a run that has no steps left."""
     config = training.config
     if training.step >= (config.steps or 0):
         raise ConfigError(
@@ -194,7 +194,7 @@ def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say
 
 
 def _load(folder: RunFolder, say: Say) -> Mapping[str, Any]:
-    """The checkpoint of the run in the folder, or the one before where that is damaged."""
+    """The checkpoint of the run in the folder, or the previous one if it is damaged or missing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -206,13 +206,13 @@ def _load(folder: RunFolder, say: Say) -> Mapping[str, Any]:
             ) from None
     for warning in caught:
         say(f"note: {warning.message}")
-    # The runners of earlier versions kept in meta what is otherwise at the top.
+    # The runners of earlier versions saved under "meta" what is now at the top level.
     meta = state.get("meta")
     return require_checkpoint(meta if isinstance(meta, dict) else state, folder.checkpoint)
 
 
 def _length(folder: RunFolder) -> Mapping[str, Any]:
-    """The length that the run was last given: its checkpoint may be from before it was made longer."""
+    """``steps`` and ``epochs`` in the run's ``config.toml``: they may be newer than those in its checkpoint."""
     try:
         settings = read_config(folder.config)
     except ConfigError:
@@ -221,7 +221,7 @@ def _length(folder: RunFolder) -> Mapping[str, Any]:
 
 
 def _run(training: Training, folder: RunFolder, history: History, console: Console, stop: Stop) -> bool:
-    """Take the steps that are left; False where ``stop`` ended the run before its last."""
+    """Take the remaining steps; False if ``stop`` ended the run before its last step."""
 
     ranks = training.ranks
 
@@ -235,7 +235,7 @@ def _run(training: Training, folder: RunFolder, history: History, console: Conso
 
 
 def _sinks(config: TrainConfig, folder: RunFolder, resumed_at: int | None, say: Say) -> list[Sink]:
-    """Where the numbers of each step go. A resumed run writes those after ``resumed_at`` again."""
+    """The sinks for the numbers of each step. A resumed run rewrites those after step ``resumed_at``."""
     sinks: list[Sink] = [JsonLines(folder.metrics, after=resumed_at)]
     if config.tensorboard:
         try:
