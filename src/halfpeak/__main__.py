@@ -1,4 +1,4 @@
-"""``python -m halfpeak``."""
+"""Entry point of ``python -m halfpeak``."""
 
 import sys
 

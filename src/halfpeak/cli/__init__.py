@@ -1,1 +1,1 @@
-"""What a person types: ``halfpeak <command>``."""
+"""The command line: ``halfpeak <command>``."""

@@ -1,4 +1,4 @@
-"""Command lines of small commands: argparse, with errors as one message like those of every other bad input."""
+"""Arguments: an argparse parser that raises ConfigError for a bad command line, as for every other bad input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfpeak.core.errors import ConfigError
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that raises what is wrong with a command line, and leaves it to the caller to say so."""
+    """A parser that raises ConfigError where argparse would print the error and exit."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -20,5 +20,5 @@ class Arguments(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
+        """Raise ConfigError with argparse's message."""
         raise ConfigError(f"{message}; {self.prog} --help lists the options")

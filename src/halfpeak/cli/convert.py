@@ -1,4 +1,4 @@
-"""``halfpeak convert``: a checkpoint of one form written in another."""
+"""``halfpeak convert``: writes a checkpoint in another format."""
 
 from __future__ import annotations
 

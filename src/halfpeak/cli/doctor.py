@@ -1,4 +1,4 @@
-"""``halfpeak doctor``: short runs of a training at each level, and which one to use."""
+"""``halfpeak doctor``: trains briefly at each opt level and recommends one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _recipe(name: str, device: str, steps: int) -> tuple[Any, ...]:
-    """A recipe as what :func:`halfpeak.doctor` takes."""
+    """A recipe as the arguments of :func:`halfpeak.doctor`."""
     place = find_device(device)
     config = build_config({"recipe": name, "steps": max(steps, 1), "level": "O0"})
     recipe = build_recipe(config, place)
@@ -64,10 +64,10 @@ def _recipe(name: str, device: str, steps: int) -> tuple[Any, ...]:
 
 
 def _own(task: str) -> tuple[Any, ...]:
-    """What the function of a file returns.
+    """The arguments of :func:`halfpeak.doctor` that the function in a user's file returns.
 
     Raises:
-        ConfigError: there is no such file or function, or it returns something else.
+        ConfigError: there is no such file or function, or the function does not return a tuple of four.
     """
     file, _, function = task.rpartition(":")
     if not file or not Path(file).is_file():
@@ -89,7 +89,7 @@ def _own(task: str) -> tuple[Any, ...]:
 
 @contextmanager
 def _progress() -> Generator[Progress | None]:
-    """A bar in a terminal that rich knows; elsewhere nothing."""
+    """A progress bar if rich is installed and stderr is a terminal; else None."""
     try:
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
@@ -112,7 +112,7 @@ def _progress() -> Generator[Progress | None]:
 
 
 def _print(found: Checkup) -> None:
-    """As a table where rich has a terminal, else as lines."""
+    """Print a table if rich is installed and stdout is a terminal; else plain lines."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console

@@ -1,4 +1,4 @@
-"""``halfpeak env``: what a report of a fault needs to say about the machine, on one screen."""
+"""``halfpeak env``: prints the facts about the machine that a bug report needs, on one screen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OTHERS = (
     "rich",
     "matplotlib",
 )
-"""Packages whose version may matter."""
+"""Packages whose versions may matter for a bug."""
 
 _VARIABLES = (
     "OMP_",
@@ -44,7 +44,7 @@ _VARIABLES = (
     "WORLD_SIZE",
     "CXX",
 )
-"""How names of environment variables begin that change what torch does."""
+"""Prefixes of environment variables that change the behaviour of torch."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Labels and texts."""
+    """The lines of the output, as pairs of label and text."""
     yield "halfpeak", __version__
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"

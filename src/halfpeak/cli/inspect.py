@@ -1,4 +1,4 @@
-"""``halfpeak inspect``: a checkpoint's report as a table, as lines, or as JSON."""
+"""``halfpeak inspect``: prints the report on a checkpoint as a table, as lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reads what torch.save, halfpeak and safetensors write, folders of accelerate and
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 1 for a file that is damaged or cannot be read."""
+    """Run the command; returns the exit status: 1 if the format is unknown and there are findings, as for damage."""
     parser = Arguments("inspect", _DESCRIPTION)
     parser.add_argument(
         "file", metavar="FILE", help="a file, a run's folder, or one of accelerate, transformers or DCP"
@@ -40,7 +40,7 @@ def as_text(report: Report) -> str:
 
 
 def rows(report: Report) -> Iterator[tuple[str, str]]:
-    """Labels and texts. What the file says about itself comes escaped: names in it are written by others."""
+    """The lines of the report, as pairs of label and text. Text from the file is escaped, because it is not trusted."""
     yield "file", f"{report.container}, {size(report.size)}, {report.integrity}"
     yield "made by", printable(report.made_by)
     yield "level", printable(report.level)
@@ -84,7 +84,7 @@ def _dtypes(dtypes: dict[str, int]) -> str:
 
 
 def _print_table(report: Report) -> bool:
-    """Print a table, if rich is installed."""
+    """Print a table; False, and nothing is printed, if rich is not installed."""
     try:
         from rich import box
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first is a request to stop after the running step, the second stops at once."""
+"""Interrupt: the first SIGINT (Ctrl-C) or SIGTERM asks to stop after the current step, the second stops at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While entered, SIGINT and SIGTERM only set :attr:`signal`; the handlers are put back afterwards.
+    """A context in which the first SIGINT or SIGTERM only sets :attr:`signal`; its exit restores the old handlers.
 
-    Outside the main thread no handler can be set, and nothing is.
+    In a thread other than the main thread this does nothing, because Python cannot set handlers there.
 
     Attributes:
-        signal: the signal that came, or None.
+        signal: the signal that was received, or None.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Interrupt:
 
     @property
     def exit_status(self) -> int:
-        """What a shell expects of a process that such a signal ended."""
+        """The exit status by which a shell recognises a process that this signal ended."""
         return 128 + (self.signal or signal.SIGINT)
 
     def __enter__(self) -> Self:
@@ -48,5 +48,5 @@ class Interrupt:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-        # At once, since a step may take long; and not through a stream that the signal may have interrupted.
+        # Answer now, because a step may take long. No sys.stderr: the signal may have interrupted a write to it.
         os.write(2, b"\nstopping after this step, to save the run; again: at once, without saving\n")

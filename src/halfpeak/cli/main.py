@@ -1,4 +1,4 @@
-"""``halfpeak``: which command runs, and how its errors reach the person who typed it."""
+"""``halfpeak``: runs a command, and turns its exceptions into one message and an exit status."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "env": "say what a report of a fault needs: versions, devices, backends, compiler",
     }
 )
-"""Every command with what it does. ``main`` of the file of that name runs it, imported then: most of them need torch."""
+"""Every command with its description. The file of its name is imported only to run it, because most import torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status.
 
-    0: done. 1: the run failed. 2: the input was refused, with one message. 128 + n: stopped by signal n.
+    0: success. 1: the run failed. 2: the input was refused, with one message. 128 + n: stopped by signal n.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What ``halfpeak --help`` prints."""
+    """The output of ``halfpeak --help``."""
     lines = [f"  {name:<10}{brief}" for name, brief in COMMANDS.items()]
     return "\n".join(
         [
@@ -75,11 +75,11 @@ def _guarded(name: str, rest: Sequence[str]) -> int:
     except (LossScaleCollapse, RankLostError) as error:
         return _fail(title, str(error), FAILED)
     except HalfpeakError as error:
-        if os.environ.get("RANK", "0") != "0":  # every process that torchrun starts refuses the same
+        if os.environ.get("RANK", "0") != "0":  # every rank has the same error, so only rank 0 prints it
             return BAD_INPUT
         return _fail(title, str(error), BAD_INPUT)
     except BrokenPipeError:
-        # The reader has closed the pipe, as head does. The interpreter would fail once more when it flushes.
+        # The reader closed the pipe, as `head` does. Redirect stdout, or the interpreter's last flush would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""``halfpeak migrate``: show what would change in old code, or change it, and list what is left to do."""
+"""``halfpeak migrate``: prints the changes to old code as a diff or makes them, and lists the remaining work."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        0: done. 1: with ``--check``, something would change. 2: a file could not be read or written;
-        the others were done.
+        0: success. 1: with ``--check``, a file would change. 2: a file could not be read or written; the other files
+        were processed.
     """
     options = _parser().parse_args(arguments)
-    # The package needs libcst, which is optional; all other commands must work without it.
+    # halfpeak.migrate needs libcst, an optional dependency. It is imported here, so that --help works without libcst.
     with needs_extra():
         project: Any = import_module("halfpeak.migrate.project")
     changed, left, unread, failed = 0, 0, 0, False
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(one: Migrated, project: Any) -> bool:
-    """Replace a file. One that cannot be written does not stop the others."""
+    """Replace a file; if it cannot be written, print the error and return False, so that the other files go on."""
     try:
         project.replace(one.path, one.result.source)
     except OSError as error:
@@ -72,10 +72,10 @@ def _write(one: Migrated, project: Any) -> bool:
 
 
 def _diff(one: Migrated) -> str:
-    """A unified diff, which ``patch`` and ``git apply`` take."""
+    """A unified diff that ``patch`` and ``git apply`` accept."""
     old, new = (source.decode("utf-8", "backslashreplace") for source in (one.old, one.result.source))
     name = one.path.as_posix().lstrip("/")
-    # As StringIO splits it: at newlines only, where splitlines knows ten more ends of a line.
+    # StringIO splits at newlines only; str.splitlines() would split at ten other characters, too.
     before, after = (list(io.StringIO(text, newline="\n")) for text in (old, new))
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(

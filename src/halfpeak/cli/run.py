@@ -1,4 +1,4 @@
-"""``halfpeak run``: an unedited script with old imports that work and, if wanted, on the CPU."""
+"""``halfpeak run``: runs an unedited script that imports apex, mmcv or mmengine, on the CPU if asked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run a script as python would, with an importable apex. A real apex goes first: o
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for."""
+    """The parsed command line."""
 
     program: Program
     shims: tuple[str, ...]
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the script's exit status.
 
     Raises:
-        ConfigError: the command line, or a script that is not there.
-        SystemExit: as the script raised it.
+        ConfigError: the command line is wrong, or the script does not exist.
+        SystemExit: the script raised it.
     """
     request = parse(arguments)
     if request is None:
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Request | None:
-    """Read the options up to the script; the rest is the script's. None where help is wanted.
+    """Read the options before the script; the arguments after it belong to the script. None: print the help.
 
     Raises:
-        ConfigError: an unknown option or value, or no script.
+        ConfigError: an option or a value is unknown, or no script is named.
 
     >>> parse(["--device", "cpu", "train.py", "--device", "cuda"])
     Request(program=Program(target='train.py', ... arguments=('--device', 'cuda')), shims=('apex',), cpu=True)

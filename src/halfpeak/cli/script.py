@@ -1,4 +1,4 @@
-"""Program: a script or a module, run in this process as ``python`` itself would run it."""
+"""Program: runs a script or a module in this process, as ``python`` would run it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FAILED, INTERRUPTED = 1, 130
 
 @dataclass(frozen=True)
 class Program:
-    """What to run.
+    """A script or module to run, and its arguments.
 
     Attributes:
         target: the path of a script (or of a folder or zip file with a ``__main__.py``), or the name of a module.
-        is_module: which of the two.
-        arguments: what it finds in ``sys.argv[1:]``.
+        is_module: whether ``target`` is the name of a module.
+        arguments: ``sys.argv[1:]`` for the program.
     """
 
     target: str
@@ -36,10 +36,10 @@ class Program:
     arguments: Sequence[str] = ()
 
     def check(self) -> None:
-        """Look whether it is there, with ``sys.path`` :meth:`as_started`.
+        """Check that the target exists. Call this inside :meth:`as_started`, which sets ``sys.path``.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the target does not exist.
         """
         if not self.is_module:
             if not os.path.exists(self.target):
@@ -53,16 +53,16 @@ class Program:
             found = find_spec(self.target)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{self.target}.".startswith(f"{error.name}."):
-                return  # the package is there, and something that it imports is not: an error of its own
+                return  # the package exists, but a module that it imports does not: run() shows this error
             found = None
         if found is None:
             raise ConfigError(f"there is no module {self.target!r}; write halfpeak run -m MODULE [ARGUMENTS]")
 
     def run(self) -> int:
-        """Run it to its end; returns the exit status. An exception is shown without the frames above the script.
+        """Run the program to its end; returns the exit status. A traceback begins with the frames of the script.
 
         Raises:
-            SystemExit: as the script raised it.
+            SystemExit: the script raised it.
         """
         threads = threading.enumerate()
         try:
@@ -86,7 +86,7 @@ class Program:
 
     @contextmanager
     def as_started(self) -> Generator[None]:
-        """``sys.argv``, ``sys.path`` and ``__main__`` as the program expects them, and afterwards as they were."""
+        """Set ``sys.argv`` and ``sys.path`` as the program expects; restore them and ``__main__`` at the end."""
         argv, path, main = sys.argv, sys.path, sys.modules["__main__"]
         launcher = 0 if sys.flags.safe_path else 1
         sys.argv = [self.target, *self.arguments]
@@ -104,7 +104,7 @@ class Program:
         if self.is_module:
             return [os.getcwd()]
         if self._is_archive():
-            return []  # runpy itself puts it there
+            return []  # runpy adds the path itself
         return [os.path.dirname(os.path.realpath(self.target))]
 
     def _is_archive(self) -> bool:
@@ -112,15 +112,15 @@ class Program:
 
 
 def _keep(namespace: dict[str, Any]) -> None:
-    """Let what a program has made live until the interpreter ends, as python itself does.
+    """Keep the globals of a program alive until the interpreter ends, as python does.
 
-    A process group that is let go of earlier waits for its threads, which may wait for the interpreter meanwhile.
+    Deleting a process group earlier waits for its threads, which may wait for the interpreter at the same time.
     """
     vars(sys.modules["__main__"]).setdefault("__programs__", []).append(namespace)
 
 
 class _MainLoader(SourceFileLoader):
-    """Makes a file the main module, as ``python FILE`` does: no spec, no ``.pyc``."""
+    """A loader that runs a file as the main module, as ``python FILE`` does: without a spec and a ``.pyc``."""
 
     def run(self) -> None:
         main = ModuleType("__main__")

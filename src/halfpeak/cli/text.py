@@ -1,10 +1,10 @@
-"""Values as text for a terminal: what a file says about itself, counts, sizes and speeds."""
+"""Formatting of values for a terminal: untrusted text, counts, sizes and speeds."""
 
 from __future__ import annotations
 
 
 def printable(text: str, longest: int = 400) -> str:
-    """Text from a file with control characters spelled out, and no longer than a few lines.
+    """Text from a file, with unprintable characters escaped, cut to ``longest`` characters.
 
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -14,7 +14,7 @@ def printable(text: str, longest: int = 400) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things.
+    """A number with its noun, in the plural if needed.
 
     >>> count(1, "tensor"), count(2000, "tensor")
     ('1 tensor', '2,000 tensors')
@@ -23,7 +23,7 @@ def count(number: int, what: str) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes in the unit that suits them.
+    """A number of bytes in a suitable unit.
 
     >>> size(72), size(5 * 2**20)
     ('72 B', '5.0 MiB')
@@ -35,7 +35,7 @@ def size(number: int) -> str:
 
 
 def short(number: float) -> str:
-    """A large number in few characters.
+    """A number with three digits and a suffix for thousands, millions or billions.
 
     >>> short(12345.0), short(999.0), short(2.5e6)
     ('12.3k', '999', '2.5M')
