@@ -34,7 +34,7 @@ ADVICE: Final = "write model, optimizer = accelerator.prepare(model, optimizer),
 class AcceleratorScaler(GradScaler):
     """:class:`halfpeak.GradScaler` for accelerate's own ``Accelerator(mixed_precision="fp16")``.
 
-    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate takes a step for skipped
+    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate takes a step as skipped
     if ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
     ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers do not step then.
     """

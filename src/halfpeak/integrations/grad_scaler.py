@@ -130,7 +130,7 @@ class GradScaler(GradScalerAttrs):
         self._stuck: AsyncScalar | None = None
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor in a list, tuple, dict or other iterable, by the scale, at least in float32.
+        """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider.
 
         Raises:
             ConfigTypeError: ``outputs`` is something else.
@@ -278,7 +278,7 @@ class GradScaler(GradScalerAttrs):
             raise collapse
 
     def _is_exhausted(self) -> bool:
-        """Whether the patience is used up. Reads a count that is on the host already, so that a good step does not wait."""
+        """Whether the patience is used up. Reads a count already on the host, so that a good step does not wait."""
         patience, stuck = self._scaler.config.patience, self._scaler.state.stuck
         if patience is None:
             return False

@@ -29,7 +29,7 @@ NOT_HERE: Final = {
 
 
 def precision_name(level: str) -> str:
-    """Return Lightning's name for the precision nearest to a level; Lightning prints it and estimates model sizes by it.
+    """Return Lightning's name of the precision nearest to a level. Lightning shows it and estimates model sizes by it.
 
     >>> [precision_name(level) for level in ("O0", "O1", "O2", "O5")]
     ['32-true', '16-mixed', '16-true', 'bf16-true']

@@ -34,15 +34,15 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class AmpOptimWrapper(OptimWrapper):
     """Per-operation casts by ``torch.autocast`` and, for float16, a loss scale.
 
-    The device is that of the model in :meth:`optim_context`. bfloat16 has the range of float32 and gets no scale, unless
-    ``loss_scale`` is a number or a dict.
+    The casts are for the device of the model in :meth:`optim_context`. bfloat16 has the range of float32 and gets no
+    scale, unless ``loss_scale`` is a number or a dict.
 
     Args:
         loss_scale: ``"dynamic"``, a number (a static scale), or a dict: ``GradScaler``'s keys ``init_scale``,
-            ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, those of mmcv's ``LossScaler``, or of
-            :class:`~halfpeak.ScaleConfig`.
-        dtype: the low dtype, by name or as a dtype; None means bfloat16 on a CPU and float16 elsewhere.
-        use_fsdp: gradients are shards, so all ranks agree on skipping a step. Shards of FSDP2 do so without it.
+            ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, keys of mmcv's ``LossScaler``, or
+            keys of :class:`~halfpeak.ScaleConfig`.
+        dtype: dtype of autocast, by name or as a dtype; None means bfloat16 on a CPU and float16 elsewhere.
+        use_fsdp: all ranks agree on skipping a step, because gradients are shards. FSDP2 does not need it.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
     Raises:
@@ -85,13 +85,13 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def loss_scaler(self) -> Any:
-        """The loss scale, as a ``torch.amp.GradScaler``; or the scaler that was set in its place.
+        """The wrapper's loss scaler, as a ``torch.amp.GradScaler``; or the scaler that user code has set.
 
-        A scaler of your own, or anything with ``scale``, ``unscale_``, ``step`` and ``update``, is called as mmengine calls
-        it, and decides alone what is skipped. None puts the wrapper's own back.
+        User code may set any object with ``scale``, ``unscale_``, ``step`` and ``update``. The wrapper then calls it as
+        mmengine does, and it alone decides which steps are skipped. None restores the wrapper's own scaler.
 
         Raises:
-            ConfigTypeError: what is set has not these methods.
+            ConfigTypeError: the object lacks one of these methods.
         """
         return self._given_scaler or WrapperScaler(self)
 
@@ -111,7 +111,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def _scale_update_param(self) -> float | None:
-        """What ``loss_scaler.update`` is called with: a static scale."""
+        """The argument of ``loss_scaler.update``: a static scale, or None."""
         config = self._scale_config
         return None if config is None or config.dynamic else config.init
 
@@ -122,7 +122,7 @@ class AmpOptimWrapper(OptimWrapper):
         super().step(closure, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As :meth:`OptimWrapper.load_state_dict`; a scaler that was set gets its state."""
+        """As :meth:`OptimWrapper.load_state_dict`; also loads the state of a scaler that user code has set."""
         super().load_state_dict(state_dict)
         if self._given_scaler is not None and state_dict.get("loss_scaler"):
             self._given_scaler.load_state_dict(state_dict["loss_scaler"])
@@ -132,7 +132,7 @@ class AmpOptimWrapper(OptimWrapper):
         return self._given_scaler is None and super()._is_watched
 
     def _unwatched_scaler(self) -> Any:
-        """The scaler that was set; torch's own for an optimizer that is not torch's."""
+        """Return the scaler that user code has set, or torch's own for an optimizer that is not torch's."""
         if self._given_scaler is None:
             config = self._scale_config or ScaleConfig()
             self._given_scaler = torch.amp.GradScaler(
@@ -161,7 +161,7 @@ class AmpOptimWrapper(OptimWrapper):
         return replace(super()._config(), scale=scale or ScaleConfig.static())
 
     def _has_scaler(self) -> bool:
-        """bfloat16 and wider dtypes have the range of float32: they get a scale only where one was given."""
+        """Whether losses are scaled: float16 needs it; bfloat16 and wider only with an explicit ``loss_scale``."""
         return self._scale_config is not None and not (
             self._is_default and self._low_dtype() is not torch.float16
         )
@@ -170,7 +170,7 @@ class AmpOptimWrapper(OptimWrapper):
         return super()._reducer() if self._agreement.is_local else self._agreement
 
     def _casting(self) -> AbstractContextManager[Any]:
-        # A scope lives as long as one forward pass, so no cast outlives its weight. Backward runs outside, as torch asks.
+        # One scope per forward pass, so that no cached cast outlives its weight. Backward runs outside, as torch asks.
         dtype = self._low_dtype()
         return torch.autocast(self._device(), dtype) if dtype in LOW else nullcontext()
 
@@ -209,14 +209,14 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 class WrapperScaler(GradScalerAttrs):
-    """The loss scaler of a wrapper as a ``torch.amp.GradScaler``, for overrides of ``backward`` and ``step`` that call it.
+    """A wrapper's loss scaler as a ``torch.amp.GradScaler``, for overrides of ``backward`` and ``step`` that call it.
 
     ::
 
         scale(loss).backward()   gradients wait scaled, until unscale_ or a step
         unscale_                 the engine unscales them
         step                     the optimizer steps, or skips, and the scale moves
-        update                   nothing is left to do, but for a scale that is given
+        update                   sets a scale that is given; otherwise nothing is left to do
     """
 
     def __init__(self, wrapper: AmpOptimWrapper) -> None:
@@ -225,14 +225,14 @@ class WrapperScaler(GradScalerAttrs):
         self._enabled = wrapper._has_scaler()
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or each in a list or tuple, times the scale."""
+        """Multiply a tensor, or each tensor in a list or tuple, by the scale."""
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(map(self.scale, outputs))
         self._wrapper._is_scaled_by_caller = True
         return self._scaler.scale(outputs) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients; once is enough."""
+        """Unscale the gradients. A second call changes nothing."""
         engine = self._wrapper._ready()
         if self._wrapper._is_scaled_by_caller:
             self._wrapper._is_scaled_by_caller = False
@@ -240,12 +240,12 @@ class WrapperScaler(GradScalerAttrs):
         engine.unscale()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`unscale_`, then ``optimizer.step``, which skips where a gradient is not finite."""
+        """Call :meth:`unscale_`, then ``optimizer.step``, which skips if a gradient is not finite."""
         self.unscale_(optimizer)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Set the scale, if one is given; the step has moved it otherwise."""
+        """Set the scale, if ``new_scale`` is given. Otherwise do nothing, because the step has moved the scale."""
         if new_scale is not None:
             self._scaler.set_scale(float(new_scale))
 
@@ -253,13 +253,13 @@ class WrapperScaler(GradScalerAttrs):
         """Restore a state of ``GradScaler``. A static scale keeps its value.
 
         Raises:
-            StateError: it is none. Nothing was loaded.
+            StateError: it is not a state of ``GradScaler``. Nothing was loaded.
         """
         self._wrapper._check_state({"loss_scaler": state_dict})
         self._wrapper._restore(self._wrapper._ready(), {"loss_scaler": state_dict})
 
     def state_dict(self) -> dict[str, Any]:
-        """``GradScaler``'s own format; waits for the device. Where nothing is scaled, that of a scaler at its start."""
+        """Return the state in ``GradScaler``'s format; if nothing is scaled, a new scaler's. Waits for the device."""
         if self._enabled:
             return to_grad_scaler(self._scaler.state_dict(), self._scaler.config)
         rule = self._wrapper._scale_config
@@ -267,10 +267,10 @@ class WrapperScaler(GradScalerAttrs):
 
 
 def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The keywords of the base wrapper, if the optimizer is among them.
+    """Return ``kwargs``, the keywords of the base wrapper, if they have an optimizer.
 
     Raises:
-        ConfigTypeError: it is not; the first positional argument of these wrappers is another one.
+        ConfigTypeError: they have none. The first positional argument of these wrappers is not the optimizer.
     """
     if not is_optimizer(kwargs.get("optimizer")):
         raise ConfigTypeError(f"{cls.__name__} needs optimizer=...; write {cls.__name__}(optimizer=SGD(...))")

@@ -1,4 +1,4 @@
-"""ApexOptimWrapper: the opt levels behind a wrapper, without any apex. Compatible with mmengine 0.10.7."""
+"""ApexOptimWrapper: a wrapper that trains at an opt level, without apex. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from halfpeak.state.found_inf import is_first_rank
 class ApexOptimWrapper(OptimWrapper):
     """An opt level, O0 to O5, with every override of ``apex.amp.initialize``.
 
-    Model and optimizer are converted in the first :meth:`optim_context`, also when the model is wrapped by then. State
-    loaded before that is kept and applied. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.
+    The first :meth:`optim_context` converts model and optimizer, also a model inside a parallel wrapper, and applies a
+    state that was loaded before. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.
 
     Args:
         opt_level: ``"O0"`` to ``"O5"``.
         loss_scale: ``"dynamic"``, a number, or None for the level's own.
-        enabled: False, or 0, is a plain :class:`OptimWrapper`, whatever the other arguments are.
-        cast_model_type: as in :func:`halfpeak.prepare`, likewise the next five.
-        patch_torch_functions: cast per operation.
+        enabled: False, or 0, makes this a plain :class:`OptimWrapper`, whatever the other arguments are.
+        cast_model_type: as in :func:`halfpeak.prepare`, like the next five.
+        patch_torch_functions: cast the arguments of each torch operation.
         keep_batchnorm_fp32: leave normalisation layers in float32.
-        master_weights: step float32 copies of low parameters.
+        master_weights: step float32 copies of low-precision parameters.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers; ``backward(loss, loss_id=...)`` chooses.
-        verbosity: 1 (and None) prints the properties when the model is converted, and a line for each skipped step; 0
-            nothing.
-        min_loss_scale: floor of a dynamic scale; None means 2**-14. A static scale ignores it and the next.
-        max_loss_scale: its ceiling.
+        verbosity: 1 (and None) prints the properties when the model is converted, and a line after skipped steps; 0
+            prints nothing.
+        min_loss_scale: floor of a dynamic scale; None means 2**-14. A static scale ignores floor and ceiling.
+        max_loss_scale: ceiling of a dynamic scale.
         norms: which layers stay float32: ``"all"``, or ``"batchnorm"``, apex's rule.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
     Raises:
-        ConfigError: an unknown level, or an override it does not allow.
+        ConfigError: an unknown level, or an override that the level does not allow.
 
     Example:
         >>> import torch
@@ -111,7 +111,7 @@ class ApexOptimWrapper(OptimWrapper):
         self._made_config = self._make_config()
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
-        """Run backward under the scale of a loss. Counts one.
+        """Run backward with the loss scale of ``loss_id``, and count one backward pass.
 
         Raises:
             OrderError: before the first :meth:`optim_context`, which converts the model.
@@ -120,7 +120,7 @@ class ApexOptimWrapper(OptimWrapper):
         self._run_backward(loss, loss_id, kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """As :meth:`OptimWrapper.step`; tells of a skipped step where ``verbosity`` is above 0."""
+        """As :meth:`OptimWrapper.step`; also prints a line about skipped steps, unless ``verbosity`` is 0."""
         super().step(closure, **kwargs)
         if self._skips is not None and self._skips.has_grown(self._ready()):
             scaler = self._ready().scaler(self._loss_id)

@@ -1,4 +1,4 @@
-"""Checks that the arguments of wrappers, hooks and runners share."""
+"""Argument checks that wrappers, hooks and runners share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfpeak.core.short_repr import short_repr
 
 
 def require_flag(name: str, value: object) -> bool:
-    """A bool.
+    """Return a bool.
 
     Raises:
         ConfigTypeError: anything else.
@@ -23,7 +23,7 @@ def require_flag(name: str, value: object) -> bool:
 
 
 def require_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """An integer of ``least`` or more, NumPy's too. ``hint`` ends the message, such as ``"; write interval=50"``.
+    """Return an integer (NumPy's too) of ``least`` or more. ``hint`` ends the message: ``"; write interval=50"``.
 
     Raises:
         ConfigError: anything else.
@@ -38,7 +38,7 @@ def require_count(name: str, value: object, least: int = 1, hint: str = "") -> i
 
 
 def require_number(name: str, value: Any) -> float:
-    """A finite number.
+    """Return a finite number.
 
     Raises:
         ConfigTypeError: anything else.
@@ -61,7 +61,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:
-    """A dict, such as ``example``.
+    """Return a dict. The message shows ``example``.
 
     Raises:
         ConfigTypeError: anything else.

@@ -1,4 +1,4 @@
-"""BaseOptimWrapper: the methods of every wrapper about the optimizer in it. Compatible with mmengine 0.10.7."""
+"""BaseOptimWrapper: groups, rates, state and hooks of a wrapped optimizer. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from halfpeak.engine.state_checks import check_optimizer
 class BaseOptimWrapper(Optimizer, ABC):
     """One interface over an optimizer, whatever the precision of the step.
 
-    It counts as a ``torch.optim.Optimizer``, so torch's learning-rate schedulers take it directly; groups, state and
-    defaults are those of the optimizer in it.
+    A wrapper is a ``torch.optim.Optimizer``, so torch's learning-rate schedulers take it directly. Its groups, state
+    and defaults are those of the wrapped optimizer.
 
     Attributes:
-        optimizer: the optimizer. May be replaced.
+        optimizer: the wrapped optimizer. May be replaced.
         base_param_settings: with several groups, a pseudo-group that is never optimized, in which schedulers move the
             base learning rate without a group's multiplier; else None.
 
@@ -33,7 +33,7 @@ class BaseOptimWrapper(Optimizer, ABC):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Optimizer's own constructor would make groups and state; this class delegates to the optimizer's.
+        # No super().__init__(), which would make groups and state: this class uses those of the wrapped optimizer.
         if not is_optimizer(optimizer):
             raise ConfigTypeError(
                 f"optimizer must be a torch.optim.Optimizer, or have param_groups, step and zero_grad, not "
@@ -48,7 +48,7 @@ class BaseOptimWrapper(Optimizer, ABC):
 
     @abstractmethod
     def update_params(self, *args: Any, **kwargs: Any) -> Any:
-        """Backward, and a step where one is due."""
+        """Run backward, and step if a step is due."""
 
     @abstractmethod
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class BaseOptimWrapper(Optimizer, ABC):
         check_base_settings(state_dict)
         if is_torch_optimizer(self.optimizer):
             check_optimizer(self.optimizer, state_dict)
-            # torch's optimizers keep loaded tensors and step them in place.
+            # Copied, because torch's optimizers keep loaded tensors and write to them in place.
             saved = copied(
                 {key: state_dict[key] for key in ("state", "param_groups")}, "an optimizer's state"
             )
@@ -122,15 +122,15 @@ class BaseOptimWrapper(Optimizer, ABC):
             self.base_param_settings = settings
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register on the optimizer in it."""
+        """Register the hook on the wrapped optimizer."""
         return self.optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register on the optimizer in it."""
+        """Register the hook on the wrapped optimizer."""
         return self.optimizer.register_step_post_hook(hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Learning-rate schedulers put a counting `step` on their optimizer; it would step the original, not the copy.
+        # Learning-rate schedulers set a counting `step` on the wrapper; on a copy it would step the original.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class BaseOptimWrapper(Optimizer, ABC):
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether this has what a step needs: ``param_groups``, ``step`` and ``zero_grad``. A wrapper is none.
+    """Whether ``value`` has ``param_groups``, ``step`` and ``zero_grad``, and is not a wrapper.
 
     >>> is_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)), is_optimizer(torch.optim.SGD)
     (True, False)
@@ -149,7 +149,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def is_torch_optimizer(optimizer: object) -> bool:
-    """Whether this is one of torch's, with hooks for its step; a mock of one is not."""
+    """Whether ``optimizer`` is a ``torch.optim.Optimizer``, which has step hooks. A mock of one is not."""
     return issubclass(type(optimizer), Optimizer)
 
 
@@ -164,7 +164,7 @@ def check_base_settings(state: Mapping[str, Any]) -> None:
     """Check the pseudo-group in a wrapper's state, if there is one.
 
     Raises:
-        StateError: it is no dict, or has no learning rate there.
+        StateError: the pseudo-group is not a dict, or has no learning rate.
     """
     settings = require_mapping(state, "the state of a wrapper").get("base_param_settings")
     if settings is not None:

@@ -1,4 +1,4 @@
-"""build_optim_wrapper: from a configuration to a wrapper. Compatible with mmengine 0.10.7."""
+"""build_optim_wrapper: builds a wrapper from a configuration. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from halfpeak.optim.wrapper import OptimWrapper
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
-    """Build what a configuration describes over the parameters of ``model``.
+    """Build the optimizer and the wrapper of a configuration over the parameters of ``model``.
 
     Args:
-        cfg: not changed. ``type`` names the wrapper (default ``"OptimWrapper"``), ``optimizer`` is the optimizer's
-            dict with a ``type`` of its own, or a built optimizer; ``paramwise_cfg`` gives parameters options of their own
-            (:class:`DefaultOptimWrapperConstructor`); ``constructor`` names the constructor; every other key is an argument
-            of the wrapper.
+        cfg: not changed. ``type`` names the wrapper (default ``"OptimWrapper"``). ``optimizer`` is the optimizer's dict
+            with a ``type`` of its own, or a built optimizer. ``paramwise_cfg`` sets options per parameter
+            (:class:`DefaultOptimWrapperConstructor`). ``constructor`` names the constructor. Every other key is an
+            argument of the wrapper.
 
     Returns:
-        What the constructor returns: a wrapper, unless you registered a constructor that returns something else.
+        The constructor's result: a wrapper, unless user code registered a constructor that returns something else.
 
     Raises:
         RegistryError: a name that is not registered.
@@ -59,10 +59,10 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
 
 
 def _copied(value: Any, done: dict[int, Any]) -> Any:
-    """A copy of nested dicts, lists and tuples, each once. Their leaves are shared: an optimizer must stay the same object.
+    """Copy nested dicts, lists and tuples, each once. Leaves are shared: an optimizer must stay the same object.
 
     Raises:
-        ConfigError: they are nested in themselves, or a thousand deep.
+        ConfigError: a container is nested in itself, or a thousand deep.
     """
     if id(value) in done or not (isinstance(value, dict) or type(value) in (list, tuple)):
         return done.get(id(value), value)

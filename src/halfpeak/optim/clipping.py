@@ -24,7 +24,7 @@ class StrictClipNorm:
     clip: ClipNorm
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
-        """Clip in place; return the norm before that.
+        """Clip in place; return the norm before clipping.
 
         Raises:
             OrderError: the norm is not finite.
@@ -39,13 +39,13 @@ class StrictClipNorm:
 
 
 def parse_clip_grad(clip_grad: Mapping[str, Any] | None, name: str = "clip_grad") -> Clip:
-    """``dict(max_norm=1.0)``, ``dict(type='norm', ...)`` or ``dict(type='value', clip_value=0.2)``; None clips nothing.
+    """Parse ``dict(max_norm=1.0)``, ``dict(type='norm', ...)``, ``dict(type='value', clip_value=0.2)`` or None.
 
-    ``foreach`` is accepted and changes nothing: lists are always clipped together. ``name`` is the argument's, in messages.
+    ``foreach`` is accepted and changes nothing: lists are always clipped together. Messages call the argument ``name``.
 
     Raises:
-        ConfigTypeError: not a dict, an unknown key, or a flag that is not one.
-        ConfigError: empty, an unknown type, or a value out of range.
+        ConfigTypeError: not a dict, an unknown key, or a flag that is not a bool.
+        ConfigError: an empty dict, an unknown type, or a value out of range.
 
     >>> parse_clip_grad({"type": "value", "clip_value": 0.5})
     ClipValue(value=0.5)
@@ -74,7 +74,7 @@ def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
     if kind == "value":
         return ClipValue(value=given["clip_value"])
     norm_type = given.get("norm_type", 2.0)
-    # Configuration files have no other spelling for it.
+    # Configuration files can write infinity only as a string.
     clip = ClipNorm(max_norm=given["max_norm"], norm_type=float("inf") if norm_type == "inf" else norm_type)
     return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite") else clip
 

@@ -1,4 +1,4 @@
-"""DefaultOptimWrapperConstructor: from a model and a configuration to a wrapper. Compatible with mmengine 0.10.7."""
+"""DefaultOptimWrapperConstructor: builds a wrapper for a model and a configuration. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         flat_decay_mult      a vector outside deformable convolutions        ┘
         bypass_duplicate     a shared parameter keeps its first group, instead of an error
 
-    A subclass may override ``add_params`` or ``__call__``; keys that are not in this list are then its own.
+    A subclass may override ``add_params`` or ``__call__``, and may then read further keys.
 
-    mmengine makes the same groups, and accepts silently what is refused here: an unknown key, ``flat_decay_mult`` without
-    weight decay, a custom option that the optimizer does not have. It also trains nothing but ``model.module`` wherever
-    there is one; here that must hold every parameter, as it does in a parallel wrapper.
+    mmengine makes the same groups, but silently accepts what this class refuses: an unknown key, ``flat_decay_mult``
+    without weight decay, a custom option that the optimizer does not have. If the model has an attribute ``module``,
+    mmengine trains only that module; this class does so only if it holds every parameter, as in a parallel wrapper.
 
     Attributes:
         optim_wrapper_cfg: the wrapper's part of the configuration.
-        optimizer_cfg: the optimizer's.
+        optimizer_cfg: the optimizer's part of the configuration.
         paramwise_cfg: as given; ``{}`` for None.
         base_lr: ``lr`` of ``optimizer_cfg``, or None.
         base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
 
     Raises:
         ConfigTypeError: not a dict, or an unknown key.
-        ConfigError: no ``optimizer``; a multiplier that is out of range, or of a value that ``optimizer`` does not set.
+        ConfigError: no ``optimizer``; a multiplier is out of range, or multiplies a value that ``optimizer`` lacks.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> cfg = {"optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.25}}
@@ -57,7 +57,7 @@ class DefaultOptimWrapperConstructor(ParamGroups):
     [(0.5, 0.25)]
     """
 
-    # mmengine's own registries in the subclass that halfpeak.shim makes.
+    # The subclass in halfpeak.shim uses mmengine's own registries.
     _optimizers: ClassVar[Registry] = OPTIMIZERS
     _wrappers: ClassVar[Registry] = OPTIM_WRAPPERS
 
@@ -75,12 +75,12 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         self._read(paramwise_cfg)
 
     def __call__(self, model: nn.Module) -> Any:
-        """Build the optimizer and its wrapper. A parallel wrapper around the model is looked through.
+        """Build the optimizer and its wrapper. ``model`` may be a parallel wrapper around the model.
 
         Raises:
-            RegistryError: a ``type`` that is not registered.
-            ConfigTypeError: an argument that the optimizer or the wrapper does not take.
-            ConfigError: no parameter requires a gradient, or one is in several groups.
+            RegistryError: a ``type`` is not registered.
+            ConfigTypeError: the optimizer or the wrapper does not take an argument.
+            ConfigError: no parameter requires a gradient, or a parameter is in several groups.
         """
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -125,7 +125,7 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         return groups
 
     def _check_options(self, factory: Factory) -> str:
-        """The name of the optimizer's first argument, which takes the parameters whatever it is called."""
+        """Check the options, and return the name of the optimizer's first argument, which takes the parameters."""
         takes = keywords_of(factory)
         if not takes.names:
             raise ConfigTypeError(
@@ -143,7 +143,7 @@ class DefaultOptimWrapperConstructor(ParamGroups):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """``model.module`` if that holds every parameter, as in DistributedDataParallel; else the model."""
+    """Return ``model.module`` if it holds every parameter, as in DistributedDataParallel; else the model."""
     inner = getattr(model, "module", None)
     if not isinstance(inner, nn.Module):
         return model

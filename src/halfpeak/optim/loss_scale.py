@@ -1,4 +1,4 @@
-"""What ``loss_scale=`` means, in the words of torch, mmcv and halfpeak; and SkipCount, which tells of skipped steps."""
+"""The argument ``loss_scale=`` in the formats of torch, mmcv and halfpeak; SkipCount, which notices skipped steps."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ _NAMES: Final = {
 
 
 def parse_loss_scale(loss_scale: object, rule: ScaleConfig = TORCH_RULE) -> ScaleConfig | None:
-    """The schedule that ``loss_scale`` means, with the constants of ``rule`` where it leaves them open.
-
-    None where it is switched off: ``dict(enabled=False)``.
+    """Return the rule for ``loss_scale``; ``rule`` gives missing constants. None for ``dict(enabled=False)``.
 
     Args:
         loss_scale: ``"dynamic"``; a number, which is a static scale; or a dict with keys of mmcv's ``LossScaler``
@@ -84,21 +82,21 @@ def _parse_dict(given: Mapping[str, Any], rule: ScaleConfig) -> ScaleConfig | No
 
 
 def _with_bounds(rule: ScaleConfig, values: Mapping[str, Any]) -> ScaleConfig:
-    """``rule`` with ``values``; a first scale beyond its bounds moves them, unless they were given."""
+    """Return ``rule`` with ``values``; an initial scale out of bounds moves the bounds that ``values`` does not set."""
     config = replace(rule, **values)
     bounds = {"floor": min(config.floor, config.init), "ceiling": max(config.ceiling, config.init)}
     return replace(config, **{name: bound for name, bound in bounds.items() if name not in values})
 
 
 class SkipCount:
-    """Whether steps were skipped, as soon as their count has reached the host: a step or two late on an accelerator."""
+    """Notices skipped steps when their count has reached the host, on an accelerator a step or two late."""
 
     def __init__(self, engine: Engine) -> None:
         self._count = AsyncScalar(engine.device)
         self._known = 0.0
 
     def has_grown(self, engine: Engine) -> bool:
-        """Whether a skip has come to be known since the last call."""
+        """Whether the count on the host has grown since the last call."""
         self._count.push(engine.num_skipped)
         before, self._known = self._known, self._count.value
         return self._known > before

@@ -24,7 +24,7 @@ TORCH_OPTIMIZERS: Final = tuple(
 """The names of torch's own optimizers in the installed release."""
 
 FUSED_OPTIMIZERS: Final = tuple(getattr(fused, name) for name in fused.__all__)
-"""halfpeak's own, under the names of their classes."""
+"""halfpeak's own optimizers."""
 
 OPTIMIZERS: Final = Registry("optimizer", mmengine="OPTIMIZERS")
 """What ``type`` of an ``optimizer`` configuration may name."""
@@ -33,7 +33,7 @@ for _name in TORCH_OPTIMIZERS:
     OPTIMIZERS.register_module(module=getattr(torch.optim, _name))
 for _fused in FUSED_OPTIMIZERS:
     OPTIMIZERS.register_module(module=_fused)
-# mmengine's name for it, because there transformers may own the other.
+# mmengine's name for torch's Adafactor, because "Adafactor" may be the one of transformers there.
 OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
 
 OPTIM_WRAPPERS: Final = Registry("optimizer wrapper", mmengine="OPTIM_WRAPPERS")
@@ -45,4 +45,4 @@ for _wrapper in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper):
 OPTIM_WRAPPER_CONSTRUCTORS: Final = Registry(
     "optimizer wrapper constructor", mmengine="OPTIM_WRAPPER_CONSTRUCTORS"
 )
-"""What its ``constructor`` may name."""
+"""What ``constructor`` of an ``optim_wrapper`` configuration may name."""

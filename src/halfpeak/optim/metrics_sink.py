@@ -1,4 +1,4 @@
-"""Destinations for a wrapper's scalars and warnings: its own, mmengine's, or an object of the caller."""
+"""Destinations of a wrapper's scalars and warnings: halfpeak's own, mmengine's, or the caller's."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def check_sink(sink: object) -> None:
 
 
 def message_hub() -> Sink | None:
-    """mmengine's current ``MessageHub`` if mmengine is in use, else None.
+    """Return mmengine's current ``MessageHub`` if mmengine is imported, else None.
 
-    Looked up for each value, because a hub is often made after the wrapper.
+    Called for each value, because user code often makes the hub after the wrapper.
     """
     hub: Any = getattr(sys.modules.get("mmengine.logging"), "MessageHub", None)
     return None if hub is None else hub.get_current_instance()
 
 
 def current_logger() -> logging.Logger:
-    """mmengine's current logger if mmengine is in use, else ours."""
+    """Return mmengine's current logger if mmengine is imported, else halfpeak's logger."""
     loggers: Any = getattr(sys.modules.get("mmengine.logging"), "MMLogger", None)
     return logging.getLogger("halfpeak.optim") if loggers is None else loggers.get_current_instance()

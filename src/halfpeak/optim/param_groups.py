@@ -1,4 +1,4 @@
-"""ParamGroups: a group for every parameter of a model, in the order of its modules; what both constructors have in common."""
+"""ParamGroups: one group per parameter of a model, in the order of its modules; the base class of both constructors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfpeak.optim.paramwise import Place, check_paramwise, custom_key, is_dcn
 
 
 class ParamGroups(ABC):
-    """Reads a ``paramwise_cfg`` and walks through a model. Subclasses say what becomes of a parameter."""
+    """Reads a ``paramwise_cfg`` and walks through a model. Subclasses make the group of each parameter."""
 
     optimizer_cfg: Mapping[str, Any]
 
@@ -29,10 +29,10 @@ class ParamGroups(ABC):
         prefix: str = "",
         is_dcn_module: bool | None = None,
     ) -> None:
-        """Append the groups of a module and of everything in it to ``params``.
+        """Append the groups of a module and its submodules to ``params``.
 
         Args:
-            params: changed.
+            params: extended in place.
             prefix: the path of ``module`` in the model.
             is_dcn_module: whether ``module`` is part of a deformable convolution.
         """
@@ -44,14 +44,14 @@ class ParamGroups(ABC):
 
     @abstractmethod
     def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
-        """Append the group of a parameter, or none."""
+        """Append the group of a parameter, unless the parameter gets none."""
 
     @abstractmethod
     def _multipliers(self, parameter: nn.Parameter, place: Place) -> tuple[float | None, float | None]:
-        """Of learning rate and weight decay, where no entry of ``custom_keys`` decides; None for no rule."""
+        """Return the multipliers of lr and weight decay without an entry of ``custom_keys``; None without a rule."""
 
     def _options(self, parameter: nn.Parameter, place: Place) -> tuple[str | None, dict[str, Any]]:
-        """The entry of ``custom_keys`` that decides, or None; learning rate and weight decay where a rule sets them."""
+        """Return the key of ``custom_keys`` that decides, or None, and the lr and weight decay that rules set."""
         custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
         key = custom_key(custom, place)
         if key is not None:
@@ -66,7 +66,7 @@ class ParamGroups(ABC):
         return key, options
 
     def _is_customised(self) -> bool:
-        """Whether a subclass of the user's makes the groups, whose keys are then its own."""
+        """Whether user code overrides how groups are made, and may thus read further keys."""
         methods: Sequence[Any] = (type(self).add_params, type(self).__call__)
         return not all(method.__module__.startswith("halfpeak.") for method in methods)
 

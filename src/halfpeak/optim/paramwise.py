@@ -1,4 +1,4 @@
-"""The rules of ``paramwise_cfg``: which learning rate and which weight decay a parameter gets. Pure functions."""
+"""The rules of ``paramwise_cfg``: pure functions for the learning rate and weight decay of a parameter."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Place:
 
 
 def custom_key(keys: Iterable[str], place: Place) -> str | None:
-    """The key that is part of ``prefix.name``: the longest, then the first in the alphabet; None if there is none.
+    """Return the longest key that is part of ``prefix.name``, then the first in the alphabet; None if there is none.
 
-    At the root the text begins with its dot, so ``".weight"`` finds the model's own parameters too.
+    The model's own parameters have an empty prefix, so ``".weight"`` finds them too.
 
     >>> custom_key(["weight", "backbone"], Place("weight", nn.Identity(), "backbone.0", False))
     'backbone'
@@ -53,9 +53,9 @@ def custom_key(keys: Iterable[str], place: Place) -> str | None:
 
 
 def lr_multiplier(cfg: Mapping[str, Any], place: Place) -> float | None:
-    """``dcn_offset_lr_mult`` inside the offset convolution of a deformable one, else ``bias_lr_mult``; None for neither.
+    """Return ``dcn_offset_lr_mult`` for a deformable convolution's offset, ``bias_lr_mult`` for a bias, else None.
 
-    The bias of a norm, and any bias inside a deformable convolution, is not a bias here.
+    The bias of a norm, and any bias inside a deformable convolution, does not count as a bias.
     """
     offset = place.in_dcn and "conv_offset" in place.prefix and isinstance(place.module, nn.Conv2d)
     if offset and cfg.get("dcn_offset_lr_mult") is not None:
@@ -65,7 +65,7 @@ def lr_multiplier(cfg: Mapping[str, Any], place: Place) -> float | None:
 
 
 def decay_multiplier(cfg: Mapping[str, Any], place: Place, ndim: int) -> float | None:
-    """The first that applies and is given, of norm, bias, depthwise convolution, flat (a vector); None for none."""
+    """Return the first given multiplier that applies: norm, bias, depthwise convolution, flat (a vector); or None."""
     applies = {
         "norm_decay_mult": is_norm(place.module),
         "bias_decay_mult": place.name == "bias" and not place.in_dcn,
@@ -76,17 +76,17 @@ def decay_multiplier(cfg: Mapping[str, Any], place: Place, ndim: int) -> float |
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a batch, instance, group or layer norm."""
+    """Whether ``module`` is a batch, instance, group or layer norm."""
     return isinstance(module, _NORMS)
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Whether it is a ``Conv2d`` with one group per input channel; with one channel it always is."""
+    """Whether ``module`` is a ``Conv2d`` with one group per input channel, as every one with one channel is."""
     return isinstance(module, nn.Conv2d) and module.in_channels == module.groups
 
 
 def is_dcn(module: nn.Module) -> bool:
-    """Whether it is a deformable convolution. By the name of its class, because the classes are in other packages."""
+    """Whether ``module`` is a deformable convolution, by its class's name: the classes are in other packages."""
     return any(cls.__name__ in _DCN for cls in type(module).__mro__)
 
 
@@ -95,13 +95,12 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
 
     Args:
         base_lr: ``lr`` of the optimizer's configuration, or None.
-        base_wd: ``weight_decay`` of it, or None.
-        strict: whether keys must be known.
+        base_wd: ``weight_decay`` of the optimizer's configuration, or None.
+        strict: refuse unknown keys.
 
     Raises:
         ConfigTypeError: not a dict, an entry of the wrong type, or an unknown key.
-        ConfigError: a multiplier that is negative or not finite, or of something that the optimizer's configuration does
-            not set.
+        ConfigError: a multiplier is negative or not finite, or the optimizer's configuration lacks what it multiplies.
     """
     if not isinstance(cfg, Mapping):
         raise ConfigTypeError(f"paramwise_cfg must be None or a dict, not {type(cfg).__name__}")
@@ -121,10 +120,10 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
 
 
 def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Check that the entries of ``custom_keys`` hold multipliers and ``options`` of the optimizer only.
+    """Check that the entries of ``custom_keys`` hold only multipliers and ``options`` of the optimizer.
 
     Raises:
-        ConfigTypeError: another key, which no optimizer would read from the group.
+        ConfigTypeError: another key, which the optimizer would never read from the group.
     """
     allowed = (*CUSTOM_KEYS, *options)
     for key, entry in _custom(cfg).items():

@@ -27,12 +27,11 @@ class Registry:
     """A closed table from names to factories.
 
     A name in a configuration means exactly what was registered under it. Names are never imported, so an untrusted
-    configuration can build nothing but registered members. Code that calls :meth:`build`
-    itself may give a factory in place of a name.
+    configuration can build only registered members. User code that calls :meth:`build` may pass a factory instead.
 
     Args:
         name: the kind of members, for messages: ``"optimizer"``.
-        mmengine: the name of mmengine's registry of the same kind, whose members are found too where mmengine is in use:
+        mmengine: the name of mmengine's registry of the same kind. If mmengine is imported, its members are found too:
             by name, by ``scope.Name``, and in its default scope.
 
     >>> OPTIMIZERS = Registry("optimizer")
@@ -75,7 +74,7 @@ class Registry:
         """The factory of that name.
 
         Raises:
-            RegistryError: there is none. The message gives the near names.
+            RegistryError: the name is not registered. The message suggests similar names.
         """
         found = self.get(name)
         if found is None:
@@ -97,11 +96,11 @@ class Registry:
         return self._members.get(name) or self._in_mmengine(name, None)
 
     def _root(self) -> Any:
-        """mmengine's registry of the same kind; None where mmengine is not in use."""
+        """Return mmengine's registry of the same kind; None if mmengine is not imported."""
         return getattr(sys.modules.get("mmengine.registry"), self._mmengine or "-", None)
 
     def _in_mmengine(self, name: str, scope: str | None) -> Factory | None:
-        """What mmengine's registry has under a name. Nothing is imported because a name asks for it."""
+        """Return what mmengine's registry has under a name, or None. A name never selects a module to import."""
         root = self._root()
         if root is None:
             return None
@@ -138,7 +137,7 @@ class Registry:
 
         Raises:
             RegistryError: the name is taken.
-            ConfigTypeError: not a class or function, or not a name. A name has no dots.
+            ConfigTypeError: ``module`` is not a class or function, or ``name`` is not a name. Names have no dots.
         """
         if name is not None and not isinstance(name, str) and not _is_names(name):
             raise ConfigTypeError(
@@ -174,10 +173,10 @@ class Registry:
         self._members.update(dict.fromkeys(names, factory))
 
     def resolve(self, cfg: Mapping[str, Any]) -> Factory:
-        """The factory that ``cfg["type"]`` means: a registered name, or the factory itself.
+        """Return the factory for ``cfg["type"]``: a registered name, or the factory itself.
 
         Raises:
-            RegistryError: no ``type``, or one that is not registered.
+            RegistryError: no ``type``, or a name that is not registered.
             ConfigTypeError: ``type`` is neither a name nor callable.
         """
         if "type" not in cfg:
@@ -195,14 +194,14 @@ class Registry:
         return kind
 
     def build(self, cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None = None) -> Any:
-        """Call the factory that ``cfg["type"]`` means with the rest of ``cfg`` as keyword arguments.
+        """Call the factory for ``cfg["type"]`` with the rest of ``cfg`` as keyword arguments.
 
         Args:
             cfg: not changed.
-            default_args: arguments for what ``cfg`` leaves out, ``type`` among them.
+            default_args: values for keys that ``cfg`` lacks, which may include ``type``.
 
         Raises:
-            RegistryError: no ``type``, or one that is not registered.
+            RegistryError: no ``type``, or a name that is not registered.
             ConfigTypeError: not a dict, or an argument that the factory does not take.
         """
         default_args = {} if default_args is None else default_args
@@ -221,7 +220,7 @@ class Registry:
 
 
 def _registered(registry: Any, name: str) -> Factory | None:
-    """What a registry of mmengine has under a name, once the modules that it knows to register have been imported."""
+    """Import the modules that an mmengine registry lists for its members; return what it has under a name, or None."""
     registry.import_from_location()
     return registry.module_dict.get(name)
 
@@ -237,7 +236,7 @@ def keywords_of(factory: Factory) -> Keywords:
     """Read a factory's signature.
 
     Raises:
-        ConfigTypeError: it has none.
+        ConfigTypeError: the factory has no signature.
 
     >>> keywords_of(lambda params, lr=0.1, **options: None)
     Keywords(names=('params', 'lr'), is_open=True)
@@ -261,14 +260,14 @@ def name_of(factory: Factory) -> str:
 
 
 def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
-    """A message about one wrong key: the near ones, then all."""
+    """Return a message about a wrong key: similar keys, then all allowed keys."""
     allowed = list(allowed)
     near = _near(key, allowed) if isinstance(key, str) else ""
     return f"{owner} takes no {short_repr(key)}; {near}It takes {', '.join(allowed) or 'nothing'}"
 
 
 def _near(name: str, names: Iterable[str]) -> str:
-    """``did you mean ...? `` with the names that look like it, whatever their case and whatever stands before a dot."""
+    """Return ``did you mean ...? `` with similar names, or "". Ignores case and any prefix that ends in a dot."""
     folded = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.rpartition(".")[2].lower(), folded)
     return f"did you mean {' or '.join(repr(folded[one]) for one in near)}? " if near else ""

@@ -1,4 +1,4 @@
-"""What a wrapper saves beyond the formats of others, so that a resume is bitwise."""
+"""The entry of a wrapper's state that makes a resume bitwise: what mmengine's and torch's formats cannot hold."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.state_checks import check_buffers, check_version
 
 RESUME_KEY: Final = "halfpeak"
-"""Its key in the state of a wrapper. torch and mmengine ignore unknown keys."""
+"""The key of the entry. torch and mmengine ignore unknown keys."""
 
 _KEYS: Final = frozenset({"version", "scalers", "window", "buffers"})
 COUNT_KEY: Final = "inner_count"
-"""What a wrapper adds: how many backward passes there were. Files written before have none."""
+"""The key of a wrapper's number of backward passes. Files of earlier releases lack it."""
 
 _VERSION: Final = 1
 
 
 def save_resume_state(engine: Engine) -> dict[str, Any] | None:
-    """Loss scalers, the open window and the batch-norm statistics from before it; waits for the device.
+    """Return loss scalers, the open window and the batch-norm statistics from before it. Waits for the device.
 
-    None where the formats of others are complete: between two windows, unless overflows were counted that those formats
-    do not hold.
+    None if the formats of other libraries hold everything: between two windows, unless a scaler has counted overflows,
+    which these formats do not hold.
     """
     scalers = [scaler.state_dict() for scaler in engine.scalers]
     has_counted = any(
@@ -44,7 +44,7 @@ def has_open_window(saved: Mapping[str, Any]) -> bool:
     """Whether the state of a wrapper, or a part of it, holds an open window.
 
     Raises:
-        StateError: what it holds is no window.
+        StateError: the window is malformed.
     """
     if RESUME_KEY not in saved:
         return False
@@ -69,7 +69,7 @@ def check_resume_format(saved: object) -> None:
 
 
 def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Check that :func:`load_resume_state` would load it.
+    """Check that :func:`load_resume_state` would load ``saved``.
 
     Raises:
         StateError: it would not.
@@ -82,10 +82,10 @@ def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def load_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Restore what :func:`save_resume_state` returned, except the statistics. A static scale keeps its configured value.
+    """Restore a state from :func:`save_resume_state`, except the statistics. A static scale keeps its configured value.
 
     Raises:
-        StateError: it does not fit. Nothing was loaded.
+        StateError: the state does not fit. Nothing was loaded.
     """
     check_resume_state(engine, saved)
     engine.load_window_state(saved["window"])

@@ -26,7 +26,7 @@ def check_can_convert(model: nn.Module) -> None:
     """Check that the parameters of ``model`` may change their dtype.
 
     Raises:
-        ParameterError: FSDP1 has flattened them, or ``DistributedDataParallel`` reduces them in a group of its own.
+        ParameterError: FSDP1 has flattened the parameters, or DDP reduces them in a process group of its own.
     """
     if any("FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()):
         raise ParameterError(
@@ -44,10 +44,10 @@ def check_can_convert(model: nn.Module) -> None:
 
 
 def reconnect(model: nn.Module) -> None:
-    """Let every ``DistributedDataParallel`` in ``model`` reduce its parameters again after they changed their dtype.
+    """Make every ``DistributedDataParallel`` in ``model`` reduce gradients of parameters that have changed their dtype.
 
-    Its reducer has hooks on the gradient accumulators of the old dtype, which would never run again, so ranks would silently
-    diverge. Restoring the module from its own pickling state builds a new reducer.
+    The old reducer's hooks are on gradient accumulators of the old dtype and would never run again, so ranks would
+    silently diverge. Restoring the module from its own pickling state builds a new reducer.
     """
     for wrapped in _distributed(model):
         hooks, wrapped._comm_hooks = list(wrapped._comm_hooks), []
@@ -57,9 +57,9 @@ def reconnect(model: nn.Module) -> None:
 
 
 def synchronised_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """The trainable parameters inside every ``DistributedDataParallel`` in ``model``, with the values that it has made equal.
+    """Return the trainable parameters inside each ``DistributedDataParallel`` in ``model``, with their values.
 
-    Masters may start from these: :func:`halfpeak.prepare` rounds them on several ranks, because nothing says that they agree.
+    Masters may start from these values, which DDP has made equal on all ranks; :func:`halfpeak.prepare` rounds others.
     """
     found = (parameter for wrapped in _distributed(model) for parameter in wrapped.parameters())
     return [(parameter, parameter.data) for parameter in found if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""OptimWrapperDict: several wrappers under names, as GAN training has them. Compatible with mmengine 0.10.7."""
+"""OptimWrapperDict: several wrappers by name, as GAN training needs. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _refused(method: str) -> Any:
 class OptimWrapperDict(OptimWrapper):
     """Wrappers by name. Each is used by itself: ``wrappers["generator"].update_params(loss)``.
 
-    What has no meaning for all of them at once is refused and says what to write; ``initialize_count_status`` reaches
-    every wrapper.
+    A method without a meaning for several wrappers at once raises, and the message says what to write instead.
+    ``initialize_count_status`` reaches every wrapper.
 
     Raises:
         ConfigTypeError: a value is not a wrapper.
@@ -45,7 +45,7 @@ class OptimWrapperDict(OptimWrapper):
     """
 
     def __init__(self, **optim_wrapper_dict: OptimWrapper) -> None:
-        # There is no optimizer of its own, so the parent's constructor has nothing to hold.
+        # No super().__init__(), because the dict has no optimizer of its own.
         for name, wrapper in optim_wrapper_dict.items():
             if not isinstance(wrapper, OptimWrapper):
                 raise ConfigTypeError(
@@ -68,7 +68,7 @@ class OptimWrapperDict(OptimWrapper):
             wrapper.zero_grad(set_to_none, **kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Tell every wrapper. One that runs at another pace is told by itself: ``wrappers[name].initialize_...``."""
+        """Call it on every wrapper. For a wrapper with counts of its own, call it on ``wrappers[name]`` afterwards."""
         for wrapper in self.optim_wrappers.values():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
@@ -108,7 +108,7 @@ class OptimWrapperDict(OptimWrapper):
             self.optim_wrappers[name].load_state_dict(state)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that :meth:`load_state_dict` would take it.
+        """Check that :meth:`load_state_dict` would accept ``state_dict``.
 
         Raises:
             StateError: it would not.
@@ -167,7 +167,7 @@ class OptimWrapperDict(OptimWrapper):
 
 
 class WrapperDictError(OrderError, NotImplementedError):
-    """A call that is meant for one wrapper reached the dict of them: final, and what mmengine raised in its place."""
+    """User code called a method of a single wrapper on the dict. Also a NotImplementedError, as in mmengine."""
 
 
 class UnknownWrapperError(RegistryError, AssertionError):
@@ -175,4 +175,4 @@ class UnknownWrapperError(RegistryError, AssertionError):
 
 
 class UnknownWrapperStateError(StateError, AssertionError):
-    """A state of a wrapper that is not there."""
+    """A state has a name that no wrapper has."""
