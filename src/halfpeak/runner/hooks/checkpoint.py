@@ -1,4 +1,4 @@
-"""CheckpointHook: save the run every so often. Compatible with mmcv 1.7.2."""
+"""CheckpointHook: saves the run at intervals. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from halfpeak.runner.hook import Hook, RunnerView
 class CheckpointHook(Hook):
     """Saves the run after every ``interval`` epochs or iterations, and after the last one.
 
-    The file is written when every hook has been called for the epoch or iteration and the counters have moved on, so a
-    resumed run repeats and skips nothing. ``runner.meta["hook_msgs"]["last_ckpt"]`` names the last file.
+    The file is written after all hooks have run for the epoch or iteration and the counters have moved on, so a resumed
+    run repeats and skips nothing. ``runner.meta["hook_msgs"]["last_ckpt"]`` names the last file.
 
     Args:
-        interval: -1 saves only the last.
-        by_epoch: whether it counts epochs or iterations.
+        interval: epochs or iterations between two files; -1 saves only after the last.
+        by_epoch: whether ``interval`` counts epochs or iterations.
         save_optimizer: whether to save the optimizer's state.
-        out_dir: where to save, in a directory with the name of ``work_dir``; None means ``work_dir`` itself.
-        max_keep_ckpts: older files beyond this number are deleted; -1 keeps all.
-        save_last: whether to save the last epoch or iteration in any case.
+        out_dir: save in a subdirectory of this one, named like ``work_dir``; None saves in ``work_dir`` itself.
+        max_keep_ckpts: keep only this number of files; -1 keeps all.
+        save_last: always save after the last epoch or iteration.
         sync_buffer: average the model's buffers over the ranks first.
-        kwargs: ``filename_tmpl``, ``meta`` and ``create_symlink`` of ``runner.save_checkpoint``. A runner of a subclass that
-            overrides it saves by that, as the counters stand then; the file is what the subclass puts into it.
+        kwargs: ``filename_tmpl``, ``meta`` and ``create_symlink`` of ``runner.save_checkpoint``. If user code overrides
+            ``save_checkpoint`` in a runner, the hook calls it at once, before the counters move on.
 
     Raises:
         ConfigError: a value out of range, or an unknown keyword.
@@ -72,10 +72,10 @@ class CheckpointHook(Hook):
         self._kwargs = kwargs
 
     def before_run(self, runner: RunnerView) -> None:
-        """Find the directory.
+        """Find the directory for checkpoints.
 
         Raises:
-            ConfigError: neither the hook nor the runner has one.
+            ConfigError: neither the hook nor the runner has a directory.
         """
         self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "CheckpointHook")
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
@@ -113,7 +113,7 @@ class CheckpointHook(Hook):
         runner.defer(save)
 
     def _save_by_override(self, runner: Any, path: Path, number: int) -> None:
-        """Call the ``save_checkpoint`` of a runner's subclass: at once, because it counts the current epoch as over itself."""
+        """Call a user's override of ``save_checkpoint`` at once: it counts the current epoch as finished itself."""
         if self.sync_buffer:
             allreduce_params(runner.model.buffers())
         if runner.rank == 0:
@@ -127,7 +127,7 @@ class CheckpointHook(Hook):
         step = max(self.interval, 1)
         newest = (
             number if number % step == 0 else number - number % step + step
-        )  # the last may come in between
+        )  # the last file may lie between two intervals
         for old in range(newest - self.max_keep_ckpts * step, 0, -step):
             path = directory / self.filename_tmpl.format(old)
             if not path.is_file():

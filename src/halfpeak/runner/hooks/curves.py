@@ -1,4 +1,4 @@
-"""The curves that learning rates and momenta follow: a place in, a value out. No hook and no runner is known here."""
+"""Curves of learning rates and momenta: functions from a position in the run to a value, independent of hooks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_choice, require_count, require_flag, require_number
 
 Total: TypeAlias = Callable[[], int]
-"""The length of a schedule, asked for only by curves that need one: a run may have none in that unit."""
+"""Returns the length of a schedule. Only curves that need it call it, because a run may have no length in that unit."""
 
 Shape: TypeAlias = Callable[[float, float, float], float]
-"""From one value to another, for a place between 0 and 1."""
+"""``(start, end, place) -> value``, for a place between 0 and 1."""
 
 
 def cosine(start: float, end: float, place: float) -> float:
@@ -35,18 +35,18 @@ SHAPES: Final[Mapping[str, Shape]] = {"cos": cosine, "linear": linear}
 
 
 class Curve(Protocol):
-    """A value for each place, counted in finished epochs or iterations."""
+    """A value for each position, which is the number of finished epochs or iterations."""
 
     def __call__(self, base: float, place: int, total: Total) -> float:
-        """The value at ``place`` of a schedule that begins with ``base``."""
+        """The value at position ``place``, for the initial value ``base``."""
         ...
 
 
 class Steps:
-    """``base * gamma ** n``, where n counts the steps until now, and never below ``minimum``.
+    """``base * gamma ** n`` after n steps, and never below ``minimum``.
 
     Args:
-        step: the distance between two steps, or a list of their places.
+        step: the distance between two steps, or a list of the positions of all steps.
 
     >>> steps = Steps([2, 4], 0.5, None)
     >>> [steps(8.0, place, int) for place in range(5)]
@@ -64,17 +64,17 @@ class Steps:
         self.step, self.gamma, self.minimum = step, require_number("gamma", gamma), minimum
 
     def __call__(self, base: float, place: int, total: Total) -> float:
-        """The value after the steps until ``place``."""
+        """The value after all steps up to ``place``."""
         count = place // self.step if isinstance(self.step, int) else sum(place >= one for one in self.step)
         value = base * self.gamma**count
         return value if self.minimum is None else max(value, self.minimum)
 
 
 class Target:
-    """The end of a curve: a number, or a ratio of its beginning. Exactly one of them is given.
+    """The final value of a curve: a number, or a ratio of the initial value. The caller must give exactly one.
 
     Args:
-        name: of the number in messages, such as ``"min_lr"``.
+        name: name of the number in messages, such as ``"min_lr"``.
     """
 
     def __init__(self, name: str, value: float | None, ratio: float | None) -> None:
@@ -86,28 +86,28 @@ class Target:
         self._ratio = None if ratio is None else require_number(f"{name}_ratio", ratio)
 
     def __call__(self, base: float) -> float:
-        """The end of a curve that begins at ``base``."""
+        """The final value of a curve with the initial value ``base``."""
         return base * self._ratio if self._value is None else self._value  # type: ignore[operator]
 
 
 class Annealing:
-    """From ``base`` to ``target`` over the whole run, along :func:`cosine` or :func:`linear`."""
+    """A curve from ``base`` to ``target`` over the whole run, along :func:`cosine` or :func:`linear`."""
 
     def __init__(self, shape: Shape, target: Target) -> None:
         self._shape, self._target = shape, target
 
     def __call__(self, base: float, place: int, total: Total) -> float:
-        """The value on the curve."""
+        """The value at position ``place``."""
         return self._shape(base, self._target(base), place / total())
 
 
 class Cycles:
-    """Cycles up to ``base * up`` and down to ``base * down``; each one's excursion is ``gamma`` times the last one's.
+    """Cycles up to ``base * up`` and down to ``base * down``; each rise is ``gamma`` times the previous rise.
 
     Args:
-        target_ratio: ``(up, down)``; a single number means that and 1e-5 of it.
-        cyclic_times: cycles in the run.
-        step_ratio_up: the part of a cycle until its peak.
+        target_ratio: ``(up, down)``; a single number means ``(up, up / 1e5)``.
+        cyclic_times: the number of cycles in the run.
+        step_ratio_up: the fraction of a cycle before its peak.
         anneal_strategy: ``"cos"`` or ``"linear"``.
     """
 
@@ -134,7 +134,7 @@ class Cycles:
         self._ratio_up, self._gamma, self._shape = step_ratio_up, gamma, _shape_of(anneal_strategy)
 
     def __call__(self, base: float, place: int, total: Total) -> float:
-        """The value on the rise or the fall of the cycle at ``place``."""
+        """The value at position ``place``, on the rise or the fall of its cycle."""
         length = max(total() // self._times, 1)
         rise = int(self._ratio_up * length)
         cycle, inside = divmod(place, length)
@@ -145,7 +145,7 @@ class Cycles:
 
 
 class Ends(NamedTuple):
-    """The three values that a :class:`OneCycle` joins."""
+    """The initial, peak and final value of a :class:`OneCycle`."""
 
     start: float
     peak: float
@@ -153,9 +153,9 @@ class Ends(NamedTuple):
 
 
 class OneCycle:
-    """Up in the first ``pct_start`` of the run, down in the rest; or up, back, and down to the very end.
+    """Up in the first ``pct_start`` of the run, then down to the end; with ``three_phase``, first back to the start.
 
-    Super-Convergence, Smith and Topin 2018 (arXiv:1708.07120); the places are those of ``torch``'s ``OneCycleLR``.
+    Super-Convergence, Smith and Topin 2018 (arXiv:1708.07120); positions are the same as in torch's ``OneCycleLR``.
     """
 
     def __init__(self, pct_start: float, anneal_strategy: str, three_phase: bool) -> None:
@@ -167,7 +167,7 @@ class OneCycle:
         self._pct, self._shape = pct_start, _shape_of(anneal_strategy)
 
     def __call__(self, ends: Ends, place: int, total: int) -> float:
-        """The value at ``place``."""
+        """The value at position ``place``."""
         rise = float(self._pct * total) - 1
         phases = [(rise, ends.start, ends.peak), (float(total - 1), ends.peak, ends.end)]
         if self._three:

@@ -1,4 +1,4 @@
-"""DiagnosisHook: a report on the first step that was skipped for another reason than the search for a loss scale."""
+"""DiagnosisHook: writes a report on steps that are skipped for reasons other than the search for a loss scale."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from halfpeak.runner.hook import Hook, RunnerView
 
 @HOOKS.register_module()
 class DiagnosisHook(Hook):
-    """Writes ``diagnosis-<step>.html`` into ``work_dir`` where a loss is not finite, or a skip is otherwise worth a look.
+    """Writes ``diagnosis-<step>.html`` into ``work_dir`` if a loss is not finite or a skipped step is unusual.
 
-    It names the module, as :func:`halfpeak.diagnose` does, from a replay of the step; see ``on_skip="diagnose"`` of
-    :func:`halfpeak.prepare`. Written at most once in 1,000 steps. Every step waits for the device, to know.
-
-    Where the model enters ``optim_context`` in its own ``train_step``, steps are looked at from the second one.
+    The report names the module at fault, found by a replay of the step as in :func:`halfpeak.diagnose`; see
+    ``on_skip="diagnose"`` of :func:`halfpeak.prepare`. At most one report is written in 1,000 steps. Every step waits
+    for the device to learn of a skip. If the model enters ``optim_context`` in its own ``train_step``, the hook watches
+    from the second step on.
 
     Example:
         >>> import tempfile, torch
@@ -38,5 +38,5 @@ class DiagnosisHook(Hook):
         self._known: set[Engine] = set()
 
     def before_train_iter(self, runner: RunnerView) -> None:
-        """Look for the engine of the model, which may come late."""
+        """Attach to engines of the model; an engine may be created after the run has begun."""
         diagnose_into(runner.work_dir or ".", runner.model, self._known)

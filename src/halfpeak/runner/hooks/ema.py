@@ -19,25 +19,25 @@ from halfpeak.runner.hook import Hook, RunnerView
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Averages the weights over the steps of the optimizer, and puts the averages into the model between epochs.
+    """Averages the weights over optimizer steps, and puts the averages into the model between epochs.
 
     ::
 
         after every interval-th step n:   average = (1 - m) * average + m * weights
                                           m = min(1 - (1 - momentum) ** interval, (1 + n) / (warm_up + n))
-        after a training epoch:           weights and averages change places, for validation and checkpoints
-        before the next one:              and back
+        after a training epoch:           swap weights and averages, for validation and checkpoints
+        before the next training epoch:   swap back
 
-    An iteration without a step changes no average. The weights are those of ``state_dict``: with float32 masters, the
-    masters. The hook waits for the device to know whether a step was skipped.
+    An iteration without a step changes no average. The hook averages the weights in ``state_dict``: the float32 masters
+    if there are any. It waits for the device to learn whether a step was skipped.
 
     Args:
-        momentum: part of the new weights in the average.
-        interval: steps between two updates; the momentum is that of so many steps.
-        warm_up: greater values slow the average down at the start.
+        momentum: weight of the new parameters in the average, per step.
+        interval: steps between two updates; an update has the momentum of ``interval`` steps.
+        warm_up: greater values make the average change more slowly at the start.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     def __init__(self, momentum: float = 0.0002, interval: int = 1, warm_up: int = 100) -> None:
@@ -56,7 +56,7 @@ class EMAHook(Hook):
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """The values that are not in the model: the averages during a training epoch, the weights between two."""
+        """The values outside the model: the averages during a training epoch, the weights between two epochs."""
         return dict(self._averages)
 
     def before_run(self, runner: RunnerView) -> None:
@@ -82,7 +82,7 @@ class EMAHook(Hook):
             self._swap(runner)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that are not in the model, and the count of steps."""
+        """The values outside the model, and the number of steps."""
         return {"averages": dict(self._averages), "steps": self._steps, "is_swapped": self._is_swapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,17 +109,17 @@ class EMAHook(Hook):
 
 
 def _weights(runner: RunnerView) -> dict[str, Tensor]:
-    """The parameters as the state dict shows them, by name; nothing is copied where there are no masters."""
+    """The state dict's entries for parameters, by name. Without masters these are the parameters' own memory."""
     model = unwrap(runner.model)
     state = model.state_dict()
     return {name: state[name] for name, _ in model.named_parameters()}
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load parameters the way ``load_state_dict`` does, which hands exact values to float32 masters.
+    """Load parameters as ``load_state_dict`` does, which gives exact values to float32 masters.
 
-    Module by module, because ``model.load_state_dict`` would count as loading a checkpoint, which also commits the batch-norm
-    statistics of an open window.
+    Loads module by module, because ``model.load_state_dict`` counts as loading a checkpoint, which also commits the
+    batch-norm statistics of an open window.
     """
     values, problems = dict(weights), list[str]()
     metadata: Any = getattr(model.state_dict(), "_metadata", {})

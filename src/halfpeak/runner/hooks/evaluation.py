@@ -26,7 +26,7 @@ LESS: Final = ("loss",)
 
 
 class Best(NamedTuple):
-    """The best model so far: its file, the file of the one before, and what to say."""
+    """A new best model: its file, the file of the previous best, and the message for the log."""
 
     path: Path
     previous: Path | None
@@ -49,21 +49,21 @@ class EvalHook(Hook):
         results = test_fn(model, dataloader)
         scores  = dataloader.dataset.evaluate(results, logger=runner.logger, **eval_kwargs)
 
-    ``test_fn`` may return the scores themselves, as a dict; then the dataset is not asked. The best so far is in
+    ``test_fn`` may return a dict of scores; the hook then does not call the dataset. The best so far is in
     ``runner.meta["hook_msgs"]`` as ``best_score`` and ``best_ckpt``.
 
     Args:
         dataloader: the data to evaluate on.
-        start: no evaluation before this epoch or iteration, counted from 1.
-        interval: how often from there on.
-        by_epoch: whether these count epochs or iterations.
-        save_best: the score by which a model is the best; ``"auto"`` takes the first. None saves nothing.
-        rule: ``"greater"`` or ``"less"``; None finds out from the name of the score.
+        start: the first epoch or iteration to evaluate, counted from 1.
+        interval: epochs or iterations between two evaluations.
+        by_epoch: whether ``start`` and ``interval`` count epochs or iterations.
+        save_best: name of the score that selects the best model; ``"auto"`` takes the first score. None saves nothing.
+        rule: ``"greater"`` or ``"less"``, the better direction; None decides by the name of the score.
         test_fn: None calls ``model(return_loss=False, **batch)`` on each batch and collects what it returns.
-        greater_keys: names, or parts of names, of scores that should be great; None means those of common metrics.
-        less_keys: of scores that should be small; None means ``loss``.
-        out_dir: where to save, in a directory with the name of ``work_dir``; None means ``work_dir`` itself.
-        eval_kwargs: for ``dataset.evaluate``.
+        greater_keys: names, or parts of names, of scores where greater is better; None means those of common metrics.
+        less_keys: the same where less is better; None means ``loss``.
+        out_dir: save in a subdirectory of this one, named like ``work_dir``; None saves in ``work_dir`` itself.
+        eval_kwargs: passed to ``dataset.evaluate``.
 
     Raises:
         ConfigError: a value out of range.
@@ -118,7 +118,7 @@ class EvalHook(Hook):
         """Find the directory for the best model.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: neither the hook nor the runner has a directory.
         """
         if self.save_best is not None:
             self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "EvalHook")
@@ -126,7 +126,7 @@ class EvalHook(Hook):
 
     def after_train_iter(self, runner: RunnerView) -> None:
         if not self.by_epoch and self._is_due(runner.iter + 1):
-            # Log the values of training first: they must not be averaged with the scores.
+            # Log the training values first, because the scores must not be averaged with them.
             for hook in runner.hooks:
                 if isinstance(hook, LoggerHook):
                     hook.after_train_iter(runner)
@@ -166,7 +166,7 @@ class EvalHook(Hook):
             runner.defer(lambda: best.save(runner, every_rank=False))
 
     def _test(self, runner: RunnerView) -> Any:
-        """The results of ``test_fn``, with the model in evaluation mode and in the casts of validation."""
+        """Run ``test_fn`` with the model in evaluation mode and under the casts of validation."""
         was_training = runner.model.training
         runner.model.eval()
         try:
@@ -176,7 +176,7 @@ class EvalHook(Hook):
             runner.model.train(was_training)
 
     def _score(self, runner: RunnerView, results: Any) -> Best | None:
-        """Log the scores; where to save the model, if it is the best so far."""
+        """Log the scores. Return a :class:`Best` if the model is the best so far and must be saved, else None."""
         scores = self.evaluate(runner, results)
         runner.log_buffer.output[EVAL_ITERS] = len(self.dataloader)
         runner.log_buffer.output.update(scores)
@@ -216,7 +216,7 @@ class EvalHook(Hook):
 
 
 def collect_results(model: Any, dataloader: Any) -> list[Any]:
-    """What ``model(return_loss=False, **batch)`` returns for each batch, in one list."""
+    """The concatenated results of ``model(return_loss=False, **batch)`` for all batches."""
     results: list[Any] = []
     for batch in dataloader:
         results.extend(model(return_loss=False, **batch))
@@ -228,18 +228,18 @@ _NOTHING: Final = object()
 
 @HOOKS.register_module()
 class DistEvalHook(EvalHook):
-    """:class:`EvalHook` on every rank: each tests its share of the data, rank 0 scores the results in their order.
+    """:class:`EvalHook` on several ranks: each rank tests its share of the data, and rank 0 scores all results.
 
-    Without ``test_fn``, rank 0 gathers the results of all ranks, in the order of a ``DistributedSampler`` that does not
-    shuffle; they must be plain data: tensors, numbers, text, lists and dicts. A ``test_fn`` of your own gathers its results
-    itself, and gets ``tmpdir`` and ``gpu_collect`` if it takes them. The best model is saved with the
-    random generators and open windows of all ranks.
+    Without ``test_fn``, rank 0 gathers the results of all ranks, in the order of a ``DistributedSampler`` without
+    shuffling. Results must be plain data: tensors, numbers, text, lists and dicts. A user's ``test_fn`` gathers the
+    results itself, and gets ``tmpdir`` and ``gpu_collect`` if its signature has them. The file of the best model holds
+    the random generators and open windows of all ranks.
 
     Args:
-        dataloader: this rank's share.
-        broadcast_bn_buffer: copy the running statistics of rank 0 to the other ranks first.
-        tmpdir: for ``test_fn``.
-        gpu_collect: for ``test_fn``.
+        dataloader: this rank's share of the data.
+        broadcast_bn_buffer: copy rank 0's running statistics of batch norms to the other ranks before testing.
+        tmpdir: passed to ``test_fn``.
+        gpu_collect: passed to ``test_fn``.
 
     The other arguments are those of :class:`EvalHook`.
 
@@ -294,7 +294,7 @@ class DistEvalHook(EvalHook):
         if best is not None:
             runner.defer(lambda: best.save(runner, every_rank=True))
         elif is_best:
-            # Rank 0 writes the file; this call sends it the random generators and windows of this rank.
+            # Rank 0 writes the file; this call sends this rank's random generators and windows to rank 0.
             runner.defer(lambda: runner.write_checkpoint("", every_rank=True))
 
     def _collect(self, model: Any, loader: Any) -> list[Any]:
@@ -303,7 +303,7 @@ class DistEvalHook(EvalHook):
         interleaved = chain.from_iterable(zip_longest(*parts, fillvalue=_NOTHING))
         merged = [result for result in interleaved if result is not _NOTHING]
         dataset = getattr(loader, "dataset", None)
-        # The sampler repeats a few samples so that every rank has the same number.
+        # Cut the samples that the sampler repeats to give every rank the same number.
         return merged if dataset is None else merged[: len(dataset)]
 
 

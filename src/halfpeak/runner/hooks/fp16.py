@@ -49,7 +49,7 @@ class Fp16OptimizerHook(OptimizerHook):
         autocast   float32   torch.autocast: in methods with auto_fp16, or     the weights
                              around train_step where the model has none
 
-    Low means ``dtype``. ``master`` is the mode that mmcv documents: scale, backward in half precision, copy gradients to
+    Low means ``dtype``. ``master`` is what mmcv documents: scale, backward in half precision, copy gradients to
     float32, unscale, update, copy back. ``autocast`` is what mmcv 1.7.2 does with torch 1.6 or newer. With masters and
     no ``auto_fp16``, ``forward`` computes low and returns float32, and autocast casts the rest of ``train_step``.
 

@@ -1,4 +1,4 @@
-"""The loggers: lines of text and of JSON, and TensorBoard. Compatible with mmcv 1.7.2."""
+"""The logger hooks: lines of text and JSON, and TensorBoard. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 
 EVAL_ITERS: Final = "eval_iter_num"
-"""The name under which an evaluation stores the number of its batches in the log buffer; it is not logged."""
+"""The key in the log buffer for the number of batches of an evaluation; it is not logged."""
 
 Tags: TypeAlias = dict[str, Any]
 
 
 class LoggerHook(Hook):
-    """Averages the log buffer over the last ``interval`` iterations and logs it; a subclass writes them in :meth:`log`.
+    """Averages the log buffer over the last ``interval`` iterations. A subclass writes the averages in :meth:`log`.
 
     Only rank 0 logs.
 
     Args:
         interval: iterations between two logs.
-        ignore_last: leave out the iterations after the last full interval of an epoch.
-        reset_flag: drop the averages after logging. The last logger of a run does so in any case.
-        by_epoch: count within the epoch, or from the beginning.
+        ignore_last: do not log the iterations after the last full interval of an epoch.
+        reset_flag: drop the averages after logging. The last logger of a run always does.
+        by_epoch: count iterations within the epoch rather than within the run.
 
     Raises:
-        ConfigError: ``interval`` is no positive integer.
+        ConfigError: ``interval`` is not a positive integer.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class LoggerHook(Hook):
 
     @abstractmethod
     def log(self, runner: RunnerView) -> Any:
-        """Log what is in ``runner.log_buffer.output``."""
+        """Log ``runner.log_buffer.output``."""
 
     def before_run(self, runner: RunnerView) -> None:
-        """Let the last logger drop the averages after it has logged them."""
+        """Make the last logger drop the averages after it has logged them."""
         loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
         loggers[-1].reset_flag = True
 
@@ -76,7 +76,7 @@ class LoggerHook(Hook):
         self._log_if_ready(runner)
 
     def get_mode(self, runner: RunnerView) -> str:
-        """``"train"`` or ``"val"``. Values that ``EvalHook`` left during training count as ``"val"``."""
+        """``"train"`` or ``"val"``. Scores that ``EvalHook`` logs during training count as ``"val"``."""
         output = runner.log_buffer.output
         return "train" if runner.mode == "train" and "time" in output and EVAL_ITERS not in output else "val"
 
@@ -85,15 +85,15 @@ class LoggerHook(Hook):
         return runner.epoch + 1 if runner.mode == "train" else max(runner.epoch, 1)
 
     def get_iter(self, runner: RunnerView, inner_iter: bool = False) -> int:
-        """The number of the iteration, counted from 1: in the run, or with ``by_epoch`` and ``inner_iter`` in the epoch."""
+        """The iteration, counted from 1 in the run, or with ``by_epoch`` and ``inner_iter`` in the epoch."""
         return runner.inner_iter + 1 if self.by_epoch and inner_iter else runner.iter + 1
 
     def get_lr_tags(self, runner: RunnerView) -> Tags:
-        """``learning_rate`` of the first group; one tag per optimizer where there are several."""
+        """``learning_rate`` of the first group; with several optimizers, one tag for each."""
         return _first("learning_rate", runner.current_lr())
 
     def get_momentum_tags(self, runner: RunnerView) -> Tags:
-        """``momentum`` of the first group; one tag per optimizer where there are several."""
+        """``momentum`` of the first group; with several optimizers, one tag for each."""
         return _first("momentum", runner.current_momentum())
 
     def get_loggable_tags(
@@ -135,7 +135,7 @@ _TIMES = ("time", "data_time")
 
 @HOOKS.register_module()
 class TextLoggerHook(LoggerHook):
-    """Writes to the runner's logger, and to ``<work_dir>/<timestamp>.log.json``, whose first line is ``runner.meta``.
+    """Logs to the runner's logger and to ``<work_dir>/<timestamp>.log.json``, whose first line is ``runner.meta``.
 
     ::
 
@@ -144,9 +144,9 @@ class TextLoggerHook(LoggerHook):
         Iter [50/90000]    lr: 1.000e-02, eta: 6:15:44, time: 0.251, data_time: 0.003, loss: 0.6931
 
     Args:
-        by_epoch: count iterations within the epoch; otherwise from the beginning.
-        interval: iterations between two lines; see :class:`LoggerHook` for it and the next two.
-        interval_exp_name: iterations between two lines that say the name of the experiment, ``meta["exp_name"]``.
+        by_epoch: count iterations within the epoch rather than within the run.
+        interval: iterations between two lines. For this and the next two arguments see :class:`LoggerHook`.
+        interval_exp_name: iterations between two lines with the name of the experiment, ``meta["exp_name"]``.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class TextLoggerHook(LoggerHook):
                 append_json_line(self.json_log_path, runner.meta)
 
     def log(self, runner: RunnerView) -> dict[str, Any]:
-        """Write both lines; returns what the second one holds."""
+        """Write the line of text and the line of JSON; return the content of the latter."""
         output = {name: value for name, value in runner.log_buffer.output.items() if name != EVAL_ITERS}
         row: dict[str, Any] = {
             "mode": self.get_mode(runner),
@@ -237,7 +237,7 @@ def _text(value: Any) -> str:
 
 
 def _peak_memory() -> int | None:
-    """Peak memory of tensors on the accelerator in MiB; None if there is none, or it keeps no statistics."""
+    """Peak memory of tensors on the accelerator in MiB; None without an accelerator or without its statistics."""
     if not torch.accelerator.is_available():
         return None
     try:
@@ -252,7 +252,7 @@ class TensorboardLoggerHook(LoggerHook):
 
     Args:
         log_dir: None means ``tf_logs`` in the work directory.
-        interval: iterations between two points; see :class:`LoggerHook` for it and the rest.
+        interval: iterations between two points. For this and the other arguments see :class:`LoggerHook`.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class TensorboardLoggerHook(LoggerHook):
         """Open the writer.
 
         Raises:
-            ConfigError: there is no directory.
+            ConfigError: neither the hook nor the runner has a directory.
             MissingExtraError: tensorboard is not installed.
         """
         super().before_run(runner)
@@ -283,7 +283,7 @@ class TensorboardLoggerHook(LoggerHook):
             )
         folder = self.log_dir or str(Path(runner.work_dir or "") / "tf_logs")
         with needs_extra(), warnings.catch_warnings():
-            # DeprecationWarnings of its dependencies at import: a user cannot act on them.
+            # Its dependencies issue DeprecationWarnings at import, on which a user cannot act.
             warnings.simplefilter("ignore")
             from torch.utils.tensorboard import SummaryWriter
         self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
@@ -302,7 +302,7 @@ class TensorboardLoggerHook(LoggerHook):
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one line of JSON to a file. Floats are rounded to five places; values that JSON does not know are written as text.
+    """Append one line of JSON to a file. Floats are rounded to five places; types unknown to JSON become text.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.json"

@@ -1,4 +1,4 @@
-"""OptimWrapperHook: the step of an optimizer wrapper after each iteration."""
+"""OptimWrapperHook: steps an optimizer wrapper after each iteration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from halfpeak.runner.hooks.optimizer import require_loss
 
 @HOOKS.register_module()
 class OptimWrapperHook(Hook):
-    """Lets the runner's :class:`~halfpeak.optim.OptimWrapper` take the step: accumulation, clipping and precision are its.
+    """Steps the runner's :class:`~halfpeak.optim.OptimWrapper`, which accumulates, clips and sets the precision.
 
-    ``train_step`` runs inside ``optim_context``. What the step did is in ``runner.step_result`` for the hooks that come
-    later, and the norm of the gradients in the log.
+    ``train_step`` runs inside ``optim_context``. The result of the step is in ``runner.step_result`` for later hooks,
+    and the gradient norm in the log.
 
     Example:
         >>> import torch
@@ -40,7 +40,7 @@ class OptimWrapperHook(Hook):
     """
 
     def before_run(self, runner: RunnerView) -> None:
-        """Tell the wrapper where the run is and how long it will be.
+        """Tell the wrapper the current iteration and the length of the run.
 
         Raises:
             ConfigTypeError: the optimizer is no wrapper.
@@ -48,17 +48,17 @@ class OptimWrapperHook(Hook):
         wrapper = _wrapper_of(runner)
         wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
         with wrapper.optim_context(runner.model):
-            pass  # a wrapper that converts its model does so in the first one, and validation may come before that
+            pass  # a wrapper converts its model in the first optim_context; validation may come before training
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any]:
         return _wrapper_of(runner).optim_context(runner.model)
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Backward, and a step where one is due.
+        """Run backward, and step at the end of an accumulation window.
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss.
-            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any further.
         """
         wrapper, loss = _wrapper_of(runner), require_loss(runner)
         wrapper.update_params(loss)

@@ -1,4 +1,4 @@
-"""ProfilerHook: ``torch.profiler`` over the first part of a run. Compatible with mmcv 1.7.2."""
+"""ProfilerHook: runs ``torch.profiler`` over the first part of a run. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from halfpeak.runner.hook import Hook, RunnerView
 
 @HOOKS.register_module()
 class ProfilerHook(Hook):
-    """Profiles the first ``profile_iters`` epochs, or with ``by_epoch=False`` iterations, and stops.
+    """Profiles the first ``profile_iters`` epochs, or with ``by_epoch=False`` iterations, of a run.
 
     Args:
-        activities: ``"cpu"`` and ``"cuda"``; activities that this machine does not have are left out.
+        activities: ``"cpu"`` and ``"cuda"``; activities that the machine does not support are ignored.
         schedule: arguments of ``torch.profiler.schedule``, which counts iterations.
         on_trace_ready: a function of the profiler; ``dict(type="log_trace", row_limit=20)``, which logs a table; or
-            ``dict(type="tb_trace", dir_name="traces")``, which writes for TensorBoard.
-        json_trace_path: where to write a trace for Chrome at the end.
-        options: of ``torch.profiler.profile``, such as ``profile_memory=True``.
+            ``dict(type="tb_trace", dir_name="traces")``, which writes TensorBoard files.
+        json_trace_path: path of a Chrome trace to write at the end.
+        options: passed to ``torch.profiler.profile``, such as ``profile_memory=True``.
 
     Raises:
         ConfigError: an unknown activity or trace, or ``profile_iters`` below 1.

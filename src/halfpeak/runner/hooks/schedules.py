@@ -1,9 +1,9 @@
-"""Schedules of the learning rate and of the momentum. Compatible with mmcv 1.7.2.
+"""Hooks for schedules of learning rate and momentum. Compatible with mmcv 1.7.2.
 
-:class:`UpdaterHook` says when a schedule acts, on what, and how it warms up. Curves that a rate and a
-momentum follow alike are in :mod:`halfpeak.runner.hooks.curves`.
+:class:`UpdaterHook` determines when a schedule acts, on which groups, and how it warms up. The curves that rate and
+momentum share are in :mod:`halfpeak.runner.hooks.curves`.
 
-Longer than 500 lines because the policies of mmcv are one list, in which rate and momentum differ in names and defaults only.
+Longer than 500 lines because mmcv's policies are one list: rate and momentum differ only in names and defaults.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from halfpeak.runner.hooks.curves import (
 )
 
 Values: TypeAlias = list[float] | dict[str, list[float]]
-"""One number per group; by name where there are several optimizers."""
+"""One number per group; a dict by name if there are several optimizers."""
 
 _WARMUPS: Final = ("constant", "linear", "exp")
 
 
 class UpdaterHook(Hook):
-    """Sets one number of every parameter group before each epoch or iteration.
+    """Sets one number, such as the learning rate, of every parameter group before each epoch or iteration.
 
-    The number follows from where the run is, not from the number that was set last. Schedules by iteration stand still
-    where a step was skipped because of an overflow (``runner.scheduled_iter``).
+    The number depends on the position in the run, not on the number that was set last. Schedules by iteration do not
+    advance when an overflow skips a step (``runner.scheduled_iter``).
 
     Args:
-        by_epoch: whether the schedule counts epochs, or iterations.
-        warmup: how the first iterations approach the schedule: ``"constant"``, ``"linear"``, ``"exp"``, or None.
-        warmup_iters: the number of these iterations.
-        warmup_ratio: the factor at their start.
-        warmup_by_epoch: whether ``warmup_iters`` counts epochs.
+        by_epoch: whether the schedule counts epochs rather than iterations.
+        warmup: the curve of the warm-up factor: ``"constant"``, ``"linear"``, ``"exp"``, or None for no warm-up.
+        warmup_iters: length of the warm-up.
+        warmup_ratio: the factor at the start of the warm-up.
+        warmup_by_epoch: whether ``warmup_iters`` counts epochs rather than iterations.
     """
 
     _curve: Curve | None = None
-    """What a policy follows that has no ``get_lr`` or ``get_momentum`` of its own."""
+    """The curve of a policy that does not override ``get_lr`` or ``get_momentum``."""
 
     def __init__(
         self,
@@ -81,22 +81,22 @@ class UpdaterHook(Hook):
 
     @abstractmethod
     def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
-        """The value of the schedule for a group that begins with ``base``."""
+        """The scheduled value for a group whose initial value is ``base``."""
 
     @abstractmethod
     def _begin(self, group: dict[str, Any]) -> float:
-        """The first value of a group, kept in the group so that a checkpoint holds it."""
+        """The initial value of a group, stored in the group so that a checkpoint holds it."""
 
     @abstractmethod
     def _write(self, group: dict[str, Any], value: float) -> None:
-        """Set the number of a group."""
+        """Set the number in a group."""
 
     @abstractmethod
     def _warm(self, value: float, factor: float) -> float:
-        """The value in the warm-up, whose factor goes to 1."""
+        """The value during warm-up, with a factor that goes to 1."""
 
     def before_run(self, runner: RunnerView) -> None:
-        """Record the first value of every group.
+        """Record the initial value of every group.
 
         Raises:
             OrderError: the runner has no optimizer.
@@ -117,11 +117,11 @@ class UpdaterHook(Hook):
             self._set(runner)
 
     def state_dict(self) -> dict[str, Any]:
-        """The length of a warm-up that is over: it does not begin again where a skipped step takes iterations back."""
+        """The length of a finished warm-up, so that a skipped step, which lowers the position, does not restart it."""
         return {"warmup_iters": self.warmup_iters} if self.warmup is not None and not self._is_warming else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. A warm-up of another length goes by where the run is."""
+        """Restore what :meth:`state_dict` returned. A warm-up of another length depends on the position in the run."""
         self._is_warming = self.warmup is not None and state.get("warmup_iters") != self.warmup_iters
 
     def _set(self, runner: RunnerView) -> None:
@@ -134,14 +134,14 @@ class UpdaterHook(Hook):
                 self._write(group, value if factor is None else self._warm(value, factor))
 
     def _place(self, runner: RunnerView) -> int:
-        """The finished epochs or iterations of the schedule."""
+        """The position of the schedule: finished epochs or iterations."""
         return runner.epoch if self.by_epoch else runner.scheduled_iter
 
     def _total(self, runner: RunnerView) -> int:
-        """The length of the schedule.
+        """The length of the schedule, in epochs or iterations.
 
         Raises:
-            ConfigError: the runner has no such length.
+            ConfigError: the runner has no length in this unit.
         """
         total = runner.max_epochs if self.by_epoch else runner.max_iters
         if total is None:
@@ -172,21 +172,21 @@ class UpdaterHook(Hook):
         return 1 - left * (1 - self.warmup_ratio) if self.warmup == "linear" else self.warmup_ratio**left
 
     def _by_group(self, number: Callable[[float], float]) -> Values:
-        """A number per group, in the form of ``runner.current_lr``."""
+        """One number per group, in the format of ``runner.current_lr``."""
         return optimizers.unnamed(
             {name: [number(base) for base in bases] for name, bases in self._base.items()}
         )
 
 
 class LrUpdaterHook(UpdaterHook):
-    """Base of the schedules of the learning rate: a subclass returns it from :meth:`get_lr`.
+    """Base of learning-rate schedules: a subclass returns the rate from :meth:`get_lr`.
 
-    Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. For the arguments see
-    :class:`UpdaterHook`.
+    Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. See :class:`UpdaterHook` for the
+    arguments.
     """
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """The rate now, of a group that begins with ``base_lr``."""
+        """The current rate of a group whose initial rate is ``base_lr``."""
         return self._on_curve(runner, base_lr)
 
     def get_regular_lr(self, runner: RunnerView) -> Values:
@@ -195,7 +195,7 @@ class LrUpdaterHook(UpdaterHook):
 
     @property
     def base_lr(self) -> Values:
-        """The first rate of each group."""
+        """The initial rate of each group."""
         return optimizers.unnamed(self._base)
 
     def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
@@ -206,7 +206,7 @@ class LrUpdaterHook(UpdaterHook):
 
     def _write(self, group: dict[str, Any], value: float) -> None:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)  # an optimizer in a CUDA graph reads this tensor, not the group's entry
+            group["lr"].fill_(value)  # in place, because an optimizer in a CUDA graph reads this tensor
         else:
             group["lr"] = value
 
@@ -215,10 +215,10 @@ class LrUpdaterHook(UpdaterHook):
 
 
 class MomentumUpdaterHook(UpdaterHook):
-    """Base of the schedules of the momentum: a subclass returns it from :meth:`get_momentum`.
+    """Base of momentum schedules: a subclass returns the momentum from :meth:`get_momentum`.
 
-    Sets ``momentum`` of a group, or the first of its ``betas``. Warm-up divides it by a factor that goes from
-    ``warmup_ratio`` to 1. For the arguments see :class:`UpdaterHook`.
+    Sets a group's ``momentum``, or the first of its ``betas``. Warm-up divides the momentum by a factor that goes from
+    ``warmup_ratio`` to 1. See :class:`UpdaterHook` for the arguments.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class MomentumUpdaterHook(UpdaterHook):
         super().__init__(by_epoch, warmup, warmup_iters, warmup_ratio, warmup_by_epoch)
 
     def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
-        """The momentum now, of a group that begins with ``base_momentum``."""
+        """The current momentum of a group whose initial momentum is ``base_momentum``."""
         return self._on_curve(runner, base_momentum)
 
     def get_regular_momentum(self, runner: RunnerView) -> Values:
@@ -241,7 +241,7 @@ class MomentumUpdaterHook(UpdaterHook):
 
     @property
     def base_momentum(self) -> Values:
-        """The first momentum of each group."""
+        """The initial momentum of each group."""
         return optimizers.unnamed(self._base)
 
     def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
@@ -263,7 +263,7 @@ class MomentumUpdaterHook(UpdaterHook):
 
 @HOOKS.register_module()
 class FixedLrUpdaterHook(LrUpdaterHook):
-    """The rate that the optimizer was built with."""
+    """A constant rate: the one that the optimizer was built with."""
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
         return base_lr
@@ -271,7 +271,7 @@ class FixedLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class ExpLrUpdaterHook(LrUpdaterHook):
-    """The rate times ``gamma`` each epoch or iteration."""
+    """Exponential decay: the rate is multiplied by ``gamma`` each epoch or iteration."""
 
     def __init__(self, gamma: float, **kwargs: Any) -> None:
         self.gamma = require_number("gamma", gamma)
@@ -284,7 +284,7 @@ class ExpLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class PolyLrUpdaterHook(LrUpdaterHook):
-    """A power of what is left of the run."""
+    """Polynomial decay: the rate follows a power of the remaining part of the run."""
 
     def __init__(self, power: float = 1.0, min_lr: float = 0.0, **kwargs: Any) -> None:
         self.power, self.min_lr = require_number("power", power), require_number("min_lr", min_lr)
@@ -298,7 +298,7 @@ class PolyLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class InvLrUpdaterHook(LrUpdaterHook):
-    """The inverse of a power of the time."""
+    """Inverse decay: the rate follows the inverse of a power of the position."""
 
     def __init__(self, gamma: float, power: float = 1.0, **kwargs: Any) -> None:
         self.gamma, self.power = require_number("gamma", gamma), require_number("power", power)
@@ -311,7 +311,7 @@ class InvLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class StepLrUpdaterHook(LrUpdaterHook):
-    """The rate times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+    """The rate is multiplied by ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.1, min_lr: float | None = None, **kwargs: Any
@@ -322,7 +322,7 @@ class StepLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class StepMomentumUpdaterHook(MomentumUpdaterHook):
-    """The momentum times ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
+    """The momentum is multiplied by ``gamma`` at each step; see :class:`~halfpeak.runner.hooks.curves.Steps`."""
 
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.5, min_momentum: float | None = None, **kwargs: Any
@@ -333,7 +333,7 @@ class StepMomentumUpdaterHook(MomentumUpdaterHook):
 
 @HOOKS.register_module()
 class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
-    """Half a cosine from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
+    """Half a cosine from the initial rate to ``min_lr``, or to ``min_lr_ratio`` times the initial rate."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
         self._curve = Annealing(cosine, Target("min_lr", min_lr, min_lr_ratio))
@@ -342,7 +342,7 @@ class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
-    """Half a cosine from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
+    """Half a cosine from the initial momentum to ``min_momentum``, or to ``min_momentum_ratio`` times the initial."""
 
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
@@ -353,7 +353,7 @@ class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
 
 @HOOKS.register_module()
 class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
-    """A line from the rate down to ``min_lr``, or to ``min_lr_ratio`` of it."""
+    """A line from the initial rate to ``min_lr``, or to ``min_lr_ratio`` times the initial rate."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
         self._curve = Annealing(linear, Target("min_lr", min_lr, min_lr_ratio))
@@ -362,7 +362,7 @@ class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
-    """A line from the momentum to ``min_momentum``, or to ``min_momentum_ratio`` of it."""
+    """A line from the initial momentum to ``min_momentum``, or to ``min_momentum_ratio`` times the initial."""
 
     def __init__(
         self, min_momentum: float | None = None, min_momentum_ratio: float | None = None, **kwargs: Any
@@ -373,7 +373,7 @@ class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
 
 @HOOKS.register_module()
 class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
-    """The rate as it is for the first ``start_percent`` of the run, then half a cosine down."""
+    """The initial rate for the first ``start_percent`` (0 to 1) of the run, then half a cosine down."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class CosineRestartLrUpdaterHook(LrUpdaterHook):
-    """Half a cosine per period, each from its weight times the distance to the lowest rate.
+    """Half a cosine per period, from ``min + weight * (initial rate - min)`` down to the minimum.
 
     SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983).
     """
@@ -435,7 +435,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
         """The rate in the current period.
 
         Raises:
-            ConfigError: the periods are over and the run is not.
+            ConfigError: the periods end before the run.
         """
         place = self._place(runner)
         number = bisect_right(self._ends, place)
@@ -450,7 +450,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class CyclicLrUpdaterHook(LrUpdaterHook):
-    """Up and down again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+    """Cycles of the rate, up and down; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -469,7 +469,7 @@ class CyclicLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
-    """Down and up again, several times; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
+    """Cycles of the momentum, down and up; see :class:`~halfpeak.runner.hooks.curves.Cycles`. By iterations only."""
 
     def __init__(
         self,
@@ -488,17 +488,17 @@ class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
 
 @HOOKS.register_module()
 class OneCycleLrUpdaterHook(LrUpdaterHook):
-    """Up to ``max_lr`` and down; see :class:`~halfpeak.runner.hooks.curves.OneCycle`. By iterations only.
+    """One cycle up to ``max_lr`` and down; see :class:`~halfpeak.runner.hooks.curves.OneCycle`. By iterations only.
 
     Args:
-        max_lr: the peak; a number, a list with one per group, or a dict of these by optimizer.
+        max_lr: the peak: a number, a list with one number per group, or a dict of these by optimizer.
         total_steps: length of the cycle; None means ``max_iters``.
-        pct_start: part of it until the peak.
+        pct_start: the fraction of the cycle before the peak.
         anneal_strategy: ``"cos"`` or ``"linear"``.
-        div_factor: the peak over the first rate.
-        final_div_factor: the first rate over the last one.
-        three_phase: come back to the first rate as fast as it rose, then go down.
-        kwargs: those of :class:`LrUpdaterHook`.
+        div_factor: peak divided by initial rate.
+        final_div_factor: initial rate divided by final rate.
+        three_phase: return to the initial rate as fast as it rose, then go down to the final rate.
+        kwargs: passed to :class:`LrUpdaterHook`.
     """
 
     def __init__(
@@ -524,10 +524,10 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
-        """Set the first rate of every group to its peak over ``div_factor``.
+        """Set the initial rate of every group to its peak divided by ``div_factor``.
 
         Raises:
-            ConfigError: ``total_steps`` is less than the run has, or a group has no peak.
+            ConfigError: ``total_steps`` is less than the iterations of the run, or a group has no peak.
         """
         if self.total_steps is not None and self.total_steps < self._total(runner):
             raise ConfigError(
@@ -546,15 +546,15 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
 
 @HOOKS.register_module()
 class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
-    """From ``max_momentum`` to ``base_momentum`` and back, against the rate of ``OneCycleLrUpdaterHook``.
+    """From ``max_momentum`` to ``base_momentum`` and back, opposite to the rate of ``OneCycleLrUpdaterHook``.
 
     Args:
-        base_momentum: the lowest; a number, a list with one per group, or a dict of these by optimizer.
-        max_momentum: the first and the last.
-        pct_start: part of the run until the lowest.
+        base_momentum: the minimum: a number, a list with one number per group, or a dict of these by optimizer.
+        max_momentum: the initial and final momentum, in the same formats.
+        pct_start: the fraction of the run before the minimum.
         anneal_strategy: ``"cos"`` or ``"linear"``.
-        three_phase: come back as fast as it fell, then stay.
-        kwargs: those of :class:`MomentumUpdaterHook`.
+        three_phase: return as fast as it fell, then stay at ``max_momentum``.
+        kwargs: passed to :class:`MomentumUpdaterHook`.
     """
 
     def __init__(
@@ -572,10 +572,10 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         super().__init__(**kwargs)
 
     def before_run(self, runner: RunnerView) -> None:
-        """Set the first momentum of every group to its highest.
+        """Set the initial momentum of every group to its maximum.
 
         Raises:
-            ConfigError: a group has no momentum, or none was given for it.
+            ConfigError: a group has no momentum, or an argument has no number for it.
         """
         for name, one in optimizers.by_name(runner.optimizer).items():
             for index, group in enumerate(one.param_groups):
@@ -585,7 +585,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         super().before_run(runner)
 
     def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
-        """The momentum on the curve, where one lowest is given for all groups."""
+        """The current momentum, if ``base_momentum`` of the hook is one number for all groups."""
         return self._at(runner, base_momentum, _of_group("base_momentum", self._lowest, "", 0))
 
     def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
@@ -603,20 +603,20 @@ def _require_momentum(group: dict[str, Any]) -> None:
 
 
 def _require_iterations(by_epoch: bool, policy: str) -> None:
-    """Check that a policy which has no meaning by epochs is not asked to go by them.
+    """Check that a policy that only works by iterations is not set to epochs.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: ``by_epoch`` is True.
     """
     if by_epoch:
         raise ConfigError(f"policy {short_repr(policy)} goes by iterations only; write by_epoch=False")
 
 
 def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:
-    """One group's number out of a number for all, a list with one per group, or a dict of these by optimizer.
+    """The number for one group, from one number for all, a list with one per group, or a dict of these by optimizer.
 
     Raises:
-        ConfigError: there is none for it.
+        ConfigError: ``values`` has no number for the group.
     """
     found: Any = values
     if isinstance(found, Mapping):

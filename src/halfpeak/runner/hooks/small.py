@@ -1,4 +1,4 @@
-"""Hooks of a few lines: a function at one stage, cached memory, times, the sampler's epoch, buffers over the ranks.
+"""Small hooks: a function at one stage, cached memory, times, the sampler's epoch, buffers averaged over ranks.
 
 Compatible with mmcv 1.7.2.
 """
@@ -47,10 +47,10 @@ class ClosureHook(Hook):
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator at the chosen moments.
+    """Empties the cache of the accelerator's allocator at the chosen stages.
 
     Raises:
-        ConfigTypeError: a moment is neither True nor False.
+        ConfigTypeError: an argument is neither True nor False.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EmptyCacheHook(Hook):
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Logs ``data_time``, from the end of one iteration to the beginning of the next, and ``time``, to its end."""
+    """Logs ``time``, from the end of one iteration to the end of the next, and ``data_time``, to the next's start."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -94,7 +94,7 @@ class IterTimerHook(Hook):
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """Calls ``set_epoch`` of the current loader's sampler, or of the one in its batch sampler, before each epoch."""
+    """Calls ``set_epoch`` of the current loader's sampler, or its batch sampler's, before each epoch."""
 
     def before_epoch(self, runner: RunnerView) -> None:
         set_epoch(runner.data_loader, runner.epoch)
@@ -102,13 +102,13 @@ class DistSamplerSeedHook(Hook):
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Replaces the model's buffers by their mean over the ranks, after each epoch.
+    """Replaces the model's buffers by their mean over the ranks after each epoch.
 
     Args:
-        distributed: False does nothing.
+        distributed: False disables the hook.
 
     Raises:
-        ConfigTypeError: neither True nor False.
+        ConfigTypeError: ``distributed`` is neither True nor False.
     """
 
     def __init__(self, distributed: bool = True) -> None:
