@@ -22,8 +22,7 @@ class ScaledClosure:
     the first call stay, because a closure may just return a loss whose backward pass has already run.
 
     Args:
-        closure: the user's.
-        prepared: the optimizer that calls it; its step is running.
+        prepared: the optimizer that calls the closure; its step is running.
         accept: called when the gradients are finite and about to be used.
         retry: called when they are not, before the closure runs again; raises if the scale cannot fall.
 

@@ -29,14 +29,11 @@ class EngineContext:
     """The parts of an engine.
 
     Attributes:
-        config: the configuration.
-        models: the prepared models.
         prepared: one per optimizer.
         masters: the float32 copies that the optimizers step.
         scalers: one loss scaler per loss.
         record: the counters, and the commit of a step that is decided but not yet applied.
         stats: the batch-norm statistics that a skipped step restores.
-        train_step: the order of a step.
         casting: the scope in which operations are cast (O1, O4); at other levels a null context.
         device: of the scalars of a step.
         handles: of the hooks on models and optimizers.

@@ -400,8 +400,8 @@ class Engine:
     def close_windows_without_gradients(self, optimizers: Optimizers = None) -> None:
         """Clear ``found_inf`` of optimizers whose parameters got no gradient.
 
-        For loops that do not pass ``optimizers=`` to each backward pass: an overflow must skip no optimizer that the
-        loss did not reach.
+        For loops that do not pass ``optimizers=`` to each backward pass. There, an overflow must not skip optimizers
+        that the loss did not reach.
         """
         for one in self._prepared_of(optimizers):
             if isinstance(one.window, Unscaled) and not one.main_grads():
@@ -689,7 +689,7 @@ class Engine:
             ConfigError: a graph cannot hold this engine's configuration. The message says what to write.
             OrderError: a window is open.
         """
-        # Warm-up iterations move nothing and are not reported.
+        # Warm-up iterations change nothing and are not reported.
         told, self._after_step = self._after_step, None
         try:
             return capture(self, loss_function, inputs)

@@ -46,7 +46,7 @@ from halfpeak.state.masters import Masters
 
 
 class StepCallbacks(Protocol):
-    """Called by the step hooks of an optimizer. Must not store a :class:`PreparedOptimizer`, which refers to it."""
+    """Methods that a :class:`PreparedOptimizer` calls. Implementations must not store it, which would be a cycle."""
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """Finish or discard steps that an exception has interrupted."""
@@ -77,7 +77,7 @@ class PreparedOptimizer:
     given it instead. A post-hook reports the end of the step.
 
     Args:
-        optimizer: a weak reference, because the optimizer's hooks refer to this object.
+        optimizer: stored as a weak reference, because its hooks refer to this object.
         masters: shared by the optimizers of an engine, so that a parameter of two optimizers has one master.
         callbacks: called when the optimizer is stepped.
         device: of ``found_inf``.
@@ -158,7 +158,7 @@ class PreparedOptimizer:
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
     def pairs(self) -> ParamPairs:
-        """The parameters that were trainable at the window's last backward pass; in an empty window those of now."""
+        """The trainable parameters: in an open window as of its last backward pass, else as of now."""
         pairs = self.window.pairs
         return self.table().pairs if pairs is None else pairs
 
@@ -301,7 +301,7 @@ class PreparedOptimizer:
         self.window = self.window._replace(found_inf=torch.maximum(self.window.found_inf, found_inf))
 
     def note_loss(self, nonfinite: Tensor) -> None:
-        """Skip the step if the loss of a backward pass was not finite (``nonfinite`` is not 0).  # f32[]"""
+        """Make the step skip if ``nonfinite`` is not 0: the loss of a backward pass was itself not finite.  # f32[]"""
         before = self.window.found_inf
         found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))
         self.window = self.window._replace(found_inf=found_inf)
@@ -377,7 +377,7 @@ class PreparedOptimizer:
         self.end_running()
 
     def finish_if_mutated(self) -> None:
-        """The first half of :meth:`finish_or_discard`. A forward pass in a step hook must not discard the step."""
+        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
         if self.running is not None and (self.ended is not None or self.has_mutated()):
             self._callbacks.end_step(self)
 
@@ -387,7 +387,7 @@ class PreparedOptimizer:
         return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
 
     def record_layout(self) -> bool:
-        """Whether the optimizer's parameters may have got other memory since the last call. Notes their layout."""
+        """Whether the parameters may lie in other memory than at the last call. Records their layout."""
         optimizer = self.optimizer
         if not isinstance(optimizer, FusedOptimizer):
             return True

@@ -203,7 +203,6 @@ def build(
     """Prepare from a config; every front end calls this. See :func:`prepare`.
 
     Args:
-        config: the configuration.
         models: converted in place.
         optimizers: given masters in place.
         casts: the scope that casts per operation; None makes one, ``"torch"`` makes one of ``torch.autocast``.

@@ -67,10 +67,9 @@ OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], 
 class TrainStep:
     """The backward pass and the step as transactions: an exception undoes the pass; a step happens fully or not at all.
 
-    Stores no :class:`PreparedOptimizer`: each refers to this object while its optimizer lives, so it would be a cycle.
+    Stores no :class:`PreparedOptimizer`: each one refers to this object, so a reference back would be a cycle.
 
     Args:
-        config: of the engine.
         record: the counters, and a decided step that is not yet applied.
         scalers: one per loss.
         reducer: reduces ``found_inf`` over ranks.
@@ -181,9 +180,10 @@ class TrainStep:
                 kept.put_back()
 
     def _note_loss(self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Record whether the loss itself is not finite: then the step is skipped, and the scale stays. Does not wait.
+        """Record a loss that is itself not finite: the step skips, but keeps the scale, as no scale helps.
 
         Does nothing on several ranks without ``group=``: each knows only its own loss, so their scales would diverge.
+        Does not wait for the device.
         """
         if not scaler.config.recovers or loss.numel() != 1 or is_shard(loss):
             return
@@ -257,7 +257,7 @@ class TrainStep:
     def _grads_for_fused_step(
         self, one: PreparedOptimizer, table: ParamTable, optimizer: FusedOptimizer
     ) -> FusedGrads | None:
-        """The gradients that the fused step reads, pending or unscaled; None if it must step as other optimizers do."""
+        """The pending or unscaled gradients in the form that the fused step reads itself; None if there are none."""
         pending = one.checked_pending(table)
         if pending is not None:
             return pending_grads(*pending, table, optimizer)
@@ -296,7 +296,7 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor | None, bool, NonfiniteGrads | None]:
         """Clip; return ``found_inf`` of step and losses, the norm before clipping, and whether a gradient exists.
 
-        The fourth value tells which gradients are not finite, if the host knows that one is: clipping spreads a NaN to
+        The fourth value says which gradients are not finite, if the host knows of one: clipping would spread a NaN to
         all. With ``group=`` every rank counts as having gradients, so that all ranks count the same steps.
         """  # f32[1 + losses], f32[] or None
         has_gradients, nonfinite = True, None
@@ -474,7 +474,7 @@ class TrainStep:
         """
         found_infs = self._record.found_inf_per_scaler
         for scaler, found_inf in found_infs:
-            # No step is taken, so scales without an overflow stay: two that grew and fell in turn would never end.
+            # Scales without an overflow stay, because no step is taken: two that grew and fell in turn would never end.
             if bool(found_inf):
                 scaler.update(found_inf)
         self.poll_stuck()

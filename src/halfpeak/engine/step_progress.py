@@ -17,7 +17,6 @@ class StepProgress:
     """A snapshot before a step, to tell whether the step has changed parameters.
 
     Args:
-        optimizer: about to step.
         changing: the parameters that have a gradient.
         reads_elsewhere: whether the step reads gradients from elsewhere than ``.grad``.
     """

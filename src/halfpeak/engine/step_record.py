@@ -93,7 +93,7 @@ class StepRecord:
         return self._found_infs[0][0] if len(self._found_infs) == 1 and not self._found_elsewhere else None
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record a backward pass for other optimizers that reached these. Its scale falls if it makes these skip."""
+        """Record a loss for other optimizers that left gradients in these parameters: an overflow lowers its scale."""
         self._found_elsewhere.append((scaler, found_inf))
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
