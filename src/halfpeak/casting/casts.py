@@ -29,15 +29,14 @@ _ALLOW_BANNED: Final = {
 
 
 class OpCasts:
-    """Casts the arguments of torch operations: products low, sensitive functions in float32, mixtures to the widest.
+    """Casts arguments of torch operations: low for products, float32 for sensitive functions, the widest for mixed dtypes.
 
-    Inside ``with casts:`` every torch call of this thread runs by the lists in :mod:`halfpeak.casting.oplists`, in
-    forward and in backward, losses written by the user included. Nothing in torch is replaced: the scope is a torch
-    function mode. It may be entered again, in any thread (each has its own scopes; a new thread starts with none), and left
-    in any order; only the innermost applies. What is traced by :func:`torch.compile` inside
-    the scope contains the casts.
+    Inside ``with casts:`` every torch call of this thread runs by the lists in :mod:`halfpeak.casting.oplists`, in forward,
+    in backward and in the user's losses. Nothing in torch is replaced: the scope is a torch function mode. It may be entered
+    several times, in any thread, and left in any order; only the innermost scope applies. Each thread has its own scopes, and
+    a new thread starts with none. Code that :func:`torch.compile` traces inside the scope contains the casts.
 
-    A scope that a generator leaves open applies to the code that resumes it: close it before each ``yield``.
+    A scope that a generator leaves open applies to the code that resumes the generator: close it before each ``yield``.
 
     Args:
         dtype: the low dtype.
@@ -96,8 +95,8 @@ class OpCasts:
     def install(self) -> None:
         """Open a scope on this thread that stays until :meth:`uninstall`; if it is open, do nothing.
 
-        Contexts that were entered before may be left after. A forked process starts without the scope, so that data
-        loader workers do not cast.
+        Contexts that were entered before this call may be left after it. A forked process starts without the scope, so that
+        data loader workers do not cast.
         """
         if self._local.installed is None:
             _forget_scopes_in_children()
@@ -110,7 +109,7 @@ class OpCasts:
             self._local.installed = None
 
     def clear_cache(self) -> None:
-        """Drop the cached casts of weights, in every thread. Needed only after a write that torch does not count."""
+        """Drop the cached casts of weights, in every thread. Needed only after a write that changes no version counter."""
         for cache in list(self._caches):
             cache.clear()
 
@@ -152,10 +151,10 @@ def _leave_all() -> None:
 
 
 class DeviceCasts:
-    """Casts as ``torch.autocast`` does on this type of device, at its speed and with its cache of casts.
+    """Casts by ``torch.autocast`` of this device type, with its speed and its cache of casts.
 
-    Its lists differ between devices and from apex's (on a CPU softmax, sums and norms stay low), it leaves float64 alone,
-    and it knows no bans. For the forward pass only, as torch recommends: recomputed checkpoints enter it again in backward.
+    The lists of autocast differ between devices and from apex's (on a CPU softmax, sums and norms stay low). Autocast leaves
+    float64 alone and refuses no operation. It is for the forward pass only; recomputed checkpoints enter it again in backward.
 
     Attributes:
         traced: the scope in a form that code which :func:`torch.compile` traces can enter.
@@ -184,12 +183,12 @@ class DeviceCasts:
 
 @contextmanager
 def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
-    """Run the block inside ``casting``, and no other casts: an :class:`OpCasts`, a :class:`DeviceCasts`, or another context.
+    """Run the block with the casts of an :class:`OpCasts`, a :class:`DeviceCasts` or another context, and no others.
 
-    None casts nothing, whatever casts are on for the thread.
+    None switches off all casts of the thread.
 
     Code that :func:`torch.compile` traces enters the ``traced`` form of a scope. The compiler of torch 2.11 cannot trace a
-    null context, so None enters none.
+    null context, so None enters no context there.
     """
     if casting is None and is_dynamo_compiling():
         yield
@@ -205,7 +204,7 @@ def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
 
 
 def is_casting(device_type: str) -> bool:
-    """Whether operations of this thread are cast: by a scope of halfpeak's, or by ``torch.autocast``."""
+    """Whether operations of this thread are cast, by a scope of halfpeak or by ``torch.autocast``."""
     return bool(scopes()) or torch.is_autocast_enabled(device_type)
 
 

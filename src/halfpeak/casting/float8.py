@@ -17,14 +17,14 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 
 MULTIPLE: Final = 16
-"""What the sizes of a weight are divisible by where a float8 product is defined."""
+"""Float8 products are defined for weights whose sizes are multiples of this."""
 
 
 def check_float8(models: Iterable[nn.Module], policy: Policy) -> None:
-    """Check that the layers which ``policy.float8`` means can compute in float8 where they are.
+    """Check that the layers which ``policy.float8`` selects can compute in float8 on their devices.
 
     Raises:
-        ConfigError: another dtype than bfloat16, no layer, an exclusion of nothing, or a GPU without float8.
+        ConfigError: a dtype other than bfloat16, no layer, float8 layers already, an unmatched ``exclude``, or no float8 GPU.
         MissingExtraError: torchao is not installed.
     """
     float8 = policy.float8
@@ -65,7 +65,7 @@ def check_float8(models: Iterable[nn.Module], policy: Policy) -> None:
 
 
 def to_float8(model: nn.Module, policy: Policy) -> None:
-    """Let the layers that ``policy.float8`` means multiply in float8; on the CPU emulated, to see what becomes of a loss."""
+    """Make the layers that ``policy.float8`` selects multiply in float8; the CPU emulates it, to show the effect on a loss."""
     for layer in _chosen(model, policy):
         twin = _twin(layer, policy)
         vars(layer).update({name: value for name, value in vars(twin).items() if name not in vars(layer)})
@@ -88,7 +88,7 @@ def from_float8(model: nn.Module, policy: Policy) -> None:
 
 @contextmanager
 def without_float8(models: Iterable[nn.Module], policy: Policy) -> Generator[None]:
-    """Run the body with these layers as they were before :func:`to_float8`."""
+    """Run the body with the layers of these models as they were before :func:`to_float8`."""
     models = list(models)
     try:
         for model in models:
@@ -100,7 +100,7 @@ def without_float8(models: Iterable[nn.Module], policy: Policy) -> Generator[Non
 
 
 def _chosen(model: nn.Module, policy: Policy) -> list[nn.Linear]:
-    """The layers that ``policy.float8`` means. A subclass of ``nn.Linear`` may compute in a way of its own."""
+    """The layers that ``policy.float8`` selects; no subclasses of ``nn.Linear``, because these may compute differently."""
     if policy.float8 is None:
         return []
     kept = {id(part) for module in kept_by_user(model, policy.keep_fp32) for part in module.modules()}
@@ -115,7 +115,7 @@ def _chosen(model: nn.Module, policy: Policy) -> list[nn.Linear]:
 
 
 def _twin(layer: nn.Linear, policy: Policy) -> Any:
-    """What torchao makes of a layer: one with the same parameters."""
+    """The float8 layer that torchao makes of a layer, with the same parameters."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     assert policy.float8 is not None

@@ -28,7 +28,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def is_kept_fp32(module: nn.Module, norms: NormRule) -> bool:
-    """Whether ``module`` is a normalisation layer that the rule leaves in float32.
+    """Whether ``module`` is a normalisation layer that ``norms`` keeps in float32.
 
     >>> is_kept_fp32(nn.LayerNorm(4), "all"), is_kept_fp32(nn.LayerNorm(4), "batchnorm")
     (True, False)
@@ -41,7 +41,7 @@ def is_kept_fp32(module: nn.Module, norms: NormRule) -> bool:
 
 
 def matches(entry: KeepFp32, name: str, module: nn.Module) -> bool:
-    """Whether an entry of ``keep_fp32`` means a module.
+    """Whether an entry of ``keep_fp32`` selects a module.
 
     >>> matches("head.*", "head.0", nn.ReLU()), matches(nn.Linear, "head.0", nn.ReLU())
     (True, False)
@@ -52,7 +52,7 @@ def matches(entry: KeepFp32, name: str, module: nn.Module) -> bool:
 
 
 def kept_by_user(network: nn.Module, keep: Sequence[KeepFp32]) -> list[nn.Module]:
-    """The outermost modules that ``keep_fp32`` means: these and all inside them stay float32."""
+    """The outermost modules that ``keep_fp32`` selects: these and all inside them stay float32."""
     kept: list[nn.Module] = []
     inside: set[int] = set()
     for name, module in network.named_modules() if keep else ():
@@ -96,7 +96,7 @@ def convert_network(
     norms: NormRule = "batchnorm",
     keep_fp32: Sequence[KeepFp32] = (),
 ) -> nn.Module:
-    """Cast every module of ``network`` but those that ``norms`` and ``keep_fp32`` keep; returns ``network``.
+    """Cast every module of ``network`` except those that ``norms`` and ``keep_fp32`` keep; returns ``network``.
 
     >>> network = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
     >>> [p.dtype for p in network.parameters()][1:3]
@@ -110,7 +110,7 @@ def convert_network(
 
 
 def is_convertible(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`convert_module` would cast this tensor. A shard is cast by what gathers it."""
+    """Whether :func:`convert_module` would cast this tensor. It casts no shards: the library that gathers them does."""
     if is_shard(tensor):
         return False
     if dtype is torch.float32:
@@ -169,7 +169,7 @@ class SuspendCasts:
 
 @dataclass(frozen=True)
 class ResumeCasts:
-    """A forward hook that ends what :class:`SuspendCasts` began."""
+    """A forward hook that ends the suspension of :class:`SuspendCasts`."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Resume."""
@@ -177,29 +177,29 @@ class ResumeCasts:
 
 
 def is_prepared(module: nn.Module) -> bool:
-    """Whether casting hooks of this file sit on the module."""
+    """Whether the module has casting hooks of this file."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(isinstance(hook, (CastInputs, CastOutput)) for hook in hooks)
 
 
 def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Cast the model's inputs to what it stores and its outputs to what the policy returns."""
+    """Add hooks that cast the model's inputs to the dtype of its parameters and its outputs to the policy's output dtype."""
     handles: list[RemovableHandle] = []
     if policy.param is not None:
         kept = any(module is model for module in kept_by_user(model, policy.keep_fp32))
         stored = torch.float32 if kept or _needs_fp32_inputs(model, policy.norms) else policy.param
         handles.append(model.register_forward_pre_hook(CastInputs(stored), with_kwargs=True))
     if policy.output is not None:
-        # First among the hooks, so that the user's own hooks see what the caller will see.
+        # Runs before other hooks, so that the user's hooks see the output that the caller gets.
         handles.append(model.register_forward_hook(CastOutput(policy.output), prepend=True))
     return handles
 
 
 def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Let the modules that stay float32 compute in float32: in a low model they return the low dtype.
+    """Add hooks by which the modules that stay float32 compute in float32. In a low model they return the low dtype.
 
-    Batch norm needs no hook: its kernels take low inputs with float32 weights on every device. Other layers would fail
-    or differ between devices.
+    Batch norm needs no hook: its kernels take low inputs with float32 weights on every device. Without hooks, other layers
+    would fail or differ between devices.
     """
     kept = kept_by_user(model, policy.keep_fp32)
     handles: list[RemovableHandle] = []
@@ -213,7 +213,7 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     inside = {id(part) for module in kept for part in module.modules()}
     norms = [m for m in model.modules() if id(m) not in inside and _needs_fp32_inputs(m, policy.norms)]
     for module in (*kept, *norms):
-        # Where the model itself is such a layer, hook_boundary casts.
+        # If the model itself is such a layer, hook_boundary casts.
         if module is not model:
             handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(CastOutput(policy.param), prepend=True))

@@ -1,9 +1,9 @@
 """Which torch operations run low, in float32, in the widest dtype of their inputs, or not at all: data only.
 
-The lists are apex's (25.04, with ``bmm`` and its kin low, as on CUDA 9.1 and later). Where apex says nothing and
-torch's CUDA autocast list speaks, the row follows torch's. The lists are the same on every device and for both low
-dtypes: a run on a laptop shows what happens on the accelerator, and O4 is O1 with another dtype. (The ROCm fork
-leaves ``prelu`` and ``bmm`` out of its bfloat16 list; bfloat16 has float32's range, so nothing argues for that.)
+The lists are apex's (25.04, with ``bmm`` and its kin low, as on CUDA 9.1 and later). Operations that apex does not list
+follow torch's CUDA autocast list, if they are in it. The lists are the same on every device and for both low dtypes: a run
+on a laptop shows what happens on the accelerator, and O4 is O1 with another dtype. (apex's ROCm fork leaves ``prelu`` and
+``bmm`` out of its bfloat16 list; halfpeak does not, because bfloat16 has float32's range.)
 
 Names are those under which torch dispatches a call to ``__torch_function__``. Operators are dispatched as methods
 (``x - y`` is ``Tensor.sub``, ``x += y`` is ``Tensor.add_``), so the rule of an operator also holds for the method. A name
@@ -108,7 +108,7 @@ CAST_TO_SELF: Final[Rows] = (
         "torch.Tensor",
         "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_",
     ),
-    # apex rebinds the name to a new float32 tensor here; an operator that promises to work in place should
+    # apex rebinds the name to a new float32 tensor here; halfpeak writes in place, as the operator promises
     ("torch.Tensor", "__iadd__ __isub__ sub_ __imul__ __idiv__ __itruediv__ __ipow__"),
     # other names of the same operations
     (
@@ -122,7 +122,7 @@ BANNED_IN_PLACE: Final[Rows] = (
     ("torch", " ".join(f"{name}_" for name in _POINTWISE_FP32.split())),
     ("torch.Tensor", " ".join(f"{name}_" for name in f"{_POINTWISE_FP32} pow cumprod cumsum renorm".split())),
 )
-"""An error on a low tensor, which could not hold the float32 result; else as :data:`FLOAT32`, but for the tensor itself."""
+"""An error on a low tensor, which cannot hold the float32 result; else the other arguments are cast as in :data:`FLOAT32`."""
 
 BANNED: Final[Rows] = (("torch.nn.functional", "binary_cross_entropy"),)
 """An error if any floating argument is low, because the gradient overflows float16."""
@@ -137,10 +137,10 @@ COMPOSITE: Final[Rows] = (
     ("torch.Tensor", "backward"),
     ("torch.autograd", "backward grad"),
 )
-"""Functions written in Python, dispatched as one call, to whose inner calls the rules above must apply."""
+"""Functions written in Python that torch dispatches as one call. The rules above apply to the calls that they make."""
 
 LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
-"""Functions written in Python that call listed ones and run as written: factorisations have no low kernels."""
+"""Functions written in Python that call listed functions but run as written, because factorisations have no low kernels."""
 
 EXPOSES_MEMORY: Final[Rows] = (
     (

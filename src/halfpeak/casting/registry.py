@@ -27,7 +27,7 @@ float32 where low and float32 meet."""
 
 
 def by_dispatch(registered: Mapping[Place, CastRule]) -> tuple[dict[str, str], dict[Place, str]]:
-    """The rules of torch functions, by the path under which torch dispatches them, and those of all others, by place.
+    """Two dicts: the rules of torch functions, by the path under which torch dispatches them, and of all others, by place.
 
     A torch function gets the rule in place of its built-in one, however it is reached. Any other function is replaced
     in its module while a scope of these casts is open, so code that fetched it before is not affected.

@@ -1,4 +1,4 @@
-"""The table from functions to rules: the lists, with the changes that a user made."""
+"""The table from functions to cast rules: the built-in lists, with the changes that the user registered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS: Final = ("low", "float32", "promote")
 
 
 class Table:
-    """Which rule each function has.
+    """The cast rule of each function.
 
     Args:
         changes: names of rules by the path of a torch function, in place of the listed ones.

@@ -95,7 +95,7 @@ class _SuspendedLookup:
         """None while suspended; afterwards the rule in the scope's own table."""
         if (
             threading.get_ident() != self._thread
-        ):  # a backward thread of the step's closure; its callers are elsewhere
+        ):  # a backward thread of the step's closure, which the frames do not call
             return None
         while self.frames and not _is_running(self.frames[-1]):
             self.frames.pop()

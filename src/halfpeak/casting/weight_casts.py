@@ -37,7 +37,7 @@ class WeightCache:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # By id: the cast, and the version and address that the weight had.
+        # By id of the weight: a weak reference to the cast, and the version and address that the weight had.
         self._entries: dict[int, tuple[Any, int, int]] = {}
         self._excluded: set[int] = set()
 
@@ -50,7 +50,7 @@ class WeightCache:
 
     def cast(self, weight: nn.Parameter) -> Tensor:
         """``weight`` in the low dtype; differentiable."""
-        # A CUDA graph would read a cast made before its capture in every replay.
+        # While a CUDA graph is captured, because every replay would read a cast made before the capture.
         if (
             weight.dim() < 2
             or not (weight.requires_grad and torch.is_grad_enabled())
