@@ -35,7 +35,7 @@ class FusedOptions(TypedDict, total=False):
     """Keywords that every fused optimizer takes.
 
     Attributes:
-        maximize: go up instead of down.
+        maximize: ascend the gradient instead of descending it.
         backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
         road: the former name of ``backend``.
     """
@@ -158,7 +158,7 @@ class FusedOptimizer(Optimizer, ABC):
         The next step reuses the result if it gets the ``multiplier`` and the ``found_inf`` of the decision.
 
         Returns:
-            None for sharded parameters, without gradients, before the first step, or without a kernel that decides.
+            None if it cannot decide: before the first step, without a kernel for it, with shards on an accelerator.
         """
         if self._backend is None:
             return None

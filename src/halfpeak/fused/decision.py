@@ -56,8 +56,8 @@ class StepDecision(NamedTuple):
         grad_norm: norm of the unscaled gradients.            # f32[]
         multiplier: unscales and clips gradients.             # f32[]
         scale_state: the loss scale after the step.
-        num_steps: steps taken after this one.                # i32[]
-        num_skipped: steps skipped after this one.            # i32[]
+        num_steps: steps taken, this one included.            # i32[]
+        num_skipped: steps skipped, this one included.        # i32[]
     """
 
     found_inf: Tensor
@@ -73,9 +73,8 @@ def decide_on_host(
 ) -> StepDecision | None:
     """Decide in Python numbers whether to step, from the measured gradients.
 
-    The result has the bits of the same operations on float32 tensors, which are those of
-    :func:`~halfpeak.core.schedule.advance` and :func:`~halfpeak.ops.reference.clip_coef`. Python numbers are used
-    because thirty operations on scalar tensors would take longer than a kernel.
+    The result is bitwise equal to the same operations on float32 tensors: :func:`~halfpeak.core.schedule.advance` and
+    :func:`~halfpeak.ops.reference.clip_coef`. Thirty operations on scalar tensors would take longer than a kernel.
 
     Args:
         inputs: the values known before measuring.

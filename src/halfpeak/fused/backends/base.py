@@ -35,7 +35,6 @@ class UpdateArgs(NamedTuple):
     """The arguments for updating one slice.
 
     Attributes:
-        slice_: the slice.
         rule: the formula.
         group: hyper-parameters.
         numbers: the factor of the gradients, then the rule's constants.  # f32[1 + k], f64 for a float64 weight
@@ -51,7 +50,6 @@ class BackendStep(NamedTuple):
     """The inputs of a backend's step.
 
     Attributes:
-        slices: the slices to update.
         groups: hyper-parameters, one dict per parameter group.
         grads: the gradients of all parameters.
         multiplier: the factor that unscales and clips the gradients.  # f32[]
@@ -80,7 +78,7 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, step: BackendStep) -> Callable[[], None] | None:
-        """Return a function that updates all weights and counts the step, or skips both; None for a known skip."""
+        """Return a function that takes and counts the step, or skips both; None if the host knows of the skip."""
 
     def decide(self, step: BackendStep, inputs: DecisionInputs) -> StepDecision | None:
         """Read all gradients once and decide whether to step; None if the backend has no kernel that decides."""
@@ -141,7 +139,6 @@ class UpdateList:
     """The arguments for updating some slices. Between steps only their ``numbers`` change.
 
     Args:
-        slices: the slices.
         groups: hyper-parameters, read again in every step.
 
     Attributes:

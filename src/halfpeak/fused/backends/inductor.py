@@ -22,9 +22,9 @@ from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.rules.base import Rule
 
 LENGTH = 2**20 + 7
-"""Length of the example vectors of a compilation. No argument of fixed shape has it, so the compiler ties none to it.
-By this length the compiler decides whether work is shared among all threads, and whether a sum is made of partial sums,
-which keeps it exact. A quarter of this length is enough for both, with up to 512 threads."""
+"""Length of the example vectors of a compilation. No argument of fixed shape has this length, so no shape is tied to
+it. By this length the compiler decides whether work is shared among all threads, and whether a sum is made of partial
+sums, which keeps it exact. A quarter of this length is enough for both, with up to 512 threads."""
 
 
 class Vector(NamedTuple):
@@ -54,11 +54,7 @@ class Vector(NamedTuple):
 
 
 class Kernel:
-    """A compiled function of vectors.
-
-    Args:
-        code: the compiler's result.
-    """
+    """A compiled function of vectors."""
 
     def __init__(self, code: Any) -> None:
         self._code = code
@@ -69,7 +65,7 @@ class Kernel:
         return returned
 
     def bind(self, *vectors: Tensor) -> BoundKernel | None:
-        """Bind this kernel to its memory; later calls replace the last two vectors only. Later calls check nothing.
+        """Bind this kernel to vectors, which are checked now. Later calls replace only the last two and check nothing.
 
         Returns:
             None if the kernel does more than run native code on its arguments. No native code is run here.
@@ -120,9 +116,8 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[Vector]) ->
         function: of tensors, returning a tuple of tensors; it may write to its arguments.
         arguments: a description of each argument.
     """
-    # A thread of its own has none of the caller's modes (casts, an operator of a compiled graph), which would otherwise
-    # be
-    # traced into a kernel that other callers share.
+    # A thread of its own, because the caller's modes (casts, an operator of a compiled graph) would be traced into a
+    # kernel that other callers share.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_compile, function, arguments).result()
 
@@ -209,7 +204,7 @@ class InductorBackend(HostBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        # Weak: with other gradients present, buffers are cut into other slices.
+        # Weak keys, because another set of gradients makes other slices, and the old buffers are deleted.
         self._calls: WeakKeyDictionary[FlatBuffer, _Call] = WeakKeyDictionary()
         self._sums: WeakKeyDictionary[FlatBuffer, _Call] = WeakKeyDictionary()
 

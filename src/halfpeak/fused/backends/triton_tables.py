@@ -54,8 +54,6 @@ class DeviceTable:
     """A table of host numbers on a device, copied asynchronously from pinned memory when a number has changed.
 
     Args:
-        device: the device of the copy.
-        dtype: the dtype of the numbers.
         width: numbers per row.
     """
 

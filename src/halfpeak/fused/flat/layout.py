@@ -51,9 +51,9 @@ class FlatLayout:
     whose memory other code holds is a *guest*: it keeps its memory, and the buffer has a copy, so that the result of a
     kernel does not depend on references held elsewhere.
 
-    :meth:`is_current` is False after a parameter or a state was replaced (``load_state_dict``, ``parameter.data =
-    ...``, a new group), and the next layout starts from the new tensors. Comparing addresses is enough, because a
-    layout keeps its memory allocated.
+    If a parameter or a state is replaced (a new group, ``load_state_dict``, ``parameter.data = ...``),
+    :meth:`is_current` is False, and the next layout starts from the new tensors. Comparing addresses is enough, because
+    no new tensor can get an address that this layout keeps allocated.
 
     Attributes:
         written: every tensor that a step over the last :meth:`slices` writes.
@@ -177,7 +177,7 @@ class FlatLayout:
             counter.check(self._rows)
 
     def by_split(self, slices: Sequence[BufferSlice]) -> dict[Any, list[BufferSlice]]:
-        """Group slices by the mesh and the mesh dimensions over which their parameters are sharded; None if whole."""
+        """Group slices by the mesh and its dimensions over which their parameters are sharded, or None if unsharded."""
         return dict(_sorted_groups(slices, lambda slice_: split_of(self.targets[slice_.buffer.members[0]])))
 
     @property

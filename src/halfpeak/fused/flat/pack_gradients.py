@@ -34,7 +34,6 @@ class GradPacker:
         """The gradients of ``buffer``, packed.
 
         Args:
-            buffer: the buffer.
             grads: the gradients of all parameters.
 
         Returns:
@@ -106,7 +105,7 @@ _DTYPE: Final = attrgetter("dtype")
 
 
 def in_order(grad: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """The gradient itself if it has the memory order of its parameter, else a copy that has."""
+    """The gradient itself if it has the memory order of its parameter, else a copy in that order."""
     if _is_in_order(grad, shape, stride):
         return grad
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -26,9 +26,7 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
 
     Args:
         index: the parameter's index, for the message.
-        row: its saved state row.
         rule: the rule that will step the parameter.
-        target: the parameter.
 
     Raises:
         StateError: a state is not a tensor, has another shape than here, or has a format that the rule cannot read.
@@ -68,7 +66,6 @@ def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before:
     Args:
         row: the state row, changed in place.
         rule: the rule that will step the parameter.
-        target: the parameter.
         before: the remainder before the load, which belongs to the weight and stays if the row has none that fits.
     """
     master = rule.master if isinstance(rule, QuantizedRule) else None
