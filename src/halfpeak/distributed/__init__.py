@@ -1,4 +1,4 @@
-"""Training over several ranks with torch's own engines.
+"""Training over several ranks with torch's FSDP2 and ``DistributedDataParallel``.
 
 >>> from halfpeak.distributed import fully_shard
 """

@@ -1,4 +1,4 @@
-"""FSDP2 by opt level: what torch's ``fully_shard`` is told, and what can be prepared of a model that it has sharded."""
+"""FSDP2 by opt level: torch's ``fully_shard`` with a level's dtypes, and checks of sharded models for ``prepare``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
-"""A class of modules, the name of one, the name of a module in its model; or several of them."""
+"""A module class, the name of a class, the qualified name of a module; or a sequence of these."""
 
 
 def fully_shard(
@@ -34,33 +34,33 @@ def fully_shard(
     keep_fp32: Sequence[KeepFp32] = (),
     **options: Any,
 ) -> nn.Module:
-    """Shard a float32 model over the ranks with torch's FSDP2, so that the shards are the masters of an opt level.
+    """Shard a float32 model over the ranks with torch's FSDP2, so that the shards serve as the masters of an opt level.
 
     Call it first, then build the optimizer over ``model.parameters()``, then call :func:`halfpeak.prepare` with the same
-    level. At O2, O3 and O5 the weights that a forward pass gathers are low, gradients are reduced in float32, and what the
-    optimizer steps are float32 shards: ``prepare`` converts no parameter and makes no copy of one. Normalisation layers that
-    a level keeps in float32 are gathered in float32, the ones of a block together.
+    level. At O2, O3 and O5 a forward pass gathers low-precision weights, gradients are reduced in float32, and the
+    optimizer steps float32 shards, so ``prepare`` converts and copies no parameter. Normalisation layers that a level
+    keeps in float32 are gathered in float32, all layers of a block together.
 
     Args:
         model: float32 parameters, on the device or on ``meta``; sharded in place.
         level: ``"O0"`` to ``"O5"``, or ``"auto"``, as in :func:`halfpeak.prepare`. At O0, O1 and O4 everything stays
             float32.
         mesh: a ``DeviceMesh`` of one dimension (shards) or two (replicas, shards); None takes all ranks.
-        blocks: what is gathered at a time. None takes the repeated blocks: modules with submodules that have a sibling of
-            their class, the outermost ones.
-        reshard_after_forward: free the gathered weights after the forward pass, and gather them again for the backward pass.
-        offload: True keeps shards, gradients and moments in host memory; or an ``OffloadPolicy`` of torch's.
-        norms: which layers stay float32; as in :func:`halfpeak.prepare`.
-        keep_fp32: which other modules do, likewise; each is gathered by itself.
-        options: others of ``torch.distributed.fsdp.fully_shard``, but ``mp_policy``, which the level gives.
+        blocks: modules whose weights are gathered together. None takes the outermost modules with submodules that have
+            a sibling of the same class.
+        reshard_after_forward: free the gathered weights after the forward pass, and gather them again for backward.
+        offload: True keeps shards, gradients and moments in host memory; or torch's ``OffloadPolicy``.
+        norms: the normalisation layers that stay float32, as in :func:`halfpeak.prepare`.
+        keep_fp32: other modules that stay float32, as in :func:`halfpeak.prepare`; each is gathered by itself.
+        options: of ``torch.distributed.fsdp.fully_shard``, except ``mp_policy``, which the level determines.
 
     Returns:
         ``model``.
 
     Raises:
         ConfigError: an unknown level, ``mp_policy``, no process group, or a block that the model does not have.
-        OrderError: the model was prepared, or sharded, before.
-        ParameterError: it has low parameters, of which no float32 shards can be made.
+        OrderError: the model was already prepared or sharded.
+        ParameterError: it has low-precision parameters, which cannot become float32 shards.
 
     Example:
         A script that ``torchrun --nproc-per-node 2`` starts::
@@ -73,7 +73,7 @@ def fully_shard(
     policy = replace(resolve(level_for(level, [model])).policy(norms=norms), keep_fp32=tuple(keep_fp32))
     _check(model, policy, options)
     chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
-    # Slow to import, and nothing but this needs it.
+    # Imported here because the import is slow and only this function needs it.
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -82,7 +82,7 @@ def fully_shard(
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     if not isinstance(offload, OffloadPolicy):
-        # Without an accelerator there is nothing to pin memory for.
+        # Pinned memory needs an accelerator.
         offload = (
             CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offload else OffloadPolicy()
         )
@@ -117,7 +117,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Drop what FSDP2 holds of an unfinished window or of a pass that raised: ``zero_grad()`` reaches none of it."""
+    """Drop gradients that FSDP2 holds after an unfinished window or an exception; ``zero_grad()`` cannot reach them."""
     for module in model.modules():
         if is_fully_sharded(module):
             for group in _groups_of(module):
@@ -128,17 +128,17 @@ def drop_gradients(model: nn.Module) -> None:
                     if gathered is not None:
                         gathered.grad = None
     for root in _roots(model):
-        # Of torch 2.12. Before, an exception inside a forward or backward pass cannot be recovered from.
+        # New in torch 2.12. Older versions cannot recover from an exception inside a forward or backward pass.
         reset = getattr(root, "reset_iter_state", None)
         if reset is not None:
             reset()
 
 
 def check_shards(model: nn.Module, policy: Policy) -> None:
-    """Check that sharded parameters are float32 and are gathered in the dtype that the policy stores.
+    """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects.
 
     Raises:
-        ParameterError: they are not. Nothing that is sharded changes its dtype.
+        ParameterError: it does not. ``prepare`` cannot convert them, because shards do not change their dtype.
     """
     if policy.param not in LOW:
         return
@@ -158,7 +158,7 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
 def _gathered_dtypes(
     model: nn.Module, policy: Policy
 ) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
-    """Name, dtype when gathered (None where FSDP2 does not gather it) and the dtype it should have, of every shard."""
+    """Of every shard: name, dtype when gathered (None if FSDP2 does not gather it) and expected dtype."""
     gathering: dict[str, Any] = {}
     inside = _ids_inside(kept_by_user(model, policy.keep_fp32))
     for path, module in model.named_modules():
@@ -175,7 +175,7 @@ def _gathered_dtypes(
 
 
 def _groups_of(module: Any) -> list[Any]:
-    """What FSDP2 gathers together for a module. There is no public way to it, and none to drop gradients."""
+    """The parameter groups that FSDP2 gathers for a module. Torch has no public way to them, nor to drop gradients."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -217,7 +217,7 @@ def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules with submodules and parameters that have a sibling of their class."""
+    """The outermost modules that have submodules, parameters and a sibling of the same class."""
     found: list[nn.Module] = []
     for module in model.children():
         alike = [other for other in model.children() if type(other) is type(module)]
@@ -252,7 +252,7 @@ def _ids_inside(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _unsharded_norms(module: nn.Module, norms: NormRule, inside: set[int]) -> list[nn.Module]:
-    """The layers below ``module``, itself included, that stay float32 and are not sharded yet, or ``inside`` what is."""
+    """The layers of ``module``, itself included, that stay float32 and are neither sharded yet nor ``inside``."""
     return [
         one
         for one in module.modules()

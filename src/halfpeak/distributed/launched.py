@@ -1,4 +1,4 @@
-"""The processes that torchrun has started for one command: what they agree on, and their shards gathered and cut."""
+"""The ranks that torchrun started for one command: join them, agree on values, gather and cut shards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together; by default this one alone. Every rank calls each method, in the same order.
+    """The processes that train together; by default only this one. Every rank calls each method, in the same order.
 
     Attributes:
-        rank: the number of this process.
-        count: how many there are.
-        local: the number of this process on its machine, which is that of its accelerator.
-        has_group: whether they can talk to each other, which one process that torchrun has started can, too.
+        rank: the rank of this process.
+        count: the number of ranks.
+        local: the rank on this machine, which is also the index of the accelerator.
+        has_group: whether there is a process group. A single process under torchrun has one, too.
     """
 
     rank: int = 0
@@ -40,14 +40,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0.
+        """Call ``make`` on rank 0 and return its result on every rank.
 
         Raises:
-            HalfpeakError: on every rank, what ``make`` raised there.
+            HalfpeakError: raised by ``make`` on rank 0, on every rank.
         """
         if self.count == 1:
             return make()
@@ -63,7 +63,7 @@ class Ranks:
         return made[0]  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank. Talks between hosts, and waits for no device."""
+        """Whether ``flag`` is true on any rank. Communicates between hosts and waits for no device."""
         if self.count == 1:
             return flag
         number = torch.tensor(float(flag))
@@ -84,16 +84,16 @@ class Ranks:
 
 
 ALONE: Final = Ranks()
-"""This process, by itself."""
+"""Only this process."""
 
 
 @contextmanager
 def joined() -> Generator[Ranks]:
-    """The ranks that torchrun has started, joined by a process group in the body; this process alone where it has not.
+    """Join the ranks that torchrun started in a process group for the body; without torchrun, only this process.
 
     Raises:
-        ConfigError: the environment says that there are several, and not how to reach them.
-        RankLostError: in the body, a rank could not be reached any more.
+        ConfigError: the environment names several ranks, but not how to reach them.
+        RankLostError: the body lost contact with a rank.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 and not (dist.is_available() and dist.is_torchelastic_launched()):
@@ -118,13 +118,13 @@ def joined() -> Generator[Ranks]:
 
 
 def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
-    """A part of the store for this start of all ranks. After a restart it has the addresses of the dead, which others read."""
+    """A part of the store for this start of all ranks: after a restart, the store still has addresses of dead ranks."""
     keys = [f"start/{i}" for i in range(count)]
     store.set(keys[rank], secrets.token_hex(8))
     seen = ""
     while True:
         starts = hashlib.sha256(b" ".join(store.multi_get(keys))).hexdigest()
-        # Each rank that has read the same is counted once; who read what a dead one had written looks again.
+        # Count each rank that read the same keys once. A rank that read a key of a dead rank reads again.
         if store.add(starts, int(starts != seen)) >= count:
             return dist.PrefixStore(starts, store)
         seen = starts
@@ -132,14 +132,14 @@ def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
 
 
 _OF_GLOO: Final = ("gloo/", "caused pair closure")
-"""In errors of gloo, which have no class of their own: the file that names its cause, or nothing but that it has timed out."""
+"""In messages of gloo's errors, which have no class of their own: its source files, or the words of a timeout."""
 
 _PAUSE: Final = 0.02
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 
 
 def whole(state: Any) -> Any:
-    """A state with each shard gathered on the host, which needs room for all of them there. Every rank must call it."""
+    """A state with each shard gathered on the host, which needs memory for all of them. Every rank must call it."""
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -151,14 +151,14 @@ def whole(state: Any) -> Any:
 
 
 def parts(state: Any, like: Any) -> Any:
-    """What :func:`whole` has gathered, cut as in ``like``, a state of this moment. What does not fit is left as it is."""
+    """The result of :func:`whole`, cut into shards as in ``like``, a current state. What does not fit stays whole."""
     if isinstance(like, Mapping) and isinstance(state, Mapping):
         return {key: parts(value, like.get(key)) for key, value in state.items()}
     if isinstance(like, list | tuple) and isinstance(state, list | tuple) and len(like) == len(state):
         return [parts(value, other) for value, other in zip(state, like, strict=True)]
     if not isinstance(like, Tensor) or not is_shard(like) or not isinstance(state, Tensor):
         return state
-    # Slow to import, and imported already where there is a shard.
+    # Imported here because the import is slow; if a shard exists, it has been imported already.
     from torch.distributed.tensor import distribute_tensor
 
     shard: Any = like

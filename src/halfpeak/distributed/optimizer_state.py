@@ -1,4 +1,4 @@
-"""An optimizer's state as distributed checkpoints hold it: by names, and with moments of what was never stepped."""
+"""An optimizer's state as distributed checkpoints hold it: by names, and with moments of parameters never stepped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from halfpeak.core.state_checks import has_memory, is_number, require_list, requ
 
 
 def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with an entry for every trainable parameter, ``step`` 0 where it has not been stepped.
+    """``optimizer.state_dict()`` with an entry for every trainable parameter; ``step`` is 0 if it was never stepped.
 
     Args:
-        optimizer: looked at only.
-        state: of ``optimizer.state_dict()``.
+        optimizer: not changed.
+        state: the result of ``optimizer.state_dict()``.
     """
     known, parameters = dict(state["state"]), params_of(optimizer)
     groups = (group for group in optimizer.param_groups for _ in group["params"])
@@ -36,20 +36,20 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
 
 
 def without_initial_moments(state: object) -> dict[str, Any]:
-    """The state without what was never stepped, which an optimizer makes by itself.
+    """The state without entries of parameters that were never stepped, because an optimizer creates these by itself.
 
     Raises:
-        StateError: it is no state of an optimizer.
+        StateError: ``state`` is not the state of an optimizer.
     """
     known, rows = _parts_of(state)
     return {**known, "state": {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}}
 
 
 def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
-    """A state with names of parameters, or with numbers, as an optimizer numbers parameters of these names.
+    """``state`` with parameter names replaced by the optimizer's numbers; a state with numbers is not changed.
 
     Raises:
-        StateError: it is no state of an optimizer, or one of parameters with other names.
+        StateError: ``state`` is not the state of an optimizer, or its parameters have other names.
     """
     known, rows = _parts_of(state)
     groups = [
@@ -79,7 +79,7 @@ def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
 
 
 def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer of this class keeps of a parameter, before its first step; empty where that cannot be known."""
+    """The state of a parameter before the first step of an optimizer of this class; empty if it cannot be found out."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     stand_in = torch.zeros_like(parameter, requires_grad=True)
     stand_in.grad = torch.zeros_like(parameter)
@@ -99,23 +99,23 @@ def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str,
 
 
 def has_moments(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps anything of a parameter that it has stepped."""
+    """Whether the optimizer keeps state of the parameters that it steps."""
     found = ((p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     first = next(found, None)
     return first is not None and bool(initial_moments(optimizer, *first))
 
 
 class OptimizerOverParams(Optimizer):
-    """An optimizer as :mod:`torch.distributed.checkpoint.state_dict` looks at one: its groups hold parameters of the model.
+    """A view of an optimizer for :mod:`torch.distributed.checkpoint.state_dict`, with model parameters in its groups.
 
     Args:
-        optimizer: whose state it loads.
-        state: of ``optimizer``, by :func:`with_initial_moments`: torch would take a step to make moments.
-        parameters: of the model, in the order of the groups.
+        optimizer: the optimizer that loads the state.
+        state: the result of :func:`with_initial_moments`. Without moments, torch would take a step to create them.
+        parameters: the parameters of the model, in the order of the groups.
     """
 
     def __init__(self, optimizer: Optimizer, state: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
-        # Without that of Optimizer, which is for optimizers that step.
+        # Does not call Optimizer.__init__, which is for optimizers that step.
         self._optimizer, self._saved, over = optimizer, state, list(parameters)
         self.defaults = {}
         self.param_groups = [
@@ -124,15 +124,15 @@ class OptimizerOverParams(Optimizer):
         self.state = defaultdict(dict, {p: state["state"].get(i, {}) for i, p in enumerate(over)})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that was given, in dicts of its own: torch puts names in place of the numbers."""
+        """A copy of the given state in new dicts, because torch replaces the numbers in them by names."""
         groups = [dict(group) for group in self._saved["param_groups"]]
         return {**self._saved, "state": dict(self._saved["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state into the optimizer. Torch has put its parameters in the order of the groups.
+        """Load a state into the optimizer. Torch passes its parameters in the order of the groups.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         state = without_initial_moments(numbered(state_dict, names))
@@ -140,7 +140,7 @@ class OptimizerOverParams(Optimizer):
         self._optimizer.load_state_dict(state)
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing is stepped here.
+        """Refuse to step.
 
         Raises:
             OrderError: always.
@@ -149,10 +149,10 @@ class OptimizerOverParams(Optimizer):
 
 
 def refuse_access_by_params(optimizer: Optimizer) -> None:
-    """A hook before ``state_dict`` of an optimizer of masters: torch looks these up among the parameters of the model.
+    """A hook before ``state_dict`` of an optimizer with masters: torch would look for the masters in the model.
 
     Raises:
-        OrderError: one of its functions is among the callers nearby.
+        OrderError: a function of :mod:`torch.distributed.checkpoint.state_dict` is one of the nearest callers.
     """
     if is_called_by_params():
         raise OrderError(
@@ -163,18 +163,18 @@ def refuse_access_by_params(optimizer: Optimizer) -> None:
 
 
 def is_called_by_params() -> bool:
-    """Whether :mod:`torch.distributed.checkpoint.state_dict` is among the callers nearby.
+    """Whether a function of :mod:`torch.distributed.checkpoint.state_dict` is one of the nearest callers.
 
-    A step that it takes is no step of a training: zero gradients, a rate of zero, only to make moments. A refusal there
-    would leave the rate at zero.
+    It takes a step with zero gradients and a learning rate of zero, only to create moments. An exception in that step
+    would leave the learning rate at zero.
     """
     if _BY_PARAMS not in sys.modules:
         return False
     try:
-        # No variable holds a frame: an exception from here would keep it, and with it all that the callers hold.
+        # No variable holds a frame: the traceback of an exception would keep the frame and all tensors of the callers.
         return any(sys._getframe(depth).f_globals.get("__name__") == _BY_PARAMS for depth in range(_NEARBY))
     except ValueError:
-        # There are fewer callers.
+        # The stack has fewer frames.
         return False
 
 

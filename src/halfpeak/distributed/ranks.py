@@ -1,4 +1,4 @@
-"""Ranks that step together hold the same counters, loss scales and weights; where they do not, an error says who and what."""
+"""Compare counters, loss scales and weights of ranks that step together; an error names the rank and the difference."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> 
     """Compare with all ranks, by one all-reduce of 16 bytes. Every rank must call it. Waits for the device.
 
     Args:
-        numbers: what must be equal, by what it is called.
-        tensors: likewise, compared by a hash of their bits; shards, of which each rank has its own, are left out.
+        numbers: numbers that must be equal, by name.
+        tensors: tensors that must be equal, by name, compared by a hash of their bits. Shards are left out.
 
     Raises:
         RankMismatchError: on every rank, if one differs from the first.
@@ -50,7 +50,7 @@ def check_ranks(numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> 
 
 
 def _same_everywhere(digest: bytes) -> bool:
-    """Whether all ranks have the same: what is gathered grows with the ranks and the weights, this does not."""
+    """Whether all ranks have the same digest. Unlike a gather, the cost does not grow with ranks and weights."""
     number = int.from_bytes(digest[:8], "big") >> 1
     device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
     extremes = torch.tensor([number, -number], device=device)

@@ -1,4 +1,4 @@
-"""Copies of a model on several ranks (``DistributedDataParallel``): their masters are equal, too."""
+"""Replicas of a model under ``DistributedDataParallel``: checks of the wrapper, and equal masters on all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from halfpeak.state.masters import Masters
 
 
 def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
-    """Check that a module around a model reduces gradients as an engine asks it to.
+    """Check that a module around a model reduces gradients in a way that fits the engine.
 
     Raises:
-        ConfigError: its graph is to be the same in every pass, and inside a window passes are not reduced; or it reduces some
-            gradients in memory of its own.
+        ConfigError: ``static_graph`` with accumulation, because passes inside a window are not reduced; or
+            ``delay_all_reduce_named_params``, which reduces gradients in its own memory.
     """
     if getattr(wrapped, "_delay_all_reduce_params", None):
         raise ConfigError(
@@ -31,10 +31,10 @@ def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
 
 
 def check_built_after_casts(wrapped: Any) -> None:
-    """Check that ``DistributedDataParallel`` was made of the parameters as they are: it would reduce no others, in silence.
+    """Check that ``DistributedDataParallel`` wrapped parameters of the current dtypes: it silently reduces no others.
 
     Raises:
-        OrderError: they have become low since.
+        OrderError: parameters became low-precision since.
     """
     known = wrapped._get_ddp_logging_data().get("dtypes", "")
     dtypes = {parameter.dtype for parameter in wrapped.parameters() if parameter.requires_grad}
@@ -47,14 +47,14 @@ def check_built_after_casts(wrapped: Any) -> None:
 
 
 _NAMES: Final = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
-"""What ``DistributedDataParallel`` calls the dtypes of what it was made of."""
+"""The names of dtypes in the logging data of ``DistributedDataParallel``."""
 
 
 def broadcast_masters(masters: Masters, wrapped: Any) -> None:
-    """Give all ranks the masters of the first, of the parameters that ``wrapped`` keeps equal.
+    """Give all ranks the masters of rank 0, for the parameters that ``wrapped`` keeps equal.
 
-    ``DistributedDataParallel`` broadcasts low weights. Where rank 0 alone has loaded a checkpoint, the masters of the others
-    would be these weights widened, and would never be equal to its own again.
+    ``DistributedDataParallel`` broadcasts low-precision weights, but not masters. If only rank 0 loaded a checkpoint,
+    the masters of other ranks would be the upcast weights and would stay different from the masters of rank 0.
 
     Args:
         masters: of this rank's engine.
