@@ -1,1 +1,1 @@
-"""Reads results: histories, pictures, advice. Never the engine's parts."""
+"""Reports on runs, made from results: histories, pictures and advice."""

@@ -1,4 +1,4 @@
-"""Checkup: what halfpeak.doctor found, as a value, a table, a picture and a page."""
+"""Checkup: the result of halfpeak.doctor as a value, a table, a picture and a page."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ COLORS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A short run at a level.
+    """A short run at an opt level.
 
     Attributes:
-        level: its name.
-        losses: after each step, of the first loss.
-        final: their mean over the last quarter.
-        distance: how much higher that is than float32's, in units of what another seed makes; of several losses the largest
-            difference.
-        skipped: steps that were skipped.
-        seconds: of the fastest step that was not skipped.
-        bytes_per_parameter: that engine and optimizer hold after a step.
-        vanished: share of gradient elements that are zero, beyond float32's.
-        unmoved: share of weights that a step left as they were although they had a gradient, beyond float32's.
-        keep_fp32: layers that were kept in float32.
-        against: why it is not to be used; empty if it trains as float32 does.
+        level: the name of the level.
+        losses: the first loss after each step.
+        final: the mean of ``losses`` over the last quarter of the steps.
+        distance: ``final`` minus float32's, divided by the spread of the loss; the largest magnitude of several losses.
+        skipped: the number of skipped steps.
+        seconds: the time of the fastest step that was not skipped.
+        bytes_per_parameter: memory that engine and optimizer hold after a step, per parameter.
+        vanished: the share of gradient elements that are zero, minus the share in float32.
+        unmoved: the share of weights that have a gradient but did not change in a step, minus the share in float32.
+        keep_fp32: the layers that were kept in float32.
+        against: the reason not to use the level; empty if it trains as well as float32.
     """
 
     level: str
@@ -66,15 +65,16 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkup:
-    """What :func:`halfpeak.doctor` found. ``print`` shows a table; rich's ``print`` one with lines.
+    """The result of :func:`halfpeak.doctor`. ``print`` shows a table; rich's ``print`` a formatted one.
 
     Attributes:
-        level: to use.
-        keep_fp32: the layers that it needs in float32.
-        reason: why.
-        probes: one per level that was tried.
-        reference: float32.
-        spread: how far the loss of another seed is from float32's, or 1 % of it if that is more.
+        level: the level to use.
+        keep_fp32: the layers that must stay float32 at this level.
+        reason: why this level.
+        probes: one per tried level.
+        reference: the float32 run.
+        spread: the largest difference in final loss between float32 runs of other seeds and the reference, or 1 % of
+            the reference's final loss if that is more.
     """
 
     level: str
@@ -86,7 +86,7 @@ class Checkup:
 
     @property
     def line(self) -> str:
-        """What to write."""
+        """The line of code to write."""
         kept = f", keep_fp32={list(self.keep_fp32)!r}" if self.keep_fp32 else ""
         return f"engine = halfpeak.prepare(model, optimizer, {self.level!r}{kept})"
 
@@ -148,11 +148,11 @@ class Checkup:
             raise ConfigError(f"{str(path)!r} must end in .html, .png or .json")
 
     def to_json(self) -> str:
-        """All fields. Numbers that are not finite are null, as JSON has none."""
+        """All fields. Non-finite numbers become null, because JSON has none."""
         return finite_json({"line": self.line, **asdict(self)}, indent=1)
 
     def to_html(self) -> str:
-        """A page that needs nothing else and no network."""
+        """A page that needs no other file and no network."""
         rows = "".join(
             f'<tr class="{"use" if probe.level == self.level else "no" if probe.against else ""}">'
             + "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(probe))

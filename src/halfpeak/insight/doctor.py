@@ -1,4 +1,4 @@
-"""doctor: short runs at each level from the same start, and which level they speak for."""
+"""doctor: train briefly at each opt level from the same start, and recommend a level."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
 
 Progress = Callable[[str, int, int], object]
-"""Told what runs, how many of its steps are done, and of how many."""
+"""Called with the name of the running level, the number of finished steps and the number of all steps."""
 
 OTHER_SEEDS: Final = (1, 2)
-"""Of the float32 runs that say how far apart two good runs are."""
+"""The seeds of further float32 runs, which tell how much the losses of good runs differ."""
 
 LEAST_SHARE: Final = 0.01
-"""Of the loss: what is nearer to float32's is the same, however near other seeds are."""
+"""A share of the loss: a smaller difference from float32 counts as equal, however close other seeds are."""
 
 MOST_SKIPPED: Final = 0.15
-"""Share of skips in the second half of a run that a level may have."""
+"""The largest share of skipped steps in the second half of a run."""
 
 MOST_LOST: Final = 0.25
-"""Share of gradient elements that vanish, or of weights that an update leaves as they are, beyond float32's own."""
+"""The largest share of vanishing gradient elements, or of weights that an update does not change, beyond float32's."""
 
 MOST_KEPT: Final = 3
-"""Layers that are tried in float32 at a level that overflows."""
+"""The largest number of layers that are tried in float32 at a level that overflows."""
 
 CLOSE: Final = 2.0
-"""Good levels that take no more than so many times the shortest time are timed again: other work disturbs a run."""
+"""Good levels within this factor of the shortest time are timed again, because other programs disturb a timing."""
 
 ROUNDS: Final = 4
-"""How often."""
+"""The number of times that close levels are timed again."""
 
 MUCH_FASTER: Final = 0.9
-"""A level takes another's place where it takes less than this share of its time."""
+"""A less safe level is chosen only if it takes less than this share of a safer level's time."""
 
 SAFEST: Final = ("O0", "O4", "O5", "O1", "O2", "O3")
-"""The levels, the one that is nearest to float32 first; of two that are equally fast the first is taken."""
+"""The levels, closest to float32 first. Of two equally fast levels, the first is chosen."""
 
 
 def doctor(
@@ -73,37 +73,37 @@ def doctor(
     clip: Clip | float | None = None,
     progress: Progress | None = None,
 ) -> Checkup:
-    """Train a little at each level and say which one to use, and why.
+    """Train briefly at each level and recommend a level, with the reason.
 
     ::
 
-        float32, from three seeds   how far apart the losses of good runs are
-        each level, from the first  losses, skips, time per step, memory, gradients and updates that vanish
-        overflow at a level         halfpeak.diagnose names the layer; again with it in float32
-        close levels                again, in turn, for the time alone
-        choice                      of the levels that train as float32 does, one that no other beats by 10 % in time
+        float32, three seeds        how much the losses of good runs differ
+        each level, the first seed  losses, skips, time per step, memory, vanishing gradients and updates
+        overflow at a level         halfpeak.diagnose names the layer; run again with the layer in float32
+        close levels                run again, in turn, only for the time
+        choice                      the safest level that trains as well as float32, unless another takes 10 % less time
 
-    A level trains as float32 does where, over the last quarter of its steps, its mean loss is no more above float32's than that
-    from another seed differs from it, or than 1 %; of several losses, neither above nor below. It must skip at most 15 % of
-    the steps of its second half, and no more than a quarter of gradient elements or updates may vanish.
+    A level trains as well as float32 if its mean loss over the last quarter of the steps exceeds float32's by at most
+    the difference of other seeds, or 1 % if that is more; several losses must not be lower by more, either. At most 15
+    % of the second half's steps may be skipped, and a quarter of gradient elements or updates vanish beyond float32's.
 
-    Time is what this machine took for its fastest step; processor time on a CPU with one thread, which other programs do not
-    disturb. Nothing of the caller's changes: random generators are put back, and models are copies of what ``make_model``
-    returns. An iterator is read for ``steps`` batches, though.
+    Time is that of the fastest step on this machine; on a CPU with one thread processor time, which other programs do
+    not disturb. The caller's objects do not change: random generators are restored, and models are copies of the
+    results of ``make_model``. Only an iterator is read for ``steps`` batches.
 
     Args:
         make_model: returns the model, on its device, in float32.
         make_optimizer: from the model to its optimizer, or to several.
-        batches: such as a data loader; its first ``steps`` are used, again and again where there are fewer.
-        loss: from model and batch to the loss; with several optimizers one for each, taken in turn.
-        steps: per run.
-        levels: that are tried.
+        batches: such as a data loader. The first ``steps`` batches are used, repeatedly if there are fewer.
+        loss: from model and batch to the loss; with several optimizers, one loss for each, used in turn.
+        steps: the number of steps per run.
+        levels: the levels to try.
         clip: as in :func:`halfpeak.prepare`.
-        progress: told after each step what runs, how many of its steps are done, and of how many.
+        progress: see :data:`Progress`; called after each step.
 
     Raises:
         ConfigError: an unknown level, too few steps, or no batch.
-        ConfigTypeError: not as many losses as optimizers.
+        ConfigTypeError: the numbers of losses and optimizers differ.
 
     Example:
         >>> import torch, halfpeak
@@ -152,10 +152,10 @@ def doctor(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What one run was; ``finals`` are the mean losses of its last quarter, one per loss."""
+    """The result of one run; ``finals`` are the mean losses over its last quarter, one per loss."""
 
     probe: Probe
-    """Not compared with float32's yet."""
+    """Still without the comparison with float32."""
     finals: tuple[float, ...] = ()
     late_skips: float = 0.0
     culprit: str = ""
@@ -165,7 +165,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is trained."""
+    """The models, data and losses to train."""
 
     make_model: Callable[[], nn.Module]
     make_optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]]
@@ -175,7 +175,7 @@ class _Task:
     progress: Progress
 
     def run(self, level: str, seed: int, keep_fp32: tuple[str, ...] = ()) -> _Run:
-        """Train; what a level cannot do is told in the result, what float32 cannot is raised."""
+        """Train one run. An exception goes into the result, except at O0, where only a collapsed loss scale does."""
         torch.manual_seed(seed)
         model = copy.deepcopy(self.make_model())
         made = self.make_optimizer(model)
@@ -206,7 +206,7 @@ class _Task:
             return _Run(probe=probe, trouble=str(error).partition("\n")[0])
 
     def _order(self, seed: int) -> list[Any]:
-        """The batches; from another seed in another order, but for the last quarter, over which losses are compared."""
+        """The batches. Other seeds shuffle them, except for the last quarter, because its losses are compared."""
         last = len(self.batches) - _quarter(len(self.batches))
         numbers = list(range(last))
         if seed:
@@ -281,13 +281,13 @@ class _Before:
         self.vanished = 1 - sum(int(moves.sum()) for *_, moves in self._weights) / self._count
 
     def unmoved(self) -> float:
-        """The share of weights that have a gradient, and that the step has left where they were."""
+        """The share of weights that have a nonzero gradient and that the step did not change."""
         still = sum(int(((p.detach() == was) & moves).sum()) for p, was, moves in self._weights)
         return still / self._count
 
 
 def _with_layers_kept(task: _Task, level: str) -> _Run:
-    """A run at a level; where it overflows, again with the layers in float32 that are to blame."""
+    """A run at a level. If layers overflow, it is repeated with these layers in float32."""
     found = task.run(level, 0)
     while found.culprit and found.culprit not in (kept := found.probe.keep_fp32) and len(kept) < MOST_KEPT:
         found = task.run(level, 0, (*kept, found.culprit))
@@ -295,7 +295,7 @@ def _with_layers_kept(task: _Task, level: str) -> _Run:
 
 
 def _culprit(engine: Engine, model: nn.Module, bad: tuple[Loss, Any]) -> str:
-    """The layer that overflows on a batch and that float32 would help; empty if there is none."""
+    """The layer that overflows on a batch in the forward pass or in a weight; empty if there is none."""
     loss, batch = bad
     try:
         report = diagnose(engine, lambda: loss(model, batch))
@@ -305,7 +305,7 @@ def _culprit(engine: Engine, model: nn.Module, bad: tuple[Loss, Any]) -> str:
 
 
 def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
-    """What speaks against a level; nothing, where it trains as float32 does."""
+    """The probe of a run, compared with float32; ``against`` stays empty if the run trains as well as float32."""
     above = [
         (final - reference) / spread if spread else 0.0
         for final, reference, spread in zip(run.finals, plain.finals, spreads, strict=False)

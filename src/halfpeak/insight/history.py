@@ -1,4 +1,4 @@
-"""History: the scalars of every step, kept on the device until they are read, and the files they go to."""
+"""History: the scalars of every step, copied to the host without waiting, and the files that they are written to."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from halfpeak.core.state_checks import is_float_sized
 from halfpeak.ops.async_scalar import AsyncCopy
 
 Row = dict[str, Any]
-"""One step's values by name, plain numbers."""
+"""The values of one step by name, as plain numbers."""
 
 
 class Sink(Protocol):
-    """Where rows go, such as a file."""
+    """A destination of rows, such as a file."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Take rows, in the order of their steps."""
+        """Write rows, which come in the order of their steps."""
         ...
 
     def close(self) -> None:
-        """Finish: no more rows will come."""
+        """Finish: no more rows follow."""
         ...
 
 
 class History:
-    """Records device scalars per step without waiting, and hands them out when they have arrived on the host.
+    """Records device scalars per step without waiting, and returns them when they have arrived on the host.
 
-    A step's scalars are copied into one small tensor on the device, so an engine may reuse its own. After ``every`` steps
-    they start for the host together, and a later call of :meth:`record` that finds them there hands them out: on the CPU
-    the same call, on an accelerator usually the next. :meth:`read` waits for them. Rows that were handed out are
-    not kept.
+    A step's scalars are copied into one small tensor on the device, so the engine may reuse its own tensors. After
+    ``every`` steps one copy to the host starts. The first call of :meth:`record` after its arrival returns the rows: on
+    the CPU the same call, on an accelerator usually the next. :meth:`read` waits. Returned rows are not kept.
 
     Args:
-        every: after so many steps rows start for the host.
+        every: the number of steps per copy to the host.
 
     Raises:
         ConfigError: ``every`` is below one.
@@ -67,11 +66,11 @@ class History:
         self._sent: deque[_Batch] = deque()
 
     def record(self, known: Row, scalars: Mapping[str, Tensor]) -> list[Row]:
-        """Remember one step; return the rows that have arrived by now, usually none. Does not wait.
+        """Record one step and return the rows that have arrived by now. Does not wait.
 
         Args:
             known: values that are on the host already.
-            scalars: float scalars on the device; a row gives them as float32 holds them.  # each f[]
+            scalars: float scalars on the device; rows hold them rounded to float32.  # each f[]
         """
         stacked = torch.stack([value.detach().float() for value in scalars.values()]) if scalars else None
         self._pending.append((known, tuple(scalars), stacked))
@@ -83,14 +82,14 @@ class History:
         return self._hand_out(rows)
 
     def read(self) -> list[Row]:
-        """Wait for the device, give the rows that are left to every sink, and return them."""
+        """Wait for the device, write the remaining rows to every sink, and return them."""
         self._send()
         rows = [row for batch in self._sent for row in batch.rows()]
         self._sent.clear()
         return self._hand_out(rows)
 
     def close(self) -> None:
-        """Read what is left and close every sink. Waits for the device."""
+        """Write the remaining rows and close every sink. Waits for the device."""
         self.read()
         for sink in self._sinks:
             sink.close()
@@ -111,7 +110,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows whose scalars are on their way."""
+    """Rows whose scalars are being copied to the host."""
 
     known: list[tuple[Row, tuple[str, ...]]]
     copy: AsyncCopy | None
@@ -125,10 +124,10 @@ class _Batch:
 
 
 class JsonLines:
-    """One JSON object per line. A value that is not finite is written as null, which every reader takes.
+    """Writes one JSON object per line. Non-finite values become null, which every JSON reader accepts.
 
     Args:
-        after: when given, lines of later steps are dropped first: a resumed run writes them again.
+        after: if given, first drop lines of later steps, because a resumed run writes these again.
     """
 
     def __init__(self, path: Path, *, after: int | None = None) -> None:
@@ -151,7 +150,7 @@ class TensorBoard:
     """Writes every number of a row as a TensorBoard event under its name.
 
     Args:
-        after: when given, what an earlier writer logged for later steps is hidden.
+        after: if given, hide events of later steps that an earlier writer logged.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -177,9 +176,9 @@ class TensorBoard:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a :class:`JsonLines` file, with the numbers in them.
+    """The rows of a :class:`JsonLines` file. Only numbers and nulls are read, and only rows with an integer ``step``.
 
-    What :class:`JsonLines` did not write is left out: a last line that a killed writer left unfinished ends the reading.
+    The first line that is not JSON ends the reading, such as a last line that a killed writer left unfinished.
     """
     rows: list[Row] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

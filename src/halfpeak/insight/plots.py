@@ -1,4 +1,4 @@
-"""The picture of a run: loss, loss scale and gradient norm over the steps, skipped steps marked."""
+"""The picture of a run: loss, loss scale and gradient norm over the steps, with skipped steps marked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDE_RATIO = 20.0
 
 
 def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
-    """Draw the rows of a history into a PNG file, whole or not at all. A link in its place is replaced, not followed.
+    """Draw the rows of a history into a PNG file, atomically. A symbolic link at ``path`` is replaced, not followed.
 
     Args:
         rows: of training steps (``loss``, ``loss_scale``, ``grad_norm``, ``skipped``) and of validations
@@ -39,12 +39,12 @@ def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
 
 
 def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
-    """The figure that :func:`save_history` writes; it belongs to no window and needs no display."""
+    """The figure that :func:`save_history` writes. It needs no window and no display."""
     with needs_extra():
         from matplotlib.figure import Figure
     steps = [row for row in rows if "loss" in row]
     skipped = [row["step"] for row in steps if row.get("skipped")]
-    # A loss scale that never moves, as at O0 and with bfloat16, needs no panel of its own.
+    # A constant loss scale, as at O0 and with bfloat16, needs no panel.
     moves = len(set(_points(steps, "loss_scale")[1])) > 1
     figure = Figure(figsize=(9, 7.5 if moves else 6), layout="constrained")
     ratios = (2.2, 1, 1.4) if moves else (2.2, 1.4)
@@ -125,14 +125,14 @@ def _draw_norm(axes: Axes, steps: Sequence[Row]) -> None:
 
 
 def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of those rows that have one."""
+    """The steps and values of the rows with a finite value of that name."""
     found: list[tuple[int, Any]] = [(row["step"], row.get(name)) for row in rows]
     kept = [(step, float(value)) for step, value in found if value is not None and math.isfinite(value)]
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """A mean over about a fortieth of the values on either side of each, so that it does not lag behind them."""
+    """The mean of a forward and a backward running mean over a fortieth of the values each, so it does not lag."""
     keep = 1.0 - 1.0 / max(2.0, len(values) / 40)
     ahead, behind = _running_mean(values, keep), _running_mean(values[::-1], keep)[::-1]
     return [(one + other) / 2 for one, other in zip(ahead, behind, strict=True)]
