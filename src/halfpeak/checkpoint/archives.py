@@ -1,4 +1,4 @@
-"""Readers for the files of torch.save, pickle.dump and safetensors, which execute nothing."""
+"""Readers for the files of torch.save, pickle.dump and safetensors; nothing in a file is executed."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def check_pickles(file: BinaryIO) -> None:
 
 
 def read_safetensors(file: BinaryIO) -> Content:
-    """Read the tensors of a safetensors file by name.
+    """Read the tensors of a safetensors file by name: a JSON header has their offsets, and the bytes follow.
 
     Raises:
         CheckpointError: the header is broken, or declares bytes that the file does not hold.

@@ -1,6 +1,6 @@
 """ImportRewrite: the change of one import statement at its place, so that its comments and its block stay.
 
-libcst's ``AddImportsVisitor`` adds imports only at the top of a file; these may be in a function or a ``try``.
+libcst's ``AddImportsVisitor`` adds imports only at the top of a file; old imports may be in a function or a ``try``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoopImports(NamedTuple):
 
 
 NO_LOOP: Final = LoopImports(frozenset(), (), ())
-"""No loop is rewritten."""
+"""The value for a file in which no loop is rewritten."""
 
 
 class ImportRewrite:

@@ -78,7 +78,7 @@ FP16_OF_MMCV: Final = frozenset(
         "wrap_fp16_model",
     }
 )
-"""Names of mmcv's mixed precision and runners. Only in a file that uses one of these, names of mmcv are replaced."""
+"""Names of mmcv's mixed precision and runners. Names of mmcv are replaced only in a file that uses one of these."""
 
 _FUSED: Final = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")

@@ -45,7 +45,7 @@ def rename(tree: Tree, target: Target, loop: LoopImports = NO_LOOP) -> tuple[Edi
     """Rename the imports and uses whose meaning is certain; report the others and leave them unchanged.
 
     ``from apex import amp`` is renamed only if all uses of ``amp`` can be: one use without a replacement leaves the
-    import and all other uses unchanged. With ``import apex``, each use is renamed for itself.
+    import and all other uses unchanged. With ``import apex``, each use is renamed independently of the others.
 
     Args:
         loop: the imports that change with a training loop; the caller adds the edits of the loop.

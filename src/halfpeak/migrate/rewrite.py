@@ -101,7 +101,7 @@ def uses_amp_of_another_file(source: bytes) -> bool:
 
 
 def _may_have_old_names(source: bytes) -> bool:
-    """Whether the text contains one of ``_OLD_WORDS``. Null bytes are ignored, so UTF-16 works, too."""
+    """Whether the text contains one of ``_OLD_WORDS``. Null bytes are ignored, so that text in UTF-16 is reported."""
     return _OLD_WORDS.search(source.replace(b"\0", b"")) is not None
 
 

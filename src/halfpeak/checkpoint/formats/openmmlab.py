@@ -1,4 +1,4 @@
-"""Checkpoints of mmcv 1.x, halfpeak.runner and mmengine: ``meta``, ``state_dict``, and ``optimizer``."""
+"""Checkpoints of mmcv 1.x, halfpeak.runner and mmengine: ``meta`` or ``optimizer`` has the loss scale."""
 
 from __future__ import annotations
 

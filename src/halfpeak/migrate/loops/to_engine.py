@@ -83,7 +83,7 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
 
 
 def _clip_main_params(tree: Tree, match: LoopMatch, block: Block, engine: str, edits: Edits) -> list[Finding]:
-    """Clip ``engine.main_params()`` instead of ``model.parameters()`` before a step; with many optimizers, report it."""
+    """Clip ``engine.main_params()``, not ``model.parameters()``, before a step; with several optimizers, report it."""
     first = min(one.index for one in match.passes if one.block is block)
     last = max((step.index for step in match.steps if step.block is block), default=first)
     notes = list[Finding]()
