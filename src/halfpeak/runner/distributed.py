@@ -1,7 +1,4 @@
-"""The ranks of a run: starting the process group, averaging and broadcasting tensors, gathering plain data.
-
-Compatible with mmcv 1.7.2.
-"""
+"""The ranks of a run: process group, averages, broadcasts, gathering of plain data. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HookList: the hooks of a run, ordered by priority, called by stage, saved by name; and Priority.
-
-Compatible with mmcv 1.7.2.
-"""
+"""Priority, and HookList: the hooks of a run, ordered by priority and called by stage. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LossScaler: a loss scale for user loops that scale the loss, check gradients and step themselves.
-
-Compatible with mmcv 1.7.2.
-"""
+"""LossScaler: a loss scale for training loops of user code. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""MMDataParallel and MMDistributedDataParallel: torch's wrappers with ``train_step`` and ``val_step`` for runners.
-
-Compatible with mmcv 1.7.2.
-"""
+"""MMDataParallel and MMDistributedDataParallel: wrappers with ``train_step``. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

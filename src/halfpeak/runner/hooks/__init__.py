@@ -1,1 +1,1 @@
-"""The hooks, one file each."""
+"""The hooks that runners call at the stages of a run."""

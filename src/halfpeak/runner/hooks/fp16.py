@@ -1,7 +1,4 @@
-"""Fp16OptimizerHook and GradientCumulativeFp16OptimizerHook: a half-precision step after one or several iterations.
-
-Compatible with mmcv 1.7.2.
-"""
+"""Fp16OptimizerHook and GradientCumulativeFp16OptimizerHook: half-precision steps. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -256,10 +253,10 @@ class ScalerRecord(Mapping[str, Any]):
 
 
 def _refuse_overrides(cls: type) -> None:
-    """Refuse a subclass that overrides a method of mmcv's hook that nothing calls without its own step.
+    """Refuse overrides of ``copy_grads_to_fp32`` and ``copy_params_to_fp16`` in a class that does not step itself.
 
     Raises:
-        ConfigError: the subclass overrides such a method.
+        ConfigError: there is such an override, which nothing would call.
     """
     if not cls.after_train_iter.__module__.startswith("halfpeak."):  # type: ignore[attr-defined]
         return

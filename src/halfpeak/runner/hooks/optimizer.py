@@ -1,7 +1,4 @@
-"""OptimizerHook and GradientCumulativeOptimizerHook: a float32 step after each iteration, or after several.
-
-Compatible with mmcv 1.7.2.
-"""
+"""OptimizerHook and GradientCumulativeOptimizerHook: float32 steps. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -219,7 +216,7 @@ class OptimizerHook(Hook):
             scaled.backward()
 
     def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
-        """End the window: clip, step or skip, log."""
+        """End the window: clip, then step or skip, then log the norm."""
         has_gradients, norm = engine.has_gradients, None
         if self._overrides_clip and self.grad_clip is not None:
             engine.unscale()
@@ -313,7 +310,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return self._windows_of(runner).divisor(runner.iter)
 
     def _can_delay(self, runner: RunnerView) -> bool:
-        """Whether DDP may reduce once per window. Not with masters, which add up gradients after every pass."""
+        """Whether DDP may reduce once per window. Not with masters, which accumulate gradients after every pass."""
         return (
             isinstance(runner.model, DistributedDataParallel)
             and not self._ready(runner).masters.accumulates_fp32

@@ -1,7 +1,4 @@
-"""Small hooks: a function at one stage, cached memory, times, the sampler's epoch, buffers averaged over ranks.
-
-Compatible with mmcv 1.7.2.
-"""
+"""ClosureHook, EmptyCacheHook, IterTimerHook, DistSamplerSeedHook and SyncBuffersHook. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 

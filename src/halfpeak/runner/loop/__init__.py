@@ -1,1 +1,1 @@
-"""The loops: what a runner is, by epochs or by iterations, and the data that they go through."""
+"""The training loops: BaseRunner, its subclasses by epochs and by iterations, and the data that they iterate over."""

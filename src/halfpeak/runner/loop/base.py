@@ -67,7 +67,7 @@ class BaseRunner:
         hooks: the registered hooks, in the order of their calls.
         mode: ``"train"`` or ``"val"``.
         outputs: the dict that the last call of the model returned.
-        step_result: the result of this iteration's step, set by the hook that steps; None counts as a step.
+        step_result: the result of this iteration, set by the hook that steps; None counts as a step.
         log_buffer: numbers for the log.
         data_loader: the current loader.
 
@@ -177,11 +177,11 @@ class BaseRunner:
 
     @abstractmethod
     def train(self, data_loader: Any, **kwargs: Any) -> None:
-        """Take one turn of training in the workflow."""
+        """Train for one turn of the workflow: an epoch or an iteration."""
 
     @abstractmethod
     def val(self, data_loader: Any, **kwargs: Any) -> None:
-        """Take one turn of validation in the workflow."""
+        """Validate for one turn of the workflow: a pass over the data or an iteration."""
 
     @abstractmethod
     def run(self, data_loaders: Sequence[Any], workflow: Sequence[tuple[str, int]], **kwargs: Any) -> None:
@@ -197,11 +197,11 @@ class BaseRunner:
         self.outputs = outputs
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """The context around ``train_step``: the hooks' casts, and no gradient reduction inside a window."""
+        """The context of ``train_step``: the casts of hooks, and no gradient reduction inside a window."""
         return nested(hook.around_train_step(self) for hook in self._hooks)
 
     def validation_step(self) -> AbstractContextManager[Any]:
-        """The context around ``val_step``; user code enters it to evaluate the model itself."""
+        """The context of ``val_step``: the casts of hooks. User code enters it to evaluate the model by itself."""
         return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
@@ -299,7 +299,7 @@ class BaseRunner:
         timer_config: HookConfig = {"type": "IterTimerHook"},  # noqa: B006 - only read
         custom_hooks_config: list[HookConfig] | HookConfig = None,
     ) -> None:
-        """Add the hooks of a usual run. An ``IterBasedRunner`` has schedules, checkpoints and loggers count iterations.
+        """Add the hooks of a usual run. With ``IterBasedRunner``, schedules, checkpoints and loggers count iterations.
 
         ::
 
@@ -336,7 +336,7 @@ class BaseRunner:
         return self._hooks.describe()
 
     def current_lr(self) -> list[float] | dict[str, list[float]]:
-        """The learning rate of each parameter group; a dict by name where there are several optimizers.
+        """The learning rate of each parameter group; a dict by name if there are several optimizers.
 
         Raises:
             OrderError: there is no optimizer.
@@ -344,7 +344,7 @@ class BaseRunner:
         return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
 
     def current_momentum(self) -> list[float] | dict[str, list[float]]:
-        """The momentum, first beta, or 0 of each parameter group; a dict by name where there are several optimizers.
+        """The momentum, first beta, or 0 of each parameter group; a dict by name if there are several optimizers.
 
         Raises:
             OrderError: there is no optimizer.
@@ -410,7 +410,7 @@ class BaseRunner:
     def checkpoint(
         self, save_optimizer: bool = True, meta: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state of the run as plain data, with uncopied tensors. Waits for the device.
+        """The state of the run as plain data; tensors are not copied. Waits for the device.
 
         Between two stages the state is complete. In a stage after an iteration or an epoch, that iteration or epoch
         counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them.
@@ -510,7 +510,6 @@ class BaseRunner:
 
     @property
     def _ends_turn(self) -> bool:
-        """Whether the current stage ends a turn of the workflow."""
         return self._stage in (f"after_train_{self._kind}", f"after_val_{self._kind}")
 
     @property
@@ -519,7 +518,6 @@ class BaseRunner:
         return self.data_batch is not None and self._stage not in _AFTER_ITER
 
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
-        """Run one training iteration and its hooks."""
         self.step_result = None
         self.data_batch = batch
         self.call_hook("before_train_iter")
@@ -530,7 +528,6 @@ class BaseRunner:
         self._iter += 1
 
     def _val_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
-        """Run one validation iteration and its hooks."""
         self.data_batch = batch
         self.call_hook("before_val_iter")
         with torch.no_grad():

@@ -1,7 +1,4 @@
-"""The data of a run: resumable passes over a loader, endless loaders, and the workflow of training and validation.
-
-Compatible with mmcv 1.7.2.
-"""
+"""The data of a run: resumable passes, endless loaders, and the parsed workflow. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
