@@ -124,7 +124,7 @@ def _end_if_unused(handle: weakref.ref[Handle]) -> None:
 
 
 def suspend_casts_in_step(run: Run) -> None:
-    """Run every ``optimizer.step()`` without casts, because an optimizer's update computes in float32.
+    """Run every ``optimizer.step()`` without casts, because matrix products in an update must run in float32.
 
     A step with a closure keeps the casts, because the closure computes a loss.
     """

@@ -204,5 +204,5 @@ class ParameterWrapped(ParameterError, ConfigError):
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the elements of a sequence as a list, or a list of anything else."""
+    """Return a sequence as a list, and anything else as the only element of a list."""
     return list(value) if isinstance(value, Sequence) else [value]

@@ -36,7 +36,6 @@ class LARC(Optimizer):
 
     Args:
         optimizer: the optimizer inside.
-        trust_coefficient: see above.
         clip: limit the local rate to the optimizer's own (LARC); False scales without a limit (LARS).
         eps: keeps the quotient finite.
 

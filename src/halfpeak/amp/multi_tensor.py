@@ -4,9 +4,9 @@ Every operation takes ``(chunk_size, noop_flag, tensor_lists, *args)``, the call
 ``chunk_size`` steered apex's kernels and has no effect here. ``noop_flag`` is a tensor of one element, of any dtype; an
 operation sets it to 1 and never back to 0.
 
-The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32 whatever the dtypes of weights,
-gradients and moments. As in apex, they check nothing: inf and nan reach the weights. Only :func:`multi_tensor_sgd`
-reads the flag, and does nothing if it is set.
+The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32, or float64 for float64
+weights, whatever the dtypes of gradients and moments. As in apex, they check nothing: inf and nan reach the weights.
+Only :func:`multi_tensor_sgd` reads the flag, and does nothing if it is set.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements of ``tensor_lists = [x]``; the flag is set if it is not finite.
+    """Return the 2-norm of all elements of ``tensor_lists = [x]``; the flag is set if the norm is not finite.
 
     Returns:
         The norm, and the norm of each tensor (empty unless ``per_tensor``), in float32.  # f32[1], f32[n] or f32[0]
@@ -112,7 +112,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of ``x * inv_scale`` as in :func:`multi_tensor_l2norm`; x is not changed."""
+    """Return the 2-norm of ``x * inv_scale`` as :func:`multi_tensor_l2norm` does; x is not changed."""
     (x,) = _lists(tensor_lists, 1)
     with torch.no_grad():
         unscaled = torch._foreach_mul(_upcast(x), inv_scale.reshape(())) if x else []
@@ -137,7 +137,7 @@ def update_scale_hysteresis(
     Args:
         scale: f32[1]; likewise ``found_inf``.
         growth_tracker: i32[1], clean updates in a row.
-        hysteresis_tracker: i32[1], overflows left.
+        hysteresis_tracker: i32[1], overflows left before the scale falls.
 
     Raises:
         ConfigError: a factor, the interval or the hysteresis is out of its range.

@@ -67,7 +67,7 @@ class AmpState:
         suspended: counts the open ``disable_casts()`` blocks.
         models: every live model that was initialised at O1 or O4, with the handle of its casts, and every live model
             for which amp is disabled, with None.
-        registered: functions that the user registered, with their rules. They apply to casts made later, not before.
+        registered: functions that the user registered, with their rules. They apply only to casts made later.
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,9 @@ ADVICE: Final = "write model, optimizer = accelerator.prepare(model, optimizer),
 class AcceleratorScaler(GradScaler):
     """:class:`halfpeak.GradScaler` for accelerate's own ``Accelerator(mixed_precision="fp16")``.
 
-    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate takes a step as skipped
-    if ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
-    ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers do not step then.
+    Assign it before ``prepare``: ``accelerator.scaler = AcceleratorScaler("cuda")``. accelerate considers a step
+    skipped if ``optimizer.step`` was not called, so this scaler never lets a fused kernel do the skipping. Thus
+    ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers wait.
     """
 
     def _may_skip_itself(self, optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""EngineAdapter: an engine inside another library's training loop, which creates, wraps and drops models itself."""
+"""EngineAdapter: an engine inside another library's loop, which creates, wraps and drops models and optimizers."""
 
 from __future__ import annotations
 

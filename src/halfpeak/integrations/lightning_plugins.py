@@ -1,4 +1,4 @@
-"""Precision plugins for Lightning 2.x without Lightning's base class: two packages, ``lightning*``, each define one."""
+"""Precision plugins for Lightning 2.x without base class: ``lightning`` and ``pytorch_lightning`` each define one."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class SkipAwareScheduler:
         self._scheduler, self._plugin = scheduler, plugin
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler if its optimizer has stepped and did not skip last. Waits for the device."""
+        """Step the scheduler, unless the last step of its optimizer was skipped or there was none. Waits."""
         last = self._plugin.adapter.results.get(self._scheduler.optimizer)
         if last is not None and last.stepped():
             self._scheduler.step(*args, **kwargs)

@@ -29,7 +29,7 @@ from halfpeak.state.found_inf import is_first_rank
 
 
 class ApexOptimWrapper(OptimWrapper):
-    """An opt level, O0 to O5, with every override of ``apex.amp.initialize``.
+    """Optimizer wrapper at an opt level, O0 to O5, with every override of ``apex.amp.initialize``.
 
     The first :meth:`optim_context` converts model and optimizer, also a model inside a parallel wrapper, and applies a
     state that was loaded before. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.

@@ -12,7 +12,7 @@ from halfpeak.core.short_repr import short_repr
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return a bool.
+    """Return ``value``, which must be a bool.
 
     Raises:
         ConfigTypeError: anything else.
@@ -23,7 +23,7 @@ def require_flag(name: str, value: object) -> bool:
 
 
 def require_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """Return an integer (NumPy's too) of ``least`` or more. ``hint`` ends the message: ``"; write interval=50"``.
+    """Return an integer (NumPy's too) of ``least`` or more; ``hint`` ends the message: ``"; write interval=50"``.
 
     Raises:
         ConfigError: anything else.
@@ -38,7 +38,7 @@ def require_count(name: str, value: object, least: int = 1, hint: str = "") -> i
 
 
 def require_number(name: str, value: Any) -> float:
-    """Return a finite number.
+    """Return ``value``, which must be a finite number.
 
     Raises:
         ConfigTypeError: anything else.
@@ -61,7 +61,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:
-    """Return a dict. The message shows ``example``.
+    """Return ``value``, which must be a dict; the message shows ``example``.
 
     Raises:
         ConfigTypeError: anything else.

@@ -41,7 +41,7 @@ class StrictClipNorm:
 def parse_clip_grad(clip_grad: Mapping[str, Any] | None, name: str = "clip_grad") -> Clip:
     """Parse ``dict(max_norm=1.0)``, ``dict(type='norm', ...)``, ``dict(type='value', clip_value=0.2)`` or None.
 
-    ``foreach`` is accepted and changes nothing: lists are always clipped together. Messages call the argument ``name``.
+    None clips nothing. ``foreach`` has no effect: lists are always clipped together. ``name`` is for error messages.
 
     Raises:
         ConfigTypeError: not a dict, an unknown key, or a flag that is not a bool.

@@ -81,7 +81,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``Conv2d`` with one group per input channel, as every one with one channel is."""
+    """Whether ``module`` is a ``Conv2d`` with one group per input channel; with one channel it always is."""
     return isinstance(module, nn.Conv2d) and module.in_channels == module.groups
 
 

@@ -53,7 +53,7 @@ class OptimWrapper(BaseOptimWrapper):
     A step whose gradients are not finite is skipped. An engine steps the optimizer; the wrapper counts backward passes.
 
     Every method may be overridden. User code may call ``wrapper.optimizer.step()`` itself, in an override of
-    :meth:`step` or in place of it: such a step skips too, and clips if user code called :meth:`_clip_grad`.
+    :meth:`step` or in place of it: such a step skips too, and clips if user code calls :meth:`_clip_grad` before.
 
     Args:
         optimizer: a torch optimizer, or any object with ``param_groups``, ``step`` and ``zero_grad``. Such an object is
@@ -253,9 +253,9 @@ class OptimWrapper(BaseOptimWrapper):
             self._log_norm(result.grad_norm)
 
     def _clip_grad(self) -> None:
-        """Unscale the gradients, clip them and log their norm, as the engine does in a step if ``clip_grad`` was given.
+        """Unscale the gradients, clip them and log their norm, as a step does if ``clip_grad`` was given.
 
-        With ``clip_grad``, :meth:`step` calls an override instead, but not in a step with a closure.
+        An override replaces the engine's clipping. A step with a closure does not call an override, and does not clip.
         """
         if self._is_watched:
             engine = self._ready()
@@ -446,7 +446,7 @@ class OptimWrapper(BaseOptimWrapper):
             self._put_buffers(engine)
 
     def _put_buffers(self, engine: Engine) -> None:
-        """Load waiting batch-norm statistics, once the engine knows the model. Nothing waits any more afterwards."""
+        """Load waiting batch-norm statistics once the engine knows the model, and then drop the waiting entries."""
         if engine.models:
             if RESUME_KEY in self._pending:
                 engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
@@ -464,7 +464,7 @@ class OptimWrapper(BaseOptimWrapper):
     def _set_engine(self, engine: Engine | None) -> None:
         self._engine = engine
         if engine is not None and engine.policy.param is None:
-            # A deleted wrapper frees its optimizer for another wrapper. A converted model still needs its masters.
+            # A deleted wrapper frees its optimizer for another wrapper, unless a converted model still needs masters.
             weakref.finalize(self, engine.remove).atexit = False
 
     def _ready(self) -> Engine:

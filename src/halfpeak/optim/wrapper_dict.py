@@ -68,7 +68,7 @@ class OptimWrapperDict(OptimWrapper):
             wrapper.zero_grad(set_to_none, **kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Call it on every wrapper. For a wrapper with counts of its own, call it on ``wrappers[name]`` afterwards."""
+        """Set the counts of every wrapper. A wrapper at another pace gets its counts on ``wrappers[name]``."""
         for wrapper in self.optim_wrappers.values():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 

@@ -173,7 +173,7 @@ class FP16_Optimizer(MasterGroups):
 
     @property
     def overflow(self) -> bool:
-        """Whether a gradient since the last step, or if there is none, of the last step, was not finite. Waits."""
+        """Whether the open window, or without one the last step, has a non-finite gradient. Waits for the device."""
         return bool(self._engine.found_inf) if self._engine.is_open else self._last_overflow
 
     @property

@@ -31,9 +31,7 @@ class FusedAdagrad(ApexStateLayout):
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
         eps: added to the root of the sum of squares.
-        weight_decay: weight decay.
         set_grad_none: :meth:`zero_grad` drops gradients.
         adagrad_w_mode: decoupled weight decay, as in AdamW.
 
@@ -68,12 +66,10 @@ class FusedAdam(InternalMasters):
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
         bias_correction: correct the moments for their start at zero.
         betas: decay rates of the first and of the second moment.
         eps: added to the root of the second moment.
         adam_w_mode: decoupled weight decay.
-        weight_decay: weight decay.
         amsgrad: not supported; raises ConfigError.
         set_grad_none: :meth:`zero_grad` drops gradients.
         capturable: no effect here.
@@ -164,8 +160,6 @@ class FusedSGD(ApexStateLayout):
         lr: learning rate; required unless every group has its own.
         momentum: factor of the momentum buffer at each step.
         dampening: the share of a gradient that does not enter the buffer; the first gradient enters whole.
-        weight_decay: weight decay.
-        nesterov: Nesterov's momentum.
         wd_after_momentum: add the weight decay after the momentum.
         materialize_master_grads: no effect here: a fused optimizer always reads low gradients in place.
         set_grad_none: :meth:`zero_grad` drops gradients.

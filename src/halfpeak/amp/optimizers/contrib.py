@@ -137,12 +137,10 @@ class FusedAdam(ContribStep):
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
         bias_correction: correct the moments for their start at zero.
         betas: decay rates of the first and of the second moment.
         eps: added to the root of the second moment, or inside it.
         eps_inside_sqrt: add ``eps`` inside the root.
-        weight_decay: weight decay.
         max_grad_norm: the largest norm of a group's gradients; 0 does not clip. Needs ``grad_norms`` in ``step``.
         amsgrad: not supported; raises ConfigError.
         use_mt: no effect here.
