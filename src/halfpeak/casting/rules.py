@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 class Casting(TorchFunctionMode):
-    """What rules use of a scope: its low dtype, its weight cache, and that it is a function mode."""
+    """The part of a scope that rules use: its low dtype, its weight cache, and the function mode itself."""
 
     dtype: torch.dtype
     cache: WeightCache | None

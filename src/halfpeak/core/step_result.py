@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     Attributes:
         found_inf: 1 when a gradient was not finite and the step was skipped, else 0.  # f32[]
         scale: the loss scale that the next backward pass will use (of loss 0).        # f32[]
-        grad_norm: norm of the unscaled gradients before clipping; None when nothing asked for it.  # f32[]
+        grad_norm: norm of the unscaled gradients before clipping; None if it was not computed.  # f32[]
         boundary: False when the call only closed one of several accumulated backward passes.
         has_gradients: False when no parameter had a gradient, so that there was nothing to step.
         grads: what :meth:`nonfinite` reads; None if the host knows of no skip.

@@ -65,7 +65,7 @@ class BatchNormStats:
             model.after_load()
 
     def models_of(self, parameters: Iterable[Tensor]) -> frozenset[int]:
-        """The numbers of the models that have one of the parameters."""
+        """The indices of the models that have one of the parameters."""
         wanted = {id(parameter) for parameter in parameters}
         return frozenset(number for number, model in enumerate(self._models) if model.has_any(wanted))
 

@@ -88,13 +88,13 @@ def control_kernel(
 
     Args:
         squares, flags: results of each program of the measure kernel.         # f32[partials], i32[partials]
-        factor: what unscales gradients.                                       # f32[]
+        factor: the multiplier that unscales gradients.                        # f32[]
         found_inf: anything but 0 skips the step; 2 if the loss itself was not finite.  # f32[]
         scale, clean, grace, stuck: the state of the loss scale.               # f32[], i32[], ...
         num_steps, num_skipped: steps taken and skipped so far.                # i32[]
         rows: for each step count its row of ``hyper``, its address, and the address of the learning rate or 0.  # i64[count, 3]
         hyper: sign, lr, weight decay and the numbers of the rule.             # f64[groups, HYPER]
-        numbers: result: what a gradient is multiplied by, the constants, the step.  # f32[count, NUMBERS]
+        numbers: result: the multiplier of gradients, the constants, the step.  # f32[count, NUMBERS]
         floats: result: found_inf, norm, factor, squares, scale.               # f32[5]
         ints: result: clean, grace, stuck, num_steps, num_skipped.             # i32[5]
         max_norm: the limit of the norm, with ``CLIPS``.

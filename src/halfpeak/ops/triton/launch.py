@@ -30,7 +30,7 @@ HYPER = 9
 """Columns of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
 
 NUMBERS: int = _numbers.NUMBERS.value
-"""Columns of a row of numbers: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
+"""Columns of a row of numbers: the multiplier of gradients, up to nine constants of the rule, and the step."""
 
 _OPTIONS: Final = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
 """No fused multiply-add, because its single rounding would give other results than the rules."""

@@ -23,7 +23,7 @@ def _total(each, own, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     first, count, rest = tl.load(own + CHUNKS), tl.load(own + CHUNKS + 1), tl.load(own + CHUNKS + 2)
     at = tl.arange(0, BLOCK)
     last = tl.load(each + rest, mask=rest >= 0, other=0.0)
-    # Compares bits, of which those of a nan are the largest.
+    # Compares bits, because the bits of a nan are the largest.
     total = tl.zeros((BLOCK,), tl.int32 if LARGEST else tl.float32)
     for start in range(0, count, BLOCK):
         part = tl.load(each + first + start + at, mask=start + at < count, other=0.0)
@@ -53,8 +53,8 @@ def norm_kernel(
     Args:
         members: see :func:`~halfpeak.ops.triton.update.update_kernel`.            # i64[members, COLUMNS]
         first: the row of the first program's parameter.
-        numbers: what a gradient is multiplied by, the constants, the step.        # f32[rows, NUMBERS]
-        factor: what gradients were multiplied by when they were measured.         # f32[]
+        numbers: the multiplier of gradients, the constants, the step.             # f32[rows, NUMBERS]
+        factor: the multiplier of gradients in the measure kernel.                 # f32[]
         found_inf: anything but 0 leaves the norms as they are.                    # f32[]
         each: see :func:`~halfpeak.ops.triton.measure.measure_kernel`.             # f32[count]
     """

@@ -87,7 +87,7 @@ def measure_kernel(
         chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
         full: the number of full chunks.
         count: the number of chunks.
-        factor: what unscales gradients.  # f32[]
+        factor: the multiplier that unscales gradients.  # f32[]
         squares: the result.   # f32[programs]
         flags: the result.     # i32[programs]
         each: result for layer-wise rules: of every chunk what ``EACH`` names, ``squares`` or ``largest``.  # f32[count]

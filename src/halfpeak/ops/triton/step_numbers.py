@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 NUMBERS = tl.constexpr(12)
-"""Columns of a row: what a gradient is multiplied by, up to nine constants of the rule, and the step."""
+"""Columns of a row: the multiplier of gradients, up to nine constants of the rule, and the step."""
 
 SEED = tl.constexpr(11)
 """The column of the step, which seeds stochastic rounding."""
@@ -34,7 +34,7 @@ def _put(numbers, column: tl.constexpr, value):
 
 @triton.jit
 def write_numbers(numbers, hyper, multiplier, lr, step, RULE: tl.constexpr):
-    """Write one row: what a gradient is multiplied by, the constants of the rule, and at :data:`SEED` the step.
+    """Write one row: the multiplier of gradients, the constants of the rule, and at :data:`SEED` the step.
 
     The constants are those of ``Rule.constants``, in the same order.
 

@@ -187,7 +187,7 @@ def update_kernel(
         chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
         full: the number of full chunks, which come first.
         count: the number of chunks.
-        numbers: what a gradient is multiplied by, the constants, the step.  # f32[rows, NUMBERS]
+        numbers: the multiplier of gradients, the constants, the step.   # f32[rows, NUMBERS]
         found_inf: anything but 0 skips the step.                        # f32[]
         rows: the addresses of the step counts; this launch increments the first ``counters`` of them.  # i64[rows, 3]
         each: with ``OTHER="moments"`` result: the sums of squares of weights, then of updates.  # f32[2, count]
