@@ -55,7 +55,7 @@ def get_time_str() -> str:
 def get_logger(
     name: str, log_file: StrPath | None = None, log_level: int | str = logging.INFO, file_mode: str = "w"
 ) -> logging.Logger:
-    """The logger with that name. The first call adds stderr and, on rank 0, a file. Other ranks log only errors."""
+    """The logger with that name. The first call sets it up: stderr and, on rank 0, a file. Other ranks log errors."""
     logger = logging.getLogger(name)
     parents = [logging.getLogger(name[:end]) for end, letter in enumerate(name) if letter == "."]
     if logger.handlers or any(parent.handlers for parent in parents):

@@ -112,7 +112,7 @@ class UpdaterHook(Hook):
             self._set(runner)
 
     def before_train_iter(self, runner: RunnerView) -> None:
-        """Set the numbers, if they change with the iteration."""
+        """Set the numbers, if the schedule counts iterations, is warming up, or has not been set in this epoch."""
         if not self.by_epoch or self._is_warming or self._epoch != runner.epoch:
             self._set(runner)
 

@@ -39,7 +39,7 @@ class DistributedDataParallel(_BASE):
         num_allreduce_streams: no effect; torch uses its own stream.
         allreduce_communicators: no effect.
         gradient_average: divide by the number of ranks; False leaves the sum.
-        gradient_predivide_factor: divide by this before the sum, and by ``ranks / factor`` after it.
+        gradient_predivide_factor: divide by this before the sum, and to average, by ``ranks / factor`` after it.
         gradient_average_split_factor: refused, as in apex.
         prof: no effect; use torch.profiler.
 

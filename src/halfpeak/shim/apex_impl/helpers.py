@@ -14,7 +14,7 @@ from halfpeak.state.found_inf import is_first_rank
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The warning of apex 25.04 for ``amp`` and ``fp16_utils``. halfpeak itself never issues it."""
+    """The warning of apex 25.04 for ``amp`` and ``fp16_utils``. halfpeak deprecates neither and never issues it."""
 
 
 def deprecated_warning(msg: str) -> None:
