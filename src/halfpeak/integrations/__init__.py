@@ -1,1 +1,1 @@
-"""halfpeak inside other people's training loops: torch's GradScaler, timm, Lightning, accelerate and transformers."""
+"""halfpeak inside loops of other libraries: torch's GradScaler, timm, Lightning, accelerate and transformers."""

@@ -59,7 +59,7 @@ def reconnect(model: nn.Module) -> None:
 def synchronised_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the trainable parameters inside each ``DistributedDataParallel`` in ``model``, with their values.
 
-    DDP made the values equal on all ranks, so masters may start from them; :func:`halfpeak.prepare` rounds them first.
+    DDP made the values equal, so masters may start from them; on several ranks :func:`halfpeak.prepare` rounds them.
     """
     found = (parameter for wrapped in _distributed(model) for parameter in wrapped.parameters())
     return [(parameter, parameter.data) for parameter in found if parameter.requires_grad]

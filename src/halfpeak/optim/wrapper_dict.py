@@ -27,7 +27,7 @@ def _refused(method: str) -> Any:
 
 
 class OptimWrapperDict(OptimWrapper):
-    """Wrappers by name. Each is used by itself: ``wrappers["generator"].update_params(loss)``.
+    """Wrappers by name. User code calls each by itself: ``wrappers["generator"].update_params(loss)``.
 
     A method without a meaning for several wrappers at once raises, and the message says what to write instead.
     ``initialize_count_status`` reaches every wrapper.
@@ -167,7 +167,7 @@ class OptimWrapperDict(OptimWrapper):
 
 
 class WrapperDictError(OrderError, NotImplementedError):
-    """User code called a method of a single wrapper on the dict. Also a NotImplementedError, as in mmengine."""
+    """User code called a method of a single wrapper on the dict. mmengine raised NotImplementedError here."""
 
 
 class UnknownWrapperError(RegistryError, AssertionError):

@@ -218,7 +218,7 @@ class FP16_Optimizer(MasterGroups):
         """Restore what :meth:`state_dict` returned, and round the masters into the model.
 
         Raises:
-            StateError: it does not fit. Nothing was loaded.
+            StateError: the state does not fit. Nothing was loaded.
         """
         known = require_mapping(state_dict, "an FP16_Optimizer's state")
         missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(known)

@@ -263,7 +263,7 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
 
 
 class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
-    """LAMB whose learning rate and step are tensors, for torch's gradient scaler, with masters of low parameters.
+    """LAMB with masters of low parameters; learning rate and step count are tensors, for torch's gradient scaler.
 
     Args:
         params: parameters or groups.
