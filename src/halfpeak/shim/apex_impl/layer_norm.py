@@ -20,7 +20,7 @@ Shape: TypeAlias = int | Sequence[int] | torch.Size
 def manual_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
 ) -> Tensor:
-    """``input / sqrt(mean(input**2) + eps)`` over the last dimensions, in a low-precision weight's dtype, ``* weight``."""
+    """``input / sqrt(mean(input**2) + eps)`` over the last dims, in a low-precision weight's dtype, ``* weight``."""
     dims = tuple(range(-len(normalized_shape), 0))
     normed = input * torch.rsqrt(input.float().pow(2).mean(dims, keepdim=True) + eps)
     if weight is None:
