@@ -154,7 +154,8 @@ class DeviceCasts:
     """Casts by ``torch.autocast`` of this device type, with its speed and its cache of casts.
 
     The lists of autocast differ between devices and from apex's (on a CPU softmax, sums and norms stay low). Autocast leaves
-    float64 alone and refuses no operation. It is for the forward pass only; recomputed checkpoints enter it again in backward.
+    float64 alone and refuses no operation. It is for the forward pass only, as torch recommends: recomputed checkpoints enter
+    it again in backward.
 
     Attributes:
         traced: the scope in a form that code which :func:`torch.compile` traces can enter.

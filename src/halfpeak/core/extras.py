@@ -13,7 +13,7 @@ INSTALL: Final = "pip install '.[all]'"
 
 
 class MissingExtraError(HalfpeakError, ImportError):
-    """An optional package is not installed. The message is the command that installs it."""
+    """An optional package is not installed. The message names it and the command that installs it."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Policy: the dtypes in which a model is stored, computes and returns."""
+"""Policy: the dtypes of a model's parameters, computation and output."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Float8:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The dtypes in which a model is stored, computes and returns: a value, which casts nothing itself.
+    """The dtypes of a model's parameters, computation and output. A value: it casts nothing itself.
 
     Attributes:
         param: dtype of parameters and buffers; None leaves them as given.

@@ -97,7 +97,7 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
 
 
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (norm + 1e-6))``: what to multiply gradients of this norm by so that it is at most ``max_norm``.
+    """``min(1, max_norm / (norm + 1e-6))``: the factor that scales gradients of this norm to at most ``max_norm``.
 
     Every other place that computes it is tested against this one: :func:`halfpeak.fused.decision.decide_on_host` in plain
     numbers, and the control kernel in :mod:`halfpeak.ops.triton.control` on the device.

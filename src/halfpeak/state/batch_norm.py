@@ -21,8 +21,8 @@ from halfpeak.ops.versions import TensorVersions
 class BatchNormStats:
     """The running statistics of some models, with a copy that the end of a skipped step restores.
 
-    The copy is from before the step's first forward pass, and contains what user code wrote after the last step (a loaded
-    checkpoint, ``update_bn``). A step affects the models whose parameters its optimizers hold: a skipped step of the
+    The copy is from before the step's first forward pass with gradients, and contains what was written after the last step (by
+    a loaded checkpoint, ``update_bn``). A step affects the models whose parameters its optimizers hold: a skipped step of the
     discriminator keeps the generator's new statistics, unless these are not finite.
 
     A step takes a few launches per (model, device, dtype), whatever the number of layers, and no wait for the device.
@@ -49,7 +49,7 @@ class BatchNormStats:
             model.save()
 
     def begin_forward(self) -> None:
-        """Before the first forward pass with gradients since a step, save what user code wrote since that step."""
+        """Before the first forward pass with gradients since a step, save statistics written since that step."""
         if torch.is_grad_enabled():
             for model in self._models:
                 model.begin_forward()
@@ -137,7 +137,7 @@ class ModelStats:
         self._versions.record(list(chain.from_iterable(by_key.values())))
 
     def begin_forward(self) -> None:
-        """Save what user code wrote since the last step, if this is the first forward pass since."""
+        """Save statistics written since the last step, if this is the first forward pass since."""
         self._follow_writes()
         self.has_begun = True
 

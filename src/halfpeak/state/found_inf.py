@@ -62,7 +62,7 @@ class FoundInfReducer:
             norm: the norm by which this rank clipped its gradients, or None.
 
         Raises:
-            RankMismatchError: the ranks dropped different numbers of passes, as when one of them caught an exception, or
+            RankMismatchError: the ranks dropped different numbers of passes, as after an exception that one rank caught, or
                 clipped by different norms. On an accelerator it comes a step or two late, because nothing waits.
         """  # f32[1 + losses]
         if self.is_local:

@@ -1,4 +1,4 @@
-"""A pool of memory for the float32 gradients of masters, which reuse it in every step."""
+"""A pool of memory for the float32 gradients of masters, reused in every step."""
 
 from __future__ import annotations
 
