@@ -71,14 +71,14 @@ class Ranks:
         return bool(number)
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the ranks of what each has computed of its part.  # f32[n]"""
+        """The mean over ranks of values that each rank computed from its part of the data.  # f32[n]"""
         if self.count == 1:
             return values
         dist.all_reduce(values)
         return values / self.count
 
     def copy_buffers(self, model: nn.Module) -> None:
-        """Give all ranks the buffers of the first, as ``DistributedDataParallel`` does before its next forward pass."""
+        """Give all ranks the buffers of rank 0, as ``DistributedDataParallel`` does before its next forward pass."""
         for buffer in model.buffers() if self.count > 1 else ():
             dist.broadcast(buffer, src=0)
 
@@ -124,7 +124,7 @@ def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
     seen = ""
     while True:
         starts = hashlib.sha256(b" ".join(store.multi_get(keys))).hexdigest()
-        # Count each rank that read the same keys once. A rank that read a key of a dead rank reads again.
+        # Each rank adds 1 for the values that it read. A rank that read the value of a dead rank reads again.
         if store.add(starts, int(starts != seen)) >= count:
             return dist.PrefixStore(starts, store)
         seen = starts
@@ -132,7 +132,7 @@ def _of_this_start(store: dist.Store, rank: int, count: int) -> dist.Store:
 
 
 _OF_GLOO: Final = ("gloo/", "caused pair closure")
-"""In messages of gloo's errors, which have no class of their own: its source files, or the words of a timeout."""
+"""Parts of messages that identify gloo's errors, which have no class: a path of its source, or words of a timeout."""
 
 _PAUSE: Final = 0.02
 """Seconds between two reads of the store."""

@@ -1,1 +1,1 @@
-"""What went wrong in a step: which skips are reported, and which module made something not finite."""
+"""Diagnosis of skipped steps: which skips are reported, and which module made a tensor non-finite."""

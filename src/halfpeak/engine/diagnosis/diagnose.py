@@ -101,7 +101,7 @@ class _Subject:
     """The models to replay, and how they train.
 
     Attributes:
-        models: the owners of the modules in the report.
+        models: the models whose modules the report names.
         policy: the dtypes of the run.
         level: the opt level; empty if another front end than ``prepare`` takes the steps.
         scale: the factor of the loss.
@@ -275,7 +275,7 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
 def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
     """The first non-finite event, except harmless ones."""
     bad = [event for event in low.events if not event.is_finite]
-    if wide.is_finite:  # What float32 survives is harmless, such as a mask.
+    if wide.is_finite:  # Events that are non-finite even in this run are harmless, such as masks.
         harmless = {event.key for event in wide.events if not event.is_finite}
         bad = [event for event in bad if event.key not in harmless]
     plain = [event for event in bad if not event.is_mask_like]

@@ -25,7 +25,7 @@ class FusedGrads:
     which unscales them, therefore changes no bit of a run.
 
     Args:
-        optimizer: the reader of the gradients.
+        optimizer: the optimizer that reads the gradients.
         model_params: the parameters that the step writes, in the order of the groups.
         grads: the gradient of each parameter, or None.
         inv_scale: 1 / scale; 1 for unscaled gradients.  # f32[]

@@ -170,7 +170,7 @@ class Scaled(NamedTuple):
         scaler: the owner of ``scale``.
         scale: the factor of the losses.  # f32[]
         stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter.
-        sentinel: a zero on a master, or None if no master is free for one.
+        sentinel: a zero on a master, or None if no master is free for one. Any write to it counts as ``zero_grad()``.
         sums: float32 sums over several passes, by ``id`` of the low parameter, whose own gradient is the sum rounded.
     """
 
@@ -351,7 +351,7 @@ def unwatched(window: Unscaled) -> Unscaled | None:
 
 
 def rewatched(window: Unscaled, before: Window) -> Unscaled:
-    """``window`` with the sentinel that it had ``before``, after a backward pass that failed or a save."""
+    """``window`` with the sentinel of ``before``, after a failed backward pass or a save."""
     sentinel = before.sentinel if isinstance(before, Unscaled) else None
     if sentinel is not None:
         sentinel.holder.grad = sentinel.grad

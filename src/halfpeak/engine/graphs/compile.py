@@ -410,7 +410,7 @@ def _fake_step(engine: int, token: Tensor, *_: object) -> tuple[Tensor, Tensor, 
     return number, token.new_empty(_STEPS[engine].num_losses), token.new_empty(())
 
 
-def _fake_watch(engine: int, weights: list[Tensor], first: bool) -> None:  # a schema's argument
+def _fake_watch(engine: int, weights: list[Tensor], first: bool) -> None:  # arguments of the schema
     _STEPS[engine].watch([weight._version for weight in weights], first=first)
 
 

@@ -130,7 +130,7 @@ def _record(engine: StepEngine, loss_function: LossFunction, places: list[Tensor
             moved = [(cell, new) for cell, new in zip(static_state, after, strict=True) if new is not cell]
             torch._foreach_copy_([cell for cell, _ in moved], [new for _, new in moved])
     finally:
-        # Recorded work has not run, so the counters go back. The warm-up made the tables: a capture cannot copy them.
+        # Recorded work has not run, so the counters go back. The warm-up made the tables: a capture cannot send them.
         tables = optimizer.detach_tables()
         _use(context, static_state, copy=False)
         context.record.micro_step = micro_step
