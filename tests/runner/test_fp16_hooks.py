@@ -361,6 +361,24 @@ def test_an_override_of_clip_grads_is_called_with_unscaled_gradients(kind: str, 
     assert all(torch.equal(a, b) for a, b in zip(*logged, strict=True) if b.isfinite())
 
 
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+@pytest.mark.parametrize(
+    "hook", [Fp16OptimizerHook, lambda **o: GradientCumulativeFp16OptimizerHook(cumulative_iters=2, **o)]
+)
+def test_gradients_that_the_optimizer_does_not_step_are_dropped_with_the_others(hook: Any, mode: str) -> None:
+    """As in mmcv: a layer that the optimizer is given later begins without those of earlier windows."""
+    found: list[Tensor] = []
+    for numbers in (range(3), range(2, 3)):
+        net = make_net()
+        loop = make_loop(net)
+        loop.optimizer = torch.optim.SGD(net[0].parameters(), lr=0.0)
+        run(loop, hook(loss_scale=64.0, mode=mode), numbers)
+        grad = list(net.parameters())[-1].grad
+        assert grad is not None
+        found.append(grad)
+    assert torch.equal(*found)
+
+
 def test_only_the_window_is_positional() -> None:
     with pytest.raises(TypeError):
         GradientCumulativeFp16OptimizerHook(4, None)  # type: ignore[call-arg]

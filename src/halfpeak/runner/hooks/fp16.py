@@ -168,6 +168,11 @@ class Fp16OptimizerHook(OptimizerHook):
         self._skips = SkipCount(engine)
         return engine
 
+    def _zero_grad(self, runner: RunnerView) -> None:
+        super()._zero_grad(runner)
+        # As the original; the optimizer may be given the others later, or a hook steps them.
+        unwrap(runner.model).zero_grad()
+
     def _restore_scale(self, engine: Engine, meta: Mapping[str, Any]) -> None:
         """Restore the loss scale from ``meta``. A static scale keeps its configured value."""
         saved = (meta.get("fp16") or {}).get("loss_scaler")

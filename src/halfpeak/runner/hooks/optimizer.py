@@ -121,7 +121,7 @@ class OptimizerHook(Hook):
             self._step_foreign(runner, require_loss(runner))
             return
         engine, loss = self._ready(runner), require_loss(runner)
-        require_optimizer(runner, self).zero_grad()
+        self._zero_grad(runner)
         self._backward(runner, engine, loss)
         self._update(runner, engine, keep_gradients=True)
 
@@ -160,6 +160,9 @@ class OptimizerHook(Hook):
         else:
             self._engine.abort()
             self._engine.load_window_buffers([])
+
+    def _zero_grad(self, runner: RunnerView) -> None:
+        require_optimizer(runner, self).zero_grad()
 
     def _is_foreign(self, optimizer: Any) -> bool:
         """Whether ``optimizer`` has ``zero_grad`` and ``step``, is not torch's, and this hook can step it."""
@@ -282,6 +285,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self._next_iter = runner.iter + 1
         if windows.is_boundary(runner.iter):
             self._update(runner, engine, keep_gradients=False)
+            self._zero_grad(runner)
         else:
             runner.step_result = StepResult(engine.accumulate(), engine.scale, boundary=False)
 
