@@ -97,3 +97,18 @@ def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, op
     train(saved, range(2))
     train(calm, range(2))
     assert (int(saved.num_steps), saved.micro_step) == (int(calm.num_steps), calm.micro_step)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_that_was_trained_and_is_frozen_before_it_is_prepared_is_not_rounded(level: str) -> None:
+    model = net()
+    weights = list(model.parameters())
+    optimizer = OPTIMIZERS["SGD"](weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    weights[0].requires_grad_(False)
+    before = weights[0].detach().clone()
+    halfpeak.prepare(model, optimizer, level)
+    assert torch.equal(next(iter(model.state_dict().values())), before)

@@ -213,3 +213,27 @@ def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kin
     train(wrapper, model, range(6, 9))
     assert wrapper.inner_count == 9
     assert seen(model, optimizer, wrapper) == seen(*straight)
+
+
+@pytest.mark.parametrize(("every", "stop"), [(1, 4), (7, 4), (4, 6)])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
+    level: str, every: int, stop: int
+) -> None:
+    """The model is converted after the load, and a frozen layer would be rounded: with momenta, or only with gradients."""
+
+    def run(run: tuple[nn.Module, torch.optim.Optimizer, OptimWrapper], numbers: range) -> None:
+        for i in numbers:
+            run[0][0].requires_grad_(i % 5 != 4 and i % 7 != 6)
+            train(run[2], run[0], range(20 + i, 21 + i))
+
+    straight = make(level, every)
+    run(straight, range(14))
+
+    saved = make(level, every)
+    run(saved, range(stop))
+    going_on = make(level, every, seed=1)
+    going_on[0].load_state_dict(saved[0].state_dict())
+    going_on[2].load_state_dict(saved[2].state_dict())
+    run(going_on, range(stop, 14))
+    assert seen(*going_on) == seen(*straight)

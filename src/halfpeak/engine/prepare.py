@@ -236,7 +236,7 @@ def build(
         for optimizer in optimizers:
             if policy.masters:
                 undo.callback(masters.release, optimizer)
-                masters.adopt(optimizer, values)
+                masters.adopt(optimizer, values, trained={id(parameter) for parameter in optimizer.state})
             elif policy.param is not None and not isinstance(optimizer, FusedOptimizer):
                 _cast_state(optimizer)
         engine = Engine(

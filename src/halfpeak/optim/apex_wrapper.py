@@ -172,6 +172,11 @@ class ApexOptimWrapper(OptimWrapper):
         if self._is_converting():
             check_can_convert(wrapped)
         values = synchronised_values(wrapped)
+        if self._pending:
+            # A layer that is frozen now may have had masters in the run that was saved.
+            values += [
+                (parameter, parameter.data) for parameter in model.parameters() if not parameter.requires_grad
+            ]
         engine = build(self._made_config, [model], [self.optimizer], reducer=self._reducer())
         for parameter, value in values:
             engine.masters.set_value(parameter, value)
