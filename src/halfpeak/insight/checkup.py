@@ -37,11 +37,9 @@ class Probe:
     """A short run at an opt level.
 
     Attributes:
-        level: the name of the level.
         losses: the first loss after each step.
         final: the mean of ``losses`` over the last quarter of the steps.
         distance: ``final`` minus float32's, divided by the spread of the loss; the largest magnitude of several losses.
-        skipped: the number of skipped steps.
         seconds: the time of the fastest step that was not skipped.
         bytes_per_parameter: memory that engine and optimizer hold after a step, per parameter.
         vanished: the share of gradient elements that are zero, minus the share in float32.
@@ -70,7 +68,6 @@ class Checkup:
     Attributes:
         level: the level to use.
         keep_fp32: the layers that must stay float32 at this level.
-        reason: why this level.
         probes: one per tried level.
         reference: the float32 run.
         spread: the largest difference in final loss between float32 runs of other seeds and the reference, or 1 % of

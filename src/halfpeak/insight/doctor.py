@@ -84,13 +84,12 @@ def doctor(
         choice                      the safest level that trains as well as float32, unless another takes 10 % less time
 
     A level trains as well as float32 if its mean loss over the last quarter of the steps exceeds float32's by no more
-    than another seed's does, or 1 % if that is more. With several losses, a lower loss counts as different, too. At
-    most 15 % of the second half's steps may be skipped, and at most a quarter of gradients or updates vanish beyond
-    float32's.
+    than another seed's does, or 1 % if that is more; with several losses, lower ones count, too. At most 15 % of the
+    second half's steps may be skipped, and at most a quarter of gradients or updates vanish beyond float32's.
 
     Time is that of the fastest step on this machine; on a CPU with one thread processor time, which other programs do
-    not disturb. The caller's objects do not change: random generators are restored, and models are copies of the
-    results of ``make_model``. An iterator, however, is advanced by ``steps`` batches.
+    not disturb. Random generators are restored, and models are copies of the results of ``make_model``, so the caller's
+    objects do not change; only an iterator is advanced, by ``steps`` batches.
 
     Args:
         make_model: returns the model, on its device, in float32.

@@ -74,7 +74,6 @@ class SkipWatch:
     the copy when it has arrived, so no step waits.
 
     Args:
-        on_skip: see :data:`OnSkip`.
         waits: read the counters after every step on every device.
     """
 
@@ -298,7 +297,6 @@ def diagnose_into(folder: str | Path, model: nn.Module, known: set[Engine]) -> N
     """Make each engine that trains ``model`` or a part of it write its diagnoses into ``folder``.
 
     Args:
-        folder: for the reports.
         model: bare or in any wrapper.
         known: engines to leave out, because an earlier call attached them; this call adds the engines it attaches.
     """
@@ -312,9 +310,6 @@ class _Call(NamedTuple):
     """A forward pass of a model.
 
     Attributes:
-        model: the called model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
         casts: a ``torch.autocast`` with the settings that held around the call.
         outputs: the floating-point tensors that it returned.
         grads: the scaled gradient of each output and its loss scale, by index of the output.

@@ -127,7 +127,6 @@ class BackwardScope:
         """Stash the gradients, unless they wait scaled, and return the factor of the loss.  # f32[]
 
         Args:
-            scaler: of the loss.
             delay: whether the new gradients wait, too.
 
         Raises:
@@ -172,10 +171,9 @@ class BackwardScope:
         return GradMode.LEAVE_FOR_STEP if fused_step_reads and begins_window else GradMode.ACCUMULATE
 
     def finish(self, mode: GradMode, scaler: LossScaler, scale: Tensor) -> None:
-        """After the backward pass: accumulate its gradients or leave them scaled.
+        """After the backward pass: by ``mode``, accumulate its gradients or leave them scaled.
 
         Args:
-            mode: as :meth:`mode` returned.
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
         """

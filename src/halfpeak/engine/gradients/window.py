@@ -230,7 +230,6 @@ def scale_for_backward(windows: Sequence[Window], scaler: LossScaler) -> Tensor:
 
     Args:
         windows: of all optimizers whose parameters the pass reaches.
-        scaler: of the loss.
 
     Raises:
         OrderError: gradients wait under another loss scaler or another scale.
@@ -266,15 +265,11 @@ def after_delayed_backward(
     stashed: Mapping[int, Tensor],
     sums: Mapping[int, Tensor],
 ) -> Scaled:
-    """The window after a backward pass whose gradients stay scaled.
+    """The window after a backward pass whose gradients stay scaled. For the other arguments, see :class:`Scaled`.
 
     Args:
         window: before.
-        pairs: the parameters at the pass.
-        scaler: the owner of ``scale``.
-        scale: the factor of the loss.  # f32[]
         stashed: unscaled gradients that were set aside before the pass, by ``id`` of the parameter.
-        sums: see :class:`Scaled`.
     """
     if isinstance(window, Scaled):
         stashed = {**window.stashed, **stashed}
@@ -369,12 +364,10 @@ def left_for_step(
 ) -> Pending:
     """The window whose only backward pass leaves its gradients for the step of a fused optimizer.
 
+    For the other arguments, see :class:`Pending`.
+
     Args:
         window: before.
-        pairs: the parameters at the pass.
-        snapshot: of their gradients.
-        scale: the factor of the loss.  # f32[]
-        pass_found_inf: see :class:`Pending`.  # f32[]
         unit: whether the scale is always 1. Gradients of parameters without a master may then be edited.
     """
     snapshot = GradSnapshot(pairs.low_params) if unit else snapshot
@@ -406,7 +399,6 @@ def check_user_step(window: Window, *, allowed: bool) -> None:
     """Refuse an ``optimizer.step()`` that user code calls inside a window.
 
     Args:
-        window: of the optimizer.
         allowed: whether user code may step in place of the engine.
 
     Raises:

@@ -42,7 +42,6 @@ class CompiledStep:
     Attributes:
         num_losses: the number of loss scales.
         token: written by the operators ``backward`` and ``step``, which keeps them in order.  # f32[]
-        optimizers: the engine's optimizers.
         weights: per optimizer, the parameters that get gradients.
         written: the parameters of ``weights``, each once.
         buffers: the running statistics that a skipped step restores.
