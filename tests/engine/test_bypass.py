@@ -1,4 +1,4 @@
-"""``loss.backward()`` in place of ``engine.backward(loss)`` is noticed where its gradients would be lost."""
+"""``loss.backward()`` in place of ``engine.backward(loss)`` is detected if its gradients would be lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_forward_pass_outside_of_the_casts(level: str) -> None:
     for _ in range(2):
         with pytest.raises(OrderError, match=r"outside engine\.forward\(\)"):
             engine.backward(loss_of(model))
-        loss_of(model)  # of a probe that nobody trains on
+        loss_of(model)  # a probe without a backward pass
         with engine.forward():
             loss = loss_of(model)
         loss_of(model)
@@ -173,7 +173,7 @@ def test_what_another_loss_left_is_no_mistake(level: str) -> None:
 @pytest.mark.parametrize("order", ["past", "engine-past", "past-engine"])
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, order: str, value: float) -> None:
-    """What the engine has not seen is unscaled in float32 weights: it is stepped too, unless it is not finite."""
+    """Gradients that bypass the engine lie unscaled on float32 weights, so a step uses them, too, if all are finite."""
     model = nn.Linear(3, 2)
     engine = halfpeak.prepare(model, kind(model.parameters(), lr=0.1), level, loss_scale=64.0, accumulate=1)
     before = model.bias.detach().clone()
@@ -185,7 +185,7 @@ def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, orde
         else:
             engine.backward(loss)
     if kind is FusedSGD and order == "engine-past":
-        # The step was to read its gradients scaled, and nobody knows what was added to them.
+        # The gradients were pending, still scaled, so it is unknown whether the addition was scaled.
         with pytest.raises(OrderError, match="for every loss"):
             engine.step()
         return

@@ -1,4 +1,4 @@
-"""Which parameters a collapsing loss scale is blamed on."""
+"""``LossScaleCollapse`` names only parameters with nonfinite gradients, although clipping spreads a NaN to all."""
 
 from __future__ import annotations
 

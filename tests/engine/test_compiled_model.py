@@ -1,4 +1,4 @@
-"""A model under torch.compile: before or after it is prepared, the bits of the eager run, and nothing traced twice."""
+"""A model compiled before or after ``prepare`` trains to the bits of the eager run, and no graph is traced twice."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from laws.drivers import Case, Run
 from support.nets import make_batch
 from support.states import same
 
-# The compiler itself looks whether a tensor that it is given has a gradient.
+# torch.compile itself reads ``.grad`` of its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Net(nn.Module):
-    """Layers that a level treats in different ways."""
+    """Layers that one level treats in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def new_net(seed: int = 0, *, inlined: bool = False) -> Any:
-    """A network, as one whose hooks torch calls between graphs, or as one whose hooks it traces with the layers."""
+    """A network, whose hooks torch calls between graphs, or with ``inlined`` traces together with the layers."""
     torch.manual_seed(seed)
     return nn.Sequential(Net()) if inlined else Net()
 
@@ -48,7 +48,7 @@ def started(driver: str, level: str, make: Callable[[int], Any]) -> Run:
 
 
 def step(run: Run, number: int) -> Tensor:
-    """One pass, the third with an overflow; its loss."""
+    """Train one step and return its loss; step 2 overflows."""
     losses: list[Tensor] = []
 
     def loss_of() -> Tensor:
@@ -73,7 +73,7 @@ ROWS = [
 ]
 
 ORDERS = ("before", "after", "after a run before")
-# Each order with and without hooks that are traced, in the engine and in those over it: not all of the product.
+# Not the whole product: each order comes with and without inlined hooks, for the engine and for front ends.
 CASES = [(*row, ORDERS[index % 3], index // 3 % 2 == 0) for index, row in enumerate(ROWS)]
 
 

@@ -44,7 +44,7 @@ def step(model: nn.Module, engine: halfpeak.Engine, x: Tensor, y: Tensor) -> Ten
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Six; the fourth overflows every low dtype."""
+    """Six batches; the fourth overflows every low-precision dtype."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(6, 4, 8, generator=generator)
     x[3] *= 1e38
@@ -58,7 +58,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-# The compiler itself looks whether the loss, carried over a break, has a gradient.
+# torch.compile itself reads ``.grad`` of the loss at a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("optimizer", "options"),

@@ -1,4 +1,4 @@
-"""Deep copies and pickles: of a model always and independent; of an engine whole; of half of a pair refused, typed."""
+"""Copies: a copied or pickled model is independent, an engine is copied whole, an optimizer with masters is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_state_dict_of_a_copied_model_speaks_of_its_own_masters(level: str) 
 
 @pytest.mark.parametrize("how", ["copy", "state_dict"])
 def test_a_skip_goes_back_to_the_statistics_of_a_forward_pass_without_gradients(how: str) -> None:
-    """As after ``update_bn``, which computes in training mode."""
+    """As after ``update_bn``, whose passes are in training mode."""
     engine = prepared("O2")
     with torch.no_grad():
         engine.model(batch(9))
@@ -99,7 +99,7 @@ def test_an_ema_of_the_model(level: str) -> None:
 
 
 def average_values(average: nn.Module, model: nn.Module) -> None:
-    """As timm's ModelEma and many by hand: through the values of ``state_dict``, which are the weights themselves in torch."""
+    """Average in place through ``state_dict``, as timm's ModelEma does: in torch its values are the weights themselves."""
     now = model.state_dict()
     for name, value in average.state_dict().items():
         if value.is_floating_point():
@@ -131,7 +131,7 @@ def test_an_average_in_place_is_that_of_float32_where_it_was_made_before_and_is_
             average_values(after, model)
     values = after.state_dict()
     values["0.weight"].fill_(0.5)
-    after.load_state_dict(values)  # what was written and comes back is not lost
+    after.load_state_dict(values)  # keeps the value that was written
     assert all(after.state_dict()["0.weight"].flatten() == 0.5)
 
 
@@ -142,7 +142,7 @@ def is_low(model: nn.Module) -> bool:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_an_optimizer_alone_or_jointly(level: str, how: Callable[[Any], Any]) -> None:
-    """Without masters as in torch; with masters a copy that misses the engine would step nothing."""
+    """Without masters as in torch; with masters refused, because a copy without the engine would step no model."""
     engine = prepared(level)
     optimizer = engine.optimizers[0]
     before = state_hash(engine)

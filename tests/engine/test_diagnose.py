@@ -1,4 +1,4 @@
-"""What diagnose names in models of every build, that it leaves no trace, and what its report shows."""
+"""``diagnose`` names the guilty module in models of every build, leaves the run unchanged and writes a report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Window:
 @pytest.mark.parametrize("factor", [1.0, torch.nan, 1e30])
 @pytest.mark.parametrize("raises", [False, True])
 def test_everything_is_as_before(level: str, factor: float, raises: bool) -> None:
-    """Weights, gradients, the window, statistics, random numbers, scale and counters; and the run goes on as one without."""
+    """Weights, gradients, window, statistics, random state, scale and counters; the run then equals one without it."""
     run, calm = Window(level), Window(level)
 
     def closure() -> Tensor:
@@ -101,7 +101,7 @@ class InDataclass(nn.Module):
 
 
 class Holder(nn.Module):
-    """A linear layer, some part, and a linear layer, joined as ``how`` says."""
+    """``part`` between two linear layers, called by ``how``."""
 
     def __init__(self, part: nn.Module, how: Callable[[Holder, Tensor], Tensor]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def functional(holder: Holder, h: Tensor) -> Tensor:
 
 
 class Twice(nn.Module):
-    """Its second call overflows, and it comes under two names."""
+    """One layer under two names, whose second call overflows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_ranks_do_not_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_a_mask_is_not_blamed() -> None:
-    """Minus infinity that a softmax takes away, beside an overflow that comes later; and a row that is masked as a whole."""
+    """Minus infinity that a softmax removes is no overflow, and a later overflow is still found."""
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
     x, mask = torch.randn(3, 2, 8), nn.Transformer.generate_square_subsequent_mask(3)
     assert halfpeak.diagnose(model, lambda: model(x, mask).mean(), level="O2").where is None
@@ -248,7 +248,7 @@ def test_a_row_that_is_masked_as_a_whole(inner: bool) -> None:
 
 
 class Steep(torch.autograd.Function):
-    """The identity, with a gradient that is so much larger."""
+    """The identity, whose backward pass multiplies the gradient by ``slope``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
@@ -302,7 +302,7 @@ def test_advice_is_such_that_the_front_end_can_follow_it() -> None:
 
 
 def test_only_what_overflowed_is_marked() -> None:
-    """Not the gradient of the output, though that of the weight is transposed on its way."""
+    """Not the gradient of the output, although autograd transposes the gradient of the weight."""
     model = nn.Linear(4, 1)
     found = halfpeak.diagnose(model, lambda: model(torch.full((2, 4), 1e3)).mean() / 100, level="O2")
     assert (found.where, found.tensor) == ("backward", "weight.grad")

@@ -1,4 +1,4 @@
-"""Gradients taken in with ``create_graph=True`` are functions of the parameters, unscaled in both directions."""
+"""With ``create_graph=True``, gradients keep their graph, and both they and the gradients of a penalty are unscaled."""
 
 from __future__ import annotations
 

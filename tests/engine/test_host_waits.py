@@ -1,4 +1,4 @@
-"""How often a step waits for the device: at most once, through skips and clips too, and never with fused kernels."""
+"""A step waits for the device at most once, also if it skips or clips, and never with torch's fused optimizers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ CLIPPED, CLIPPED_FUSED = (
 
 
 def waits_per_step(build: Callable[[Any], Optimizer], level: str, clip: Any, poisoned: set[int]) -> list[int]:
-    """The waits of each of eight iterations, without those of the bare optimizer.
-
-    Torch's foreach optimizers read their step counts, which lie on the host.
-    """
+    """Waits per iteration, minus the optimizer's own: foreach optimizers read step counts, which lie on the host."""
     model = net(norm="batch")
     optimizer = build(model.parameters())
     scale = halfpeak.ScaleConfig(init=256.0)
@@ -59,7 +56,7 @@ def waits_per_step(build: Callable[[Any], Optimizer], level: str, clip: Any, poi
 
 
 def own_waits(build: Callable[[Any], Optimizer]) -> int:
-    """The waits of a bare optimizer's second step."""
+    """Waits in the second step of the optimizer without an engine."""
     parameters = list(net(norm="batch").parameters())
     optimizer = build(parameters)
     for parameter in parameters:
@@ -82,9 +79,9 @@ def test_a_fused_optimizer_never_waits(
 ) -> None:
     if not on_host:
         monkeypatch.setattr(step_module, "host_values", lambda *_: None)
-    # A static scale that overflows is in trouble until a clean step, and looks.
+    # No overflow under a static scale: the host would wait in each step until one is finite.
     dynamic = level in ("O1", "O2")
     counts = waits_per_step(FUSED[name], level, CLIPS[clip], {3} if dynamic else set())
-    # The first step of SGD with momentum makes its buffers.
+    # The first step of SGD with momentum creates its buffers.
     start = 1 if name == "SGD" else 0
     assert counts[start:] == [0] * (8 - start)

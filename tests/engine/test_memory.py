@@ -1,4 +1,4 @@
-"""What an engine says that it holds is what it holds."""
+"""``Engine.memory()`` reports the bytes that an engine holds, compared with the live tensors and the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SIZES = (300_000,) * 6 + (16,)
 COUNT = sum(SIZES)
 
 FIXED = 2**21
-"""Bytes of scratch that do not grow with the model."""
+"""Bytes. Scratch memory is less, and does not grow with the model."""
 
 
 class Sum(nn.Module):
-    """A model that is nothing but its weights."""
+    """A model without activations to keep: its loss is a sum over its weights."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_the_report_is_what_is_held(level: str, case: str) -> None:
     before = live()
     engine = trained(level, make, **options)
     memory = engine.memory()
-    # Scalars of the step come and go.
+    # The tolerance is for scalar tensors of the step, which are created and freed.
     assert memory.total == pytest.approx(live() - before, abs=4096)
     assert memory.parameters == COUNT
     assert memory.total == sum(getattr(memory, kind) for kind in memory.per_parameter() if kind != "total")
@@ -160,7 +160,7 @@ def test_the_report_is_what_the_allocator_has_given_out(case: str) -> None:
     before = requested("current")
     engine = trained("O5", make, device="cuda", **options)
     held = requested("current") - before
-    # Scalars of the step come and go.
+    # The tolerance is for scalar tensors of the step, which are created and freed.
     assert engine.memory().total == pytest.approx(held, abs=4096)
     torch.cuda.reset_peak_memory_stats()
     engine.step()
@@ -168,5 +168,5 @@ def test_the_report_is_what_the_allocator_has_given_out(case: str) -> None:
 
 
 def requested(when: str) -> int:
-    """What was asked of the allocator, which gives pieces of a megabyte and more rounded up by half of that."""
+    """Bytes requested from the allocator, which gives out more: it rounds pieces of over 1 MB up by half a megabyte."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]

@@ -1,4 +1,4 @@
-"""On an accelerator the host never waits for a step: whatever the optimizer, but for the decision of those that cannot skip."""
+"""On an accelerator a step makes the host wait only for ``found_inf``, once, and only if the optimizer cannot take it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulate": 2, "clip": 1.0},
 }
 START = 2
-"""Steps in which optimizers make their states and tables."""
+"""The first steps, in which optimizers create their states and tables."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 class Net(nn.Module):
-    """Layers that are cast and layers that are not, and one parameter that is a block by itself."""
+    """Layers that are cast, layers that are not, and one parameter large enough for a flat buffer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def waits_of(
     device: Device, build: Callable[[Any], Optimizer], level: str, *, start: int = START, **settings: Any
 ) -> list[list[str]]:
-    """What makes the host wait in each step but the first ones."""
+    """What makes the host wait in each of the two steps after the first ``start``."""
     engine = prepared(device, build, level, **settings)
     waits: list[list[str]] = []
     for _ in range(start + 2):
@@ -90,7 +90,7 @@ def prepared(
 
 
 def with_rate(optimizer: Optimizer) -> Optimizer:
-    """A learning rate that the host does not know."""
+    """``optimizer`` with its learning rates in tensors on the device."""
     for group in optimizer.param_groups:
         group["lr"] = torch.full((), 0.1, device="cuda")
     return optimizer
@@ -162,7 +162,7 @@ def test_the_kernels_of_a_step(device: Device, name: str) -> None:
     device.launches.clear()
     device.transfers.clear()
     step(engine)
-    # Norms stay in float32, so there are two kinds of gradients.
+    # Normalisation layers stay in float32, so gradients have two dtypes, and each dtype takes a launch.
     assert device.launches == ["measure", "measure", "control", "update", "update"]
     assert "cuda to cpu" in device.transfers
 

@@ -1,4 +1,4 @@
-"""Orders of calls from ordinary scripts: the run is that of the plain order, or the call is refused and nothing is lost."""
+"""Orders of calls in scripts: the run equals that of the plain order, or the call is refused and nothing is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def weights(engine: Engine) -> list[Tensor]:
     return [value.clone() for value in engine.model.state_dict().values()]
 
 
-# What torch.inference_mode() would spoil for good.
+# Calls that create tensors: created under torch.inference_mode(), no later step could write them.
 
 MAKERS: dict[str, Callable[[Engine], object]] = {
     "prepare": lambda _: build("O2"),
@@ -84,7 +84,7 @@ def test_inference_mode_is_refused_and_the_run_goes_on(call: str, level: str) ->
     assert same(weights(engine), weights(plain))
 
 
-# Parameters that come later.
+# Parameters that are unfrozen or join the optimizer after ``prepare``.
 
 LOOKS: dict[str, Callable[[Engine], object]] = {
     "state_dict": Engine.state_dict,
@@ -120,7 +120,7 @@ def test_looking_between_new_parameters_and_the_next_backward(
         engine = halfpeak.prepare(model, adam(trained), level, loss_scale=SCALE)
         train(engine)
         come(engine)
-        model.zero_grad()  # Of what no optimizer has stepped so far.
+        model.zero_grad()  # Drops gradients of parameters that no optimizer has stepped yet.
         act(engine)
         for seed in range(1, 4):
             train(engine, seed)
@@ -196,7 +196,7 @@ def test_a_copy_and_a_resume_have_the_gradients_of_a_group_that_joined_inside_th
     assert same(stayed, weights(run(go_on)))
 
 
-# Gradients between the passes of a window.
+# Edits of gradients between the passes of a window.
 
 
 def mask(engine: Engine) -> None:
@@ -262,7 +262,7 @@ def plain_passes(edit: Callable[[Any], object]) -> list[Tensor]:
 def test_edits_between_the_passes_of_a_window_are_those_of_a_plain_loop(
     level: str, scale: float | None, tolerance: float, edit: Callable[[Any], object]
 ) -> None:
-    """At a scale of one; and at any after ``unscale``."""
+    """Allowed at a scale of 1, and at any scale after ``unscale``."""
     model = net()
     engine = halfpeak.prepare(model, adam(model.parameters()), level, loss_scale=scale, accumulate=2)
 
@@ -285,7 +285,7 @@ def test_edits_of_scaled_gradients_between_the_passes_of_a_window_are_refused(
     backward(engine)
     engine.step()
     edit(engine)
-    for _ in range(2):  # A refusal does not make them right.
+    for _ in range(2):  # The second call is refused, too, because the gradients are still edited.
         with pytest.raises(halfpeak.OrderError, match=r"engine\.unscale\(\) before"):
             go_on(engine)
     engine.abort()
@@ -340,7 +340,7 @@ def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: s
     assert same(run(bad=True), run(bad=False))
 
 
-# Who freezes which side, and who writes which.
+# Freezing and writing either side of a pair: the model parameter or its master.
 
 
 def set_trainable(engine: Engine, wanted: bool, layer: int) -> None:
@@ -381,7 +381,7 @@ def test_freezing_through_either_side_freezes_both(
 def test_a_layer_frozen_before_either_pass_gets_no_gradient_from_it(
     level: str, freeze: Callable[..., None], moment: str, calls: str
 ) -> None:
-    """As one loss of a GAN freezes the other network, where both are parts of one module."""
+    """As in a GAN whose networks are parts of one module: the loss of one network freezes the other."""
 
     def run(freeze: Callable[..., None], moment: str, calls: str) -> list[Tensor]:
         model = net()
@@ -483,7 +483,7 @@ def clamp(engine: Engine, write: Callable[[Any, Value], None]) -> None:
 
 
 class AssigningSGD(torch.optim.SGD):
-    """Gives parameters other memory in every step, as SAM does when it goes back."""
+    """Assigns new memory to parameters in every step, as SAM does when it restores weights."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -551,7 +551,7 @@ def test_clamped_weights_of_two_optimizers_are_followed_without_a_write(level: s
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.clamp_(-0.05, 0.05)
-    train(engine, 1)  # a write between forward and backward would raise there
+    train(engine, 1)  # autograd would raise if a weight were written between forward and backward
     assert all(weight.abs().max() < 0.06 for weight in weights(engine))
 
 
@@ -582,7 +582,7 @@ def test_weights_swapped_out_and_in_again_through_data_leave_no_trace(level: str
 def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
     level: str, optimizer: str, write: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an accelerator, whose values the host would wait for."""
+    """As on an accelerator, where the host would wait for values."""
     monkeypatch.setattr("halfpeak.state.samples._is_on_host", lambda tensor: False)
     monkeypatch.setattr("halfpeak.state.samples.EVERY", 2)
     engine = build(level, OPTIMIZERS[optimizer])
@@ -623,7 +623,7 @@ def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model
         torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)
 
 
-# Steps inside a backward pass, whose gradients are scaled, and whose earlier ones are set aside.
+# Steps inside a backward pass: its gradients are scaled, and earlier ones are stashed.
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -701,7 +701,7 @@ def test_an_evaluation_in_another_thread_does_not_write_the_weights_of_a_pass_he
         with engine.forward():
             loss = engine.model(batch(1)).float().square().mean()
         with torch.no_grad():
-            # In another thread, a step that is running looks like this.
+            # Looks like a step that is running in another thread.
             engine.main_params()[0].mul_(1.5)
         if evaluates:
             with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""An optimizer that keeps remainders trains as one with float32 masters, bit for bit, and says so in every state."""
+"""An optimizer with remainders trains bit for bit as one with float32 masters, and its states have float32 values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""From the import of torch's own compiler."""
+"""The import of torch's compiler gives this warning."""
 
 TIE = 0x8000
 
@@ -54,7 +54,7 @@ def iterate(
 
 
 def follow(masters: halfpeak.Engine, remainders: halfpeak.Engine) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What the model with masters is to compute with, to have the same one of two nearest weights: weight, value, its own."""
+    """Weights that the two round differently, as masters are ties: (weight, value in ``remainders``, own value)."""
     ties: list[tuple[Tensor, Tensor, Tensor]] = []
     pairs = zip(masters.model.parameters(), remainders.model.parameters(), strict=True)
     for rounded, kept in pairs:
@@ -154,7 +154,7 @@ def test_gradients_of_a_window_are_summed_in_float32() -> None:
     ]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     low = [parameter for parameter in engine.model.parameters() if parameter.dtype is torch.bfloat16]
-    # The smallest has a sentinel that notices model.zero_grad().
+    # The smallest has a sentinel, which detects model.zero_grad().
     smallest = min(low, key=Tensor.numel)
     assert all(parameter.grad is None for parameter in low if parameter is not smallest)
 
@@ -258,7 +258,7 @@ def test_without_an_engine() -> None:
     ids=str,
 )
 def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) -> None:
-    """Within ``gap`` of the loss that whole moments reach, and as many digits right."""
+    """Within ``gap`` of the loss with float32 masters and moments, and within 0.01 of the accuracy."""
     whole, compact = learned(), learned(**adam)
     assert whole[0] < 0.15
     assert compact[0] == pytest.approx(whole[0], abs=gap)
@@ -267,7 +267,7 @@ def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) ->
 
 @functools.cache
 def learned(**adam: Any) -> tuple[float, float]:
-    """The loss and the share of right answers after 300 steps on handwritten digits."""
+    """Loss and accuracy after 300 steps on handwritten digits."""
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)

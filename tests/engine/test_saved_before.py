@@ -1,7 +1,7 @@
-"""States that an earlier halfpeak saved still load, and the run goes on bit for bit as it did there.
+"""States that an earlier halfpeak saved still load, and the run then continues bit for bit as the original run did.
 
-The files in ``saved_before`` hold every level, every form of the fused optimizers' state and every kind of open window, and
-the states of the front ends; ``saved_before/make.py`` wrote them and says what each run is.
+The files in ``saved_before`` hold every level, every storage of the fused optimizers' state, every kind of open window,
+and states of the front ends. ``saved_before/make.py`` wrote them and describes each run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXPECTED = json.loads((HERE / "expected.json").read_text())
 
 @pytest.fixture(scope="module")
 def same_processor() -> bool:
-    """Whether torch rounds here as where the files were written."""
+    """Whether torch rounds here as on the machine that wrote the files."""
     return probe() == EXPECTED["probe"]
 
 
@@ -35,7 +35,7 @@ def check(name: str, numbers: list[float], run: Any, *, exactly: bool) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_earlier_state_loads_and_the_run_goes_on(name: str, same_processor: bool, tmp_path: Path) -> None:
-    """Also through a file of today, which is what a run that goes on saves next."""
+    """Load the old file, then the file that today's code saves after that load."""
     for seed, file in ((1, HERE / f"{name}.pt"), (2, tmp_path / "today.pt")):
         run = CASES[name](seed)
         run.load(checkpoint.load(file))

@@ -1,4 +1,4 @@
-"""Several optimizers of one engine: each sees its own gradients, once."""
+"""Several optimizers of one engine: each steps on its own gradients, once, as in a plain PyTorch loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skipped step puts batch-norm statistics back to what they were before it, whoever wrote them."""
+"""A skipped step restores batch-norm statistics, including values that user code wrote since the last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of gradients: compiled ones have the bits of torch's operations, and those of many passes are of float32."""
+"""Accumulated gradients: compiled kernels give the bits of torch's operations, and sums of many passes are float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfpeak.ops import foreach
 from support.nets import make_batch, make_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""From the import of torch's own compiler."""
+"""The import of torch's compiler gives this warning."""
 
 LOW = [torch.float16, torch.bfloat16]
 SCALES = [1.0, 2.0**-16, 2.0**-24, 1 / 3, 3.0, 1e-30]
@@ -107,7 +107,7 @@ def test_who_gets_kernels() -> None:
     [*((level, how) for level in ("O2", "O5") for how in ("", "load", "copy")), ("O5", "edit")],
 )
 def test_passes_that_wait_scaled_are_rounded_once(level: str, how: str) -> None:
-    """As under ``no_sync``: a later pass reduces what the low parameters hold, however many have added to it."""
+    """As under ``no_sync``, where a later pass reduces low-precision gradients: they are a float32 sum, rounded once."""
 
     def build() -> halfpeak.Engine:
         model = make_net()

@@ -1,4 +1,4 @@
-"""Steps of an engine on the Triton backend: the same as on the eager one, in three launches, without waiting for the device."""
+"""Steps on the Triton backend agree with the eager backend, take three kernel launches and never make the host wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tensors(run: Run) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("level", "clip"), CLIPPED)
 def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) -> None:
     ours, theirs = (
-        # Adam would make steps of what rounding leaves of a gradient that is zero.
+        # Not Adam: it turns the rounding error of a gradient that should be zero into a full step.
         Run(device, level, partial(FusedSGD, lr=0.05, momentum=0.9), backend=backend, clip=CLIPS[clip])
         for backend in ("triton", "eager")
     )
@@ -57,7 +57,7 @@ def test_it_agrees_with_the_eager_backend(level: str, clip: str, device: str) ->
     assert ours.optimizer.backend == "triton"
     assert (int(ours.engine.num_steps), int(ours.engine.num_skipped)) == (6, 1)
     for a, b in zip(tensors(ours), tensors(theirs), strict=True):
-        # Rounding in a low forward pass: one ulp of bfloat16 in a weight moves a gradient by as much.
+        # In a low-precision forward pass, one bfloat16 ulp in a weight moves a gradient by as much.
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-3)
 
 
@@ -135,7 +135,7 @@ def test_the_host_does_not_wait(level: str, clip: str, device: str) -> None:
     try:
         with Waits() if device == "cpu" else nullcontext() as waits:
             for step in range(3, 8):
-                # A static scale that overflows is in trouble until a clean step, and looks.
+                # No overflow under a static scale: the host would wait in each step until one is finite.
                 run.step(step, float("inf") if step == 5 and level in ("O1", "O2") else 1.0)
     finally:
         if device == "cuda":

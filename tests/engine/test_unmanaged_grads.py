@@ -1,4 +1,4 @@
-"""Gradients of parameters that the engine does not step: unscaled, whoever else steps them."""
+"""Gradients of tensors that the engine does not step are unscaled: they equal those of a run with a scale of 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
 
 class _Net(nn.Module):
-    """``first`` is the engine's; ``last`` is somebody else's."""
+    """In most tests the engine steps ``first``, and something else, or nothing, steps ``last``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_what_is_not_the_engines_gets_what_it_would_without_a_scale(
 def test_inputs_get_unscaled_gradients_in_whichever_passes_they_need_them(
     level: str, passes: tuple[int, ...]
 ) -> None:
-    """Adversarial training has one pass for the attack, which looks at them, and one for the weights."""
+    """Adversarial training reads gradients of inputs in the attack's pass, and has none in the pass for the weights."""
     model = _Net()
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), level, loss_scale=1024.0)
     for number in range(passes[-1] + 1):
@@ -196,7 +196,7 @@ def test_two_engines_over_one_model_step_as_one_optimizer_would() -> None:
             engines[0].backward(_loss(model))
             engines[0].step()
             for other in engines[1:]:
-                # It steps on what the first engine's loss has left it.
+                # The second engine steps on the gradients that the first engine's loss left on its parameters.
                 other.backward(0.0 * _loss(model))
                 other.step()
         after.append([p.detach().clone() for p in model.parameters()])
@@ -305,7 +305,7 @@ def test_layers_that_come_later(level: str, accumulate: int, how: str) -> None:
         optimizer = torch.optim.SGD(model.first.parameters(), lr=0.0)
         engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale, accumulate=accumulate)
         late: list[nn.Parameter] = []
-        # The second window in the middle of which something comes.
+        # The new parameters come in the middle of the second window.
         for number in range(3 * accumulate):
             if number == accumulate + accumulate // 2:
                 late = _come(model, how)
@@ -321,7 +321,7 @@ def test_layers_that_come_later(level: str, accumulate: int, how: str) -> None:
 
 
 def _come(model: _Net, how: str) -> list[nn.Parameter]:
-    """What is new in a model."""
+    """Add or replace parameters, and return the new ones."""
     torch.manual_seed(1)
     dtype = model.last.weight.dtype
     if how == "added":
