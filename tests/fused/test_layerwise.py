@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fused.formulas import BETAS, lamb, novograd
 from fused.reference import give, gradients_for, parameters_of
+from halfpeak.amp.optimizers import apex
+from halfpeak.core.errors import ConfigError
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 from support.states import same, through_a_file
@@ -71,6 +73,46 @@ def test_lamb_clips_the_norm_of_all_groups_together(limit: float) -> None:
         ),
         lambda weights, batches: lamb(weights, batches, limit=limit or math.inf),
     )
+
+
+def test_lamb_refuses_a_group_that_is_to_be_clipped_by_itself() -> None:
+    weights = parameters_of()
+    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.0 in a parameter group.*pass it to FusedLAMB"):
+        FusedLAMB([{"params": weights[:1], "max_grad_norm": 0.0}, {"params": weights[1:]}])
+    optimizer = FusedLAMB([{"params": weights[:1], "max_grad_norm": 1.0}, {"params": weights[1:2]}])
+    with pytest.raises(ConfigError, match=r"the optimizer's 1\.0"):
+        optimizer.add_param_group({"params": weights[2:], "max_grad_norm": 2.0})
+    assert len(optimizer.param_groups) == 2
+    before = weights[0].detach().clone()
+    give(weights, gradients_for(weights))
+    optimizer.param_groups[1]["max_grad_norm"] = 0.0
+    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.0 in a parameter group"):
+        optimizer.step()
+    assert torch.equal(weights[0].detach(), before)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, apex.FusedLAMB])
+@pytest.mark.parametrize("saved", [(0.5, 0.5), (0.0, 1.0)])
+def test_lamb_loads_a_state_with_another_clipping(kind: Any, saved: tuple[float, float]) -> None:
+    """Such states exist: groups with a value of their own were once accepted and clipped like all others."""
+    weights = parameters_of()
+    others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizer, resumed = (kind([{"params": one[:4]}, {"params": one[4:]}]) for one in (weights, others))
+    give(weights, gradients_for(weights))
+    optimizer.step()
+    state = through_a_file(optimizer.state_dict())
+    for group, limit in zip(state["param_groups"], saved, strict=True):
+        group["max_grad_norm"] = limit
+    resumed.load_state_dict(state)
+    assert [group["max_grad_norm"] for group in resumed.param_groups] == [1.0, 1.0]
+    for weight, other in zip(weights, others, strict=True):
+        other.data.copy_(weight.data)
+    batch = gradients_for(weights)
+    for parameters, one in ((weights, optimizer), (others, resumed)):
+        give(parameters, batch)
+        one.step()
+    assert same(weights, others)
 
 
 def test_lamb_leaves_a_weight_of_zero_its_own_step() -> None:

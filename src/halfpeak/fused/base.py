@@ -91,22 +91,27 @@ class FusedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """The rule by which a group is updated."""
+        """The rule by which a group is updated.
+
+        Raises:
+            ConfigError: the group differs in a hyper-parameter that must be the same in all groups.
+        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
 
         Raises:
-            ConfigError: a hyper-parameter is out of its range.
+            ConfigError: a hyper-parameter is out of its range, or must be the same in all groups.
             ParameterError: a parameter is sparse, complex or integer, or is sharded and the rule needs the whole
                 parameter. The group is not added.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
+            rule = self.rule(self.param_groups[-1])
             for parameter in param_group["params"]:
-                check_parameter(parameter, self.rule(self.param_groups[-1]).for_weight(parameter.dtype))
-        except ParameterError:
+                check_parameter(parameter, rule.for_weight(parameter.dtype))
+        except (ConfigError, ParameterError):
             self.param_groups.pop()
             raise
 

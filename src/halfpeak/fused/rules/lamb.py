@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.backends.base import BackendStep
 from halfpeak.fused.base import FusedOptimizer, FusedOptions
 from halfpeak.fused.decision import StepInputs
@@ -110,12 +112,13 @@ class FusedLAMB(FusedOptimizer):
         weight_decay: factor of the weight that is added to the update before rescaling; see ``adam_w_mode``.
         adam_w_mode: decoupled weight decay; False adds the weight decay to the gradient.
         grad_averaging: weight gradients by ``1 - beta1`` in the first moment; False weights them by 1.
-        max_grad_norm: the norm to which the gradients are clipped, the same for all groups; 0 does not clip.
+        max_grad_norm: the norm to which the gradients are clipped; 0 does not clip. A group with another value is
+            refused, and a loaded state does not change the value.
         use_nvlamb: rescale the updates of groups without weight decay, too.
         options: see :class:`~halfpeak.fused.base.FusedOptions`.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of its range, or a group has another ``max_grad_norm``.
         ParameterError: a parameter is not dense, real and floating point.
 
     Example:
@@ -159,12 +162,29 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(params, defaults, **options)
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
+        own = self.defaults["max_grad_norm"]
+        if group["max_grad_norm"] != own:
+            raise ConfigError(
+                f"max_grad_norm={short_repr(group['max_grad_norm'])} in a parameter group differs from the optimizer's "
+                f"{short_repr(own)}, and the gradients of all groups are clipped together; leave it out of the groups and "
+                f"pass it to {type(self).__name__}(...)"
+            )
         return LAMBRule(
             decoupled=self.adam_w_mode,
             average=bool(group["grad_averaging"]),
             correct=bool(group["bias_correction"]),
             trusts=self.use_nvlamb or group["weight_decay"] != 0,
         )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state, except for ``max_grad_norm``: that of the optimizer stays, as in apex.
+
+        Raises:
+            StateError: see :meth:`~halfpeak.fused.base.FusedOptimizer.check_state`.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["max_grad_norm"] = self.defaults["max_grad_norm"]
 
     def _backend_step(
         self, slices: Sequence[BufferSlice], inputs: StepInputs, found_inf: Tensor | None
