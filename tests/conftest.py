@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, one thread, and a process left as it was found."""
+"""Every test has fixed seeds and one thread, and must leave the process-wide settings of torch as it found them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from halfpeak.amp.session import _amp_state
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    # Triton looks at it when it is imported, as torch's compiler does, so it must stand here before either is.
+    # Triton and torch's compiler read it when they are imported, so it is set before.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 else:
-    # Torch looks at it at the first matrix product of the process, and runs that ask for the same bits may come later.
+    # torch reads it at the first matrix product of the process, and later tests may ask for deterministic results.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if not torch.accelerator.is_available():
-    # torch.manual_seed() keeps for each kind of device, which may still come, the stack that it was called from.
+    # torch.manual_seed() would queue a call, with its stack trace, for each kind of device that may come later.
     for kind in (torch.cuda, torch.mtia, torch.xpu):
         kind.manual_seed_all = int
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write yapf's grammar, which mmengine reads, into its cache before any worker looks there.
+    """Write yapf's grammar, which mmengine reads, into its cache before any worker reads the cache.
 
-    yapf 0.43 puts the file in place before it has filled it: where two processes are the first to import it, one of
-    them may read an empty file (EOFError).
+    yapf 0.43 creates the file before it fills it: of two processes that import it, one may read an empty file (EOFError).
     """
     if not hasattr(config, "workerinput"):
         import yapf  # noqa: F401
@@ -40,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays: the garbage collector, which tests call by hand too, need not walk through it each time."""
+    """Freeze the collected tests, which stay alive: the garbage collector, which tests also call, then skips them."""
     gc.disable()
     try:
         return (yield)
@@ -73,7 +72,7 @@ def fixed_seeds() -> None:
 def process_left_as_found(fixed_seeds: None) -> Iterator[None]:
     before = global_torch_state()
     yield
-    # Casts of amp.initialize(opt_level="O1") end with its models; those of a failed test must not reach the next one.
+    # Casts of amp.initialize(opt_level="O1") end with its models, which a failed test may keep alive.
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
     _amp_state.__init__()
@@ -82,7 +81,7 @@ def process_left_as_found(fixed_seeds: None) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled yet, and its counters stand at zero."""
+    """torch.compile with nothing compiled yet, and its counters at zero."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -94,7 +93,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory is an empty one."""
+    """Make an empty folder the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

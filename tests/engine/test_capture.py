@@ -1,4 +1,4 @@
-"""A captured step: the same as an ordinary one, skipped by data; capturing trains nothing."""
+"""A step captured in a CUDA graph equals an ordinary step, also if it skips; capturing trains nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = INTERPRETER_WARNS
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no CUDA, graphs are emulated; the tests of errors undo that."""
+    """Emulate CUDA graphs where there is no CUDA; the test of the error on the CPU undoes this."""
     if is_installed() and not torch.cuda.is_available():
         emulate_graphs(monkeypatch)
 
 
 class Run(support.triton.Run):
-    """Clipped, with a function that can be captured."""
+    """A run with clipping, whose loss function can be captured."""
 
     def __init__(self, device: str, *args: Any, **options: Any) -> None:
         super().__init__(device, *args, **{"clip": 1.0, **options})
@@ -44,7 +44,7 @@ class Run(support.triton.Run):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel whose first launch is captured would be compiled and loaded then."""
+    """Otherwise a kernel would be compiled and loaded during the capture."""
     module = kernels()
     control, keeps_books = module.control, list[bool]()
 
@@ -54,14 +54,14 @@ def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: p
 
     monkeypatch.setattr(module, "control", noted)
     Run(device, level).capture()
-    # The first warm-up measures and decides apart, because it chooses the backend.
+    # The first warm-up measures and decides in separate calls, because it chooses the backend.
     assert keeps_books[-WARM_UPS:] == [True] * WARM_UPS
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_replays_are_the_steps(level: str, device: str) -> None:
-    # A static scale that overflows is in trouble until a clean step, and the ordinary engine looks at it on the host.
+    # No overflow under a static scale: the host would take part in the ordinary engine's steps until one is finite.
     bad = 3 if level in ("O1", "O2") else None
     plain, graphed = Run(device, level), Run(device, level)
     for run in (plain, graphed):
@@ -131,7 +131,7 @@ def test_a_loss_function_that_raises_leaves_no_trace(good: int, device: str) -> 
     with pytest.raises(KeyError, match="mine"):
         run.engine.capture(failing, *run.batch(99))
     if good < WARM_UPS or device == "cuda":
-        # The emulation has run the forward pass that it was recording.
+        # Not in the emulation, which runs the forward pass that it records.
         assert not differences(before, run.state())
     plain = Run(device)
     if good < WARM_UPS:
@@ -143,7 +143,7 @@ def test_a_loss_function_that_raises_leaves_no_trace(good: int, device: str) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hyper_parameters_and_the_scale_are_data(device: str) -> None:
-    """In a step that is captured before the first one, too."""
+    """Also in a step that is captured before the first step."""
     plain, graphed = Run(device), Run(device)
     captured = graphed.capture()
     for step in range(4):

@@ -1,7 +1,6 @@
-"""Gradients that wait scaled for the step of a fused optimizer: the step does what it would do without waiting, whatever
-somebody else does meanwhile, or refuses.
+"""Pending gradients, which wait scaled for a fused step: a run equals its twin that has none, or the step is refused.
 
-Every run has a twin whose clip is a function of the caller's, which nothing can be deferred with.
+The twin clips with a Python function of the caller, so its gradients are unscaled in the backward pass.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def weights(engine: Engine) -> list[Tensor]:
 
 
 def parameters(engine: Engine) -> list[Tensor]:
-    """What stands in the optimizer's groups."""
+    """The parameters in the optimizer's groups: masters where a level has them."""
     return [p for group in engine.optimizers[0].param_groups for p in group["params"]]
 
 
@@ -127,7 +126,7 @@ CLIPS: dict[str, Any] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipped_it_agrees_to_a_few_roundings(level: str, optimizer: str, clip: str) -> None:
-    # A layer norm: the gradient of a bias before a batch norm is nothing but rounding.
+    # Not a batch norm: the gradient of a bias before one is only rounding error.
     waiting, plain = both(level, optimizer, clip=CLIPS[clip], norm="layer")
     norms: list[list[Tensor]] = []
     for engine in (waiting, plain):
@@ -140,11 +139,11 @@ def test_clipped_it_agrees_to_a_few_roundings(level: str, optimizer: str, clip: 
         norms.append([result.grad_norm for result in results if result.grad_norm is not None])
     assert progress(waiting) == progress(plain)
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
-    # The norm is summed in another order: one rounding of the factor per step, on steps of at most 0.05.
+    # The norm is summed in another order, which rounds the clip coefficient differently; a step is at most 0.05.
     torch.testing.assert_close(weights(waiting), weights(plain), rtol=0, atol=1e-5)
 
 
-# What others do to gradients that wait.
+# Other code uses pending gradients.
 
 
 def edit_masters(engine: Engine) -> None:
@@ -176,7 +175,7 @@ EDITS = [edit_masters, edit_parameters, replace_low, replace_master, backward_pa
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_gradients_written_while_they_wait_are_refused(level: str, edit: Callable[[Engine], object]) -> None:
-    # A layer norm: an aborted window has told batch norms what it saw.
+    # Not a batch norm: its statistics keep the forward passes of an aborted window.
     engine = build(level, norm="layer")
     train(engine, range(2))
     before = weights(engine)
@@ -196,7 +195,7 @@ def test_gradients_written_while_they_wait_are_refused(level: str, edit: Callabl
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_low_gradients_zeroed_are_refused(level: str) -> None:
-    """Zeros may be what a clip makes of an infinite norm."""
+    """A clip by an infinite norm also writes zeros."""
     engine = build(level)
     backward(engine, 0)
     engine.model.zero_grad(set_to_none=False)
@@ -222,7 +221,7 @@ def user_hook(engine: Engine) -> None:
 
 
 class OwnStep(FusedAdamW):
-    """Gradients are edited before the step, and parameters after it, as recipes do in a subclass."""
+    """Edits gradients before the step and parameters after it, as subclasses in recipes do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -235,7 +234,7 @@ class OwnStep(FusedAdamW):
 
 
 def hooked(parameters: Any) -> Optimizer:
-    """With a hook after the step that was there before the engine's."""
+    """An optimizer with a step post-hook that is registered before the engine's."""
     optimizer = FusedAdamW(parameters, lr=0.01, eps=1e-4)
     optimizer.register_step_post_hook(
         lambda *_: [p.data.mul_(0.5) for group in optimizer.param_groups for p in group["params"]]
@@ -392,7 +391,7 @@ def test_what_others_do_in_the_window_ends_the_same(level: str, act: Callable[[E
 
 @pytest.mark.parametrize("level", TYPICAL)
 def test_one_gradient_taken_away(level: str) -> None:
-    """As in torch: that parameter stays where it is, and nothing else changes."""
+    """As in torch: the optimizer does not step that parameter, and steps the others as ever."""
     engine, twin = build(level), build(level)
     for each in (engine, twin):
         train(each, range(2))
@@ -404,7 +403,7 @@ def test_one_gradient_taken_away(level: str) -> None:
     ours, theirs = parameters(engine), parameters(twin)
     assert torch.equal(ours[0], first)
     assert not torch.equal(theirs[0], first)
-    # torch's kernel does not round the last elements of a piece as it does the others, and the pieces are others.
+    # torch's kernel rounds the last elements of a piece differently, and the pieces of the two runs differ.
     torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=1e-7)
 
 
@@ -451,7 +450,7 @@ def test_several_losses_and_several_optimizers_do_not_wait_for_long(level: str) 
     assert all(isinstance(one.window, Unscaled) for one in two.context.prepared)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])  # at O1 its graph holds casts, which no step changes
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])  # at O1 the graph saves casts, which no step writes
 def test_an_old_graph_is_refused_after_the_step(level: str) -> None:
     engine = build(level)
     with engine.forward():

@@ -1,7 +1,7 @@
-"""Injected faults: what diagnose names must be what was injected, in every network, at every level, however it is run.
+"""``diagnose`` names the fault that a test injects, in every network, at every level, in every way to run.
 
-A case is one row of faults x places x networks, with a level and a way to run it. ``make test`` runs those that together cover
-the most pairs; ``HALFPEAK_THOROUGH=1`` runs all.
+A case is a fault, a place and a network, with a level and a way to run. ``make test`` runs the cases that cover the most
+pairs of these; ``HALFPEAK_THOROUGH=1`` runs all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from halfpeak import amp
 
-# Networks: each has a slot, an Identity to put a faulty module in; two places, low in their outputs at every level; and a head.
+# Networks. Each has a slot (an Identity, for a faulty module), two places (low-precision outputs at all levels), a head.
 
 
 class Mlp(nn.Module):
@@ -237,7 +237,7 @@ NETWORKS: tuple[Any, ...] = (
 )
 
 
-# Faults: each injects something, and says what is to be found: where, module, reason.
+# Faults: each injects something, and has the ``where``, place and ``reason`` that the diagnosis must name.
 
 ALL, FP16_MODEL, FP16 = tuple(halfpeak.LEVELS), ("O2", "O3"), ("O1", "O2", "O3")
 
@@ -255,7 +255,7 @@ class Slot(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """What a fault is put into, and what the closure will compute."""
+    """What a fault may change: the network, its inputs, and one place in the network."""
 
     net: Any
     inputs: list[Tensor]
@@ -383,7 +383,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class Checkpointed(nn.Module):
-    """A network that is computed again in its backward pass."""
+    """A network that activation checkpointing computes again in the backward pass."""
 
     def __init__(self, net: nn.Module, use_reentrant: bool) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every fault at each of its places in every network, each at two levels and in two modes that go round."""
+    """Every fault at each of its places in every network, twice, with the next level and the next mode each time."""
     modes = cycle(MODES)
     found: list[Case] = []
     for name, fault in FAULTS.items():

@@ -1,4 +1,4 @@
-"""The engine as its user meets it: windows, losses, several optimizers, order of calls, compiled models."""
+"""The public interface of ``Engine``: windows, losses, several optimizers, order of calls, refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestLosses:
     def test_one_loss_overflows_then_the_other_passes_then_a_clipped_step(
         self, level: str, clip: Any, kind: Any, overflows: int
     ) -> None:
-        """The norm of the sum is not finite, and says nothing of the other loss."""
+        """The norm of the sum is not finite, but only the scale of the loss that overflowed falls."""
         model = net()
         optimizer = kind(model.parameters(), lr=0.1)
         engine = halfpeak.prepare(
@@ -139,12 +139,12 @@ class TestOrder:
             engine.model.zero_grad()
         aborts = zero == "model" and len(engine.masters) > 0
         if aborts:
-            engine.abort()  # zero_grad() of a model does not reach its masters
+            engine.abort()  # unlike zero_grad(), also undoes the fall of the loss scale
         train(engine, range(2))
         train(calm, range(2))
         assert state_hash(engine.models, engine.optimizers) == state_hash(calm.models, calm.optimizers)
         assert int(engine.num_steps) == 2
-        # The loss scale has seen the overflow all the same, unless the window was aborted.
+        # The loss scale still falls, unless the window was aborted.
         falls = engine.scalers[0].config.dynamic and not aborts
         assert engine.read_scale() == calm.read_scale() / (2 if falls else 1)
 

@@ -1,4 +1,4 @@
-"""Gradients that keep their memory between steps: the same bits, whatever somebody does with gradients."""
+"""Gradients reuse memory between steps: the bits equal those of new memory, and gradients that user code keeps stay."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) 
     assert (engine.masters.grad_buffers is not None) == keeps
     if name != "FusedAdamW":
         low = 4 * sum(master.numel() for _, master in engine.masters)
-        # Those that share memory begin at multiples of 64 bytes.
+        # Gradients that share a buffer begin at multiples of 64 bytes.
         assert 0 <= memory.scratch - low * keeps < 1024
 
 

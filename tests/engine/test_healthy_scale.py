@@ -1,4 +1,4 @@
-"""After bad batches the loss scale is where a run without them has it, and a loss that is not finite leaves it alone."""
+"""After bad batches the loss scale soon grows again, and a nonfinite loss does not lower it at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts that somebody has damaged are refused with one typed error and change no bit, or can be trained on.
+"""Damaged state dicts are refused with ``StateError`` and change no bit, or load and can be trained on.
 
 A few hundred by default; ``HALFPEAK_THOROUGH=1`` tries thousands.
 """
@@ -38,7 +38,7 @@ def build(level: str, optimizer: str, seed: int = 0) -> halfpeak.Engine:
 
 
 def trainable(state: dict[str, Any]) -> bool:
-    """torch's own switches say for themselves, at the next step, where they cannot be used."""
+    """Whether a step can follow; torch's own switches raise in the next step if they cannot be used."""
     groups = [group for one in state["optimizers"] for group in one["param_groups"]]
     return not any(group.get("differentiable") or group.get("capturable") for group in groups)
 
@@ -157,7 +157,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def deep(depth: int) -> list[Any]:
-    """A list in a list in a list; with no depth, one in itself."""
+    """A list nested ``depth`` times; at 0, a list that contains itself."""
     lists: list[Any] = []
     inner = lists if depth == 0 else []
     for _ in range(depth):

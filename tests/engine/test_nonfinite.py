@@ -1,4 +1,4 @@
-"""Which parameters the result of a skipped step names."""
+"""``StepResult.nonfinite()`` names the parameters whose gradients made the step skip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_a_skipped_step_names_its_parameters(
     level: str, optimizer: str, clip: float | None, bad: float
 ) -> None:
-    """Nearest to the loss first, before clipping spreads one nan over all; and nothing for a step that was taken."""
+    """Nearest to the loss first, without those to which a clip spreads a NaN; no names if the step was not skipped."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
     engine = halfpeak.prepare(model, OPTIMIZERS[optimizer](model.parameters()), level, clip=clip)
     poisons: list[float] = []

@@ -1,4 +1,4 @@
-"""What ``prepare`` refuses before it looks at any parameter."""
+"""``prepare`` refuses wrong arguments before it changes a parameter, and takes optimizers without ``__init__``."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_an_engine_shows_its_public_names() -> None:
     assert not [name for name in shown if name.startswith("_") or name in ("taken", "plan")]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # as its package is imported
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # from an import of torch
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_an_optimizer_without_init_and_defaults_is_stepped(level: str) -> None:
-    """torch's ``PostLocalSGDOptimizer`` calls no ``Optimizer.__init__``; its averager writes what the optimizer steps."""
+    """torch's ``PostLocalSGDOptimizer`` calls no ``Optimizer.__init__``; its averager writes the stepped parameters."""
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     def halve(params: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a state holds and a load changes, beside the resumes of ``tests/laws`` and the states that do not fit."""
+"""What a state holds and a load changes. ``tests/laws`` tests resumes of all front ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(
 
 
 def with_a_weight_that_froze(level: str) -> halfpeak.Engine:
-    """The gradients of those behind it stay theirs, and its own still belongs to the step."""
+    """Its gradient still belongs to the step, and the parameters after it keep their gradients."""
     engine = build(level, every=2)
     train(engine, range(3))
     next(iter(engine.models[0].parameters())).requires_grad_(False)
@@ -84,7 +84,7 @@ def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, op
     saved, calm = build(level, optimizer), build(level, optimizer)
     model = saved.model
     before = state_hash(saved.models, saved.scalers, int(saved.num_steps), saved.micro_step)
-    # Torch would not find masters among the parameters of the model: the step comes before that is refused.
+    # With masters torch steps first, then the call is refused: masters are not among the model's parameters.
     with contextlib.suppress(halfpeak.OrderError):
         get_optimizer_state_dict(model, saved.optimizers[0])
     assert state_hash(saved.models, saved.scalers, int(saved.num_steps), saved.micro_step) == before

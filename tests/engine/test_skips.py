@@ -1,4 +1,4 @@
-"""``on_skip``: one line where skips are not the usual search for a scale, and a diagnosis of the step where asked for."""
+"""``on_skip`` reports skips that are not the usual search for a scale, and with ``"diagnose"`` names the cause."""
 
 from __future__ import annotations
 

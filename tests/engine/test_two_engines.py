@@ -1,4 +1,4 @@
-"""Two engines in one process: a loss of one may reach what the other steps, and each computes in its own precision."""
+"""Two engines in one process: a loss of one may reach parameters of the other; each computes in its own precision."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _real_loss(critic: nn.Module) -> Tensor:
 def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
     level: str, make: type, accumulate: int
 ) -> None:
-    """As in plain torch: the critic's gradients are those of both losses, unscaled."""
+    """As in plain torch: the critic's gradients are sums over both losses, unscaled."""
     networks = _networks()
     plain = copy.deepcopy(networks)
     plain_optimizers = [make(network) for network in plain]
@@ -78,7 +78,7 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
 
 
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
-    """What a step has found lives until it has gone through it, although only a cycle holds it."""
+    """The result of ``trained_here`` keeps optimizers alive, although else only a reference cycle refers to them."""
     forgotten = nn.Linear(2, 2)
     forgotten.engine = halfpeak.prepare(forgotten, sgd(forgotten), "O0")  # type: ignore[assignment]
     found = trained_here()
@@ -88,7 +88,7 @@ def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> Non
 
 
 class _Net(nn.Module):
-    """Notes in which dtype its product was computed, also where a backward pass computes it again."""
+    """Records the dtype of its product, also when checkpointing computes it again in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
     "amp-O4": (_amp(opt_level="O4"), torch.bfloat16, torch.bfloat16),
     "amp-disabled": (_amp(enabled=False), torch.float32, torch.float32),
 }
-"""How each begins a run, in which dtype it computes a product, and in which one it evaluates outside of its own context."""
+"""How each begins a run, the dtype of its product in training, and in an evaluation outside of its own context."""
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -171,7 +171,7 @@ FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
 def test_amp_casts_the_thread_then_another_run_computes_in_its_own_precision(
     front_end: str, amp_first: bool
 ) -> None:
-    """In forward, in what backward computes again, and in evaluation; a native O4 is cast there as the thread is."""
+    """In forward, in recomputation, and in evaluation, where the thread's casts also apply to a native O4."""
     begin, dtype, evaluated = FRONT_ENDS[front_end]
     alive, model = nn.Linear(4, 4), _Net()
     optimizer, x = sgd(model), torch.ones(2, 4)
@@ -195,7 +195,7 @@ def test_amp_casts_the_thread_then_another_run_computes_in_its_own_precision(
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_a_model_is_pickled_beside_another_run_then_loaded(level: str, tmp_path: Any) -> None:
-    """It computes as the model itself and as a deep copy."""
+    """The loaded model computes in the same dtype as the model and its deep copy."""
     models = {"O1": nn.Linear(4, 4), "other": nn.Linear(4, 4)}
     for kind, model in models.items():
         amp.initialize(model, sgd(model), opt_level=level if kind == "other" else kind, verbosity=0)
@@ -242,7 +242,7 @@ def test_gradients_in_buckets_of_ddp_wait_while_another_engine_has_its_pass(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_loss_for_two_engines_that_is_not_reduced_yet_is_refused(one_rank: None, level: Any) -> None:
-    """The later passes would reduce what they add alone, and ranks would part."""
+    """Later passes would reduce only what they add, so ranks would diverge."""
     networks = _networks()
     engine, _ = (halfpeak.prepare(one, sgd(one), level, loss_scale=SCALE, accumulate=2) for one in networks)
     generator, critic = map(DistributedDataParallel, networks)

@@ -58,7 +58,7 @@ class Run:
         with self.engine.forward():
             loss = F.cross_entropy(self.net(x).float() * 2.0, y) * factor
         self.engine.backward(loss)
-        # A graph has no place for which gradients were not finite.
+        # A graph cannot return which gradients were not finite.
         return loss, self.engine.step()._replace(grads=None)
 
     def compiled(self, backend: str = "aot_eager") -> Callable[..., tuple[Tensor, halfpeak.StepResult]]:
@@ -78,7 +78,7 @@ def batches(count: int = 8) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """In everything, down to the last bit."""
+    """Bit for bit, except in tensors with a nonfinite value."""
     if isinstance(one, Tensor):
         assert torch.equal(one, other) or not one.isfinite().all()
     elif isinstance(one, dict):
@@ -121,9 +121,9 @@ def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_found_inf(
     assert_same(python.engine.state_dict(), whole.engine.state_dict())
     assert int(whole.engine.num_skipped) >= 1
     if options.get("scale") is RECOVERS:
-        assert whole.engine.read_scale() == RECOVERS.init  # a loss that is not finite leaves it
+        assert whole.engine.read_scale() == RECOVERS.init  # a nonfinite loss does not lower it
     assert not counters["graph_break"]
-    # One for passes inside a window, one for those that end it.
+    # One graph for passes inside a window, one for passes that end it.
     assert graphs[-1] == min(2, options.get("accumulate", 1))
     assert set(graphs[2:]) == {graphs[-1]}
 
@@ -226,7 +226,7 @@ def test_two_backward_passes_to_a_step_and_one_without() -> None:
 
 
 class _Reuses(torch.fx.Interpreter):
-    """Runs a graph as a compiler does that uses the memory of gradients again once an operator has had them."""
+    """Runs a graph like a compiler that reuses the memory of gradients after an operator has read them."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         out = super().call_function(target, args, kwargs)
@@ -381,7 +381,7 @@ def test_other_scripts_are_one_graph_with_every_bit(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_collapsing_scale_is_told_from_within_the_graph(backend: str) -> None:
-    """The process is left as it was found: with gradients."""
+    """Grad mode is enabled afterwards, which ``process_left_as_found`` checks."""
     run = Run(level="O2", scale=halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=1))
     train = run.engine.compile(run.step, backend=backend)
     x, y, _ = batches()[0]
@@ -431,7 +431,7 @@ def halve(weight: Tensor) -> None:
 
 
 def join(run: Run) -> None:
-    # The graph has computed no gradients of it so far.
+    # So far the graph has computed no gradients of this layer.
     run.net[4].zero_grad()
     run.optimizer.add_param_group({"params": list(run.net[4].parameters())})
 

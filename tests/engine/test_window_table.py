@@ -1,4 +1,4 @@
-"""The window as a table: each of its four values, and what every event makes of it."""
+"""The window as a table: the value that each event leaves, starting from each of the four values."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
 }
 
 
-# Where the scale is always 1 and there are no masters, pending gradients are unscaled as they lie: they may be edited.
+# At a scale that is always 1, without masters, pending gradients equal unscaled ones and may be edited.
 PENDING_AT_SCALE_ONE = {"edit, step": Empty, "edit, save": Unscaled}
-# O2's scale moves; scaled by one that is always 1, they may be edited before the next pass.
+# Only O2 has a dynamic scale. Gradients that wait under a scale that is always 1 may be edited before the next pass.
 SCALED_AT_SCALE_ONE = {"edit, save": Scaled}
-# Where masters have the gradients, those of the model's own low parameters are not what is stepped.
+# The model's low-precision parameters are edited, but the optimizer steps the gradients of their masters.
 UNSCALED_WITH_MASTERS = {"edit, step": OrderError, "edit, save": OrderError}
 
 

@@ -1,9 +1,9 @@
-"""The runs whose states lie here, saved by halfpeak 0.1.0 before the names in its states changed.
+"""The runs whose saved states lie here, written by halfpeak 0.1.0 before the names in its states changed.
 
     python tests/engine/saved_before/make.py        writes the files and expected.json, with the halfpeak on the path
 
-Run it only to add a case, with the halfpeak whose files it is to be: what lies here must stay readable. It uses the public
-interface alone, so that the tests can continue the same runs.
+Run it only to add a case, with the version of halfpeak that is to write its file: today's version must read old files.
+It uses only the public interface, so that the tests can continue the same runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfpeak.runner import GradientCumulativeFp16OptimizerHook, Hook, IterBased
 HERE = Path(__file__).parent
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STOP = 8
-"""Passes before the state was saved: inside the third window of three."""
+"""Passes before the state was saved, inside the third window of three passes."""
 TOTAL = 15
 OVERFLOWS = (1, 10)
 """The first window and the one after the resume are skipped."""
@@ -66,7 +66,7 @@ def factor(number: int, overflows: Sequence[int] = OVERFLOWS) -> float:
 
 
 class Unreduced(nn.Module):
-    """As ``DistributedDataParallel`` looks to an engine: its gradients need not be reduced in each pass."""
+    """Looks to an engine like ``DistributedDataParallel``: it has ``no_sync``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class EngineRun:
         level: the opt level.
         optimizers: names in ``OPTIMIZERS``; two of them share the weights.
         losses: number of losses.
-        wrapped: passes inside a window go through a wrapper whose gradients are not reduced there: all of them, or those from
-            the second on, which find gradients that have been unscaled already.
+        wrapped: which passes use :class:`Unreduced`, so that gradients wait scaled inside a window: none, ``all``, or from
+            the second on the ``later`` ones, which find unscaled gradients of the first.
         clean: save between two windows.
         overflows: the passes with a loss of infinity.
     """
@@ -168,7 +168,7 @@ class AmpRun:
         return [*found, *(entry["loss_scale"] for entry in self._scalers().values())]
 
     def _scalers(self) -> dict[str, Any]:
-        # Those of runs that are not collected yet come before.
+        # Entries of runs that are not garbage-collected yet come first.
         entries = list(amp.state_dict().values())[-self.losses :]
         return {f"loss_scaler{i}": entry for i, entry in enumerate(entries)}
 
@@ -356,7 +356,7 @@ class _Writing(Hook):
 
 
 CASES: dict[str, Callable[[int], Any]] = {}
-"""What makes each run, given the seed of its weights. Files are named after them."""
+"""Makes each run from the seed of its weights. The files are named after the keys."""
 
 
 def _engine(level: str, *optimizers: str, **options: Any) -> Callable[[int], EngineRun]:
@@ -394,7 +394,7 @@ RUNNERS: dict[str, Callable[[int], RunnerRun]] = {
 
 
 def digest(run: Any) -> str:
-    """What a run leaves: parameters, buffers, what the optimizers step and the values of their states."""
+    """Hash of what a run leaves: parameters, buffers, stepped parameters and the values of the optimizers' states."""
     net, optimizers = run.parts()
     found = hashlib.sha256()
     saved = [optimizer.state_dict() for optimizer in optimizers]
@@ -402,7 +402,7 @@ def digest(run: Any) -> str:
     tensors += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     for state in saved:
         for _, entries in sorted(state["state"].items()):
-            # Whatever the entries are called.
+            # Sorted by content, because the names of entries may change.
             values = (value for value in entries.values() if isinstance(value, Tensor))
             tensors += sorted(values, key=lambda value: (str(value.dtype), _bytes(value)))
     for tensor in tensors:
@@ -416,7 +416,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def probe() -> str:
-    """The bits of a little training without halfpeak: another processor may round other sums in another way."""
+    """Hash of a short training without halfpeak, because another processor may round sums differently."""
     found = hashlib.sha256()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         net = make_net(0, norm=dtype is torch.float32).to(dtype)
