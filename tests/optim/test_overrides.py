@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import halfpeak.optim as ours
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.fused import FusedSGD
 from halfpeak.optim.amp_wrapper import WrapperScaler
 from optim.families import FAMILIES, logged, new_hub
 from optim.families import on_cpu as on_cpu
@@ -305,3 +306,50 @@ def test_apex_says_that_a_foreign_optimizer_cannot_be_converted() -> None:
         wrapper.optim_context(model),
     ):
         pass
+
+
+def super_clip(self: Any) -> None:
+    super(type(self), self)._clip_grad()
+
+
+def one_step(kind: str, methods: Methods, optimizer: type[Any], *, bad: int = 0) -> tuple[nn.Parameter, int]:
+    """A step with a closure around a gradient of 10; its first ``bad`` evaluations overflow. How often was it called?"""
+    weight, calls = nn.Parameter(torch.ones(1)), 0
+    own = types.new_class("Own", (getattr(ours, kind),), exec_body=lambda body: body.update(methods))
+    options = {"loss_scale": {"init_scale": 8.0}, "dtype": "float16"} if kind == "AmpOptimWrapper" else {}
+    wrapper = own(optimizer=optimizer([weight], lr=1.0), clip_grad={"max_norm": 0.5}, **options)
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        wrapper.zero_grad()
+        loss = weight.sum() * (float("inf") if calls <= bad else 10.0)
+        wrapper.backward(loss)
+        return loss
+
+    wrapper.step(closure)
+    return weight, calls
+
+
+CLOSURES = [("OptimWrapper", 0), ("AmpOptimWrapper", 0), ("AmpOptimWrapper", 2)]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("clip", [own_clip, super_clip])
+@pytest.mark.parametrize(("kind", "bad"), CLOSURES)
+def test_an_override_clips_the_gradients_of_a_closure(
+    kind: str, bad: int, clip: Callable[..., Any], optimizer: type[Any]
+) -> None:
+    weight, calls = one_step(kind, {"_clip_grad": clip}, optimizer, bad=bad)
+    assert weight.item() == pytest.approx(0.5)
+    assert calls == bad + 1
+
+
+@pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
+def test_an_override_sees_unscaled_gradients_of_a_fused_optimizer(kind: str) -> None:
+    weight, norms = nn.Parameter(torch.ones(1)), []
+    own = type("Own", (getattr(ours, kind),), {"_clip_grad": lambda self: norms.append(weight.grad.item())})  # type: ignore[union-attr]
+    options = {"loss_scale": 8.0, "dtype": "float16"} if kind == "AmpOptimWrapper" else {}
+    wrapper = own(optimizer=FusedSGD([weight], lr=1.0), clip_grad={"max_norm": 0.5}, **options)
+    wrapper.update_params(weight.sum() * 10)
+    assert (norms, weight.item()) == ([10.0], -9.0)

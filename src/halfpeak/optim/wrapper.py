@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -241,7 +242,10 @@ class OptimWrapper(BaseOptimWrapper):
                 "inside a window; enter it once for each backward pass"
             )
         if self.clip_grad_kwargs and closure is None and (kwargs or self._overrides_clip):
+            engine.unscale()  # An override may read .grad, where gradients wait scaled for a fused optimizer.
             self._clip_grad()
+        elif self.clip_grad_kwargs and closure is not None and self._overrides_clip:
+            closure = partial(self._evaluate_and_clip, engine, closure)
         if kwargs:
             steps = engine.num_steps
             self.optimizer.step(**(kwargs if closure is None else {"closure": closure, **kwargs}))
@@ -255,7 +259,8 @@ class OptimWrapper(BaseOptimWrapper):
     def _clip_grad(self) -> None:
         """Unscale the gradients, clip them and log their norm, as a step does if ``clip_grad`` was given.
 
-        An override replaces the engine's clipping. A step with a closure does not call an override, and does not clip.
+        An override replaces the engine's clipping. It is called before each step, and in a step with a closure after
+        each evaluation whose gradients are finite.
         """
         if self._is_watched:
             engine = self._ready()
@@ -268,6 +273,13 @@ class OptimWrapper(BaseOptimWrapper):
         norm = self._clip(grads) if grads else None
         if norm is not None:
             self._log_norm(norm)
+
+    def _evaluate_and_clip(self, engine: Engine, closure: Callable[[], Any]) -> Any:
+        """Call a closure, then an override of :meth:`_clip_grad` unless the step will evaluate the closure again."""
+        loss = closure()
+        if not bool(engine.accumulate()):
+            self._clip_grad()
+        return loss
 
     def _log_norm(self, norm: Tensor) -> None:
         self.message_hub.update_scalar("train/grad_norm", norm)
