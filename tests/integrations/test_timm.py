@@ -170,7 +170,8 @@ def test_what_cannot_be_is_said() -> None:
         run.loss_scaler.load_state_dict({**run.loss_scaler.state_dict(), "buffers": [1.0]})
     with pytest.raises(halfpeak.ConfigError, match="is not an engine"):
         LossScaler(run.optimizer)  # type: ignore[arg-type]
-    net = make_net()
-    engine = halfpeak.prepare(net, adamw(net.parameters()), accumulate=2)
-    with pytest.raises(halfpeak.ConfigError, match="accumulate=2"):
-        LossScaler(engine)
+    for option, value in {"accumulate": 2, "clip": 1.0}.items():
+        net = make_net()
+        engine = halfpeak.prepare(net, adamw(net.parameters()), **{option: value})
+        with pytest.raises(halfpeak.ConfigError, match=f"leave {option}= out of halfpeak.prepare"):
+            LossScaler(engine)

@@ -19,7 +19,7 @@ from halfpeak.integrations.engine_adapter import (
     scale_loss,
     stepped_parameters,
 )
-from halfpeak.state.clip import ClipNorm, ClipValue
+from halfpeak.state.clip import ClipNorm, ClipValue, NoClip
 from halfpeak.state.found_inf import is_multi_rank
 
 
@@ -35,7 +35,7 @@ class LossScaler:
         last: the result of the last step; None before the first.
 
     Raises:
-        ConfigError: the engine accumulates itself.
+        ConfigError: the engine accumulates or clips itself.
 
     Example:
         >>> import torch, halfpeak
@@ -54,9 +54,16 @@ class LossScaler:
             raise ConfigTypeError(
                 f"{type(engine).__name__} is not an engine; write LossScaler(halfpeak.prepare(model, optimizer, 'O2'))"
             )
-        if engine.config.accumulation.every != 1:
+        config = engine.config
+        if config.accumulation.every != 1:
             raise ConfigError(
-                f"accumulate={engine.config.accumulation.every}: timm counts the passes of a step; leave it out of prepare"
+                f"the engine has accumulate={config.accumulation.every}, but timm accumulates itself; leave accumulate= out "
+                "of halfpeak.prepare"
+            )
+        if not isinstance(config.clip, NoClip):
+            raise ConfigError(
+                f"the engine has clip={short_repr(config.clip)}, but timm clips itself; leave clip= out of halfpeak.prepare, "
+                "and write loss_scaler(loss, optimizer, clip_grad=1.0)"
             )
         self.engine = engine
         self.last: StepResult | None = None
