@@ -176,6 +176,23 @@ def test_a_write_into_data_is_seen_before_the_first_refresh() -> None:
     assert master(masters, parameter).tolist() == [8.0, 2.0]
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_nan_is_no_write(dtype: torch.dtype) -> None:
+    # The larger parameter stands for both, and has a NaN in its sample.
+    sampled, other = low(torch.nan, 1.0, 2.0, dtype=dtype), low(1.0, 2.0, dtype=dtype)
+    masters, optimizer = adopted(sampled, other)
+    masters.refresh()
+    step(masters, optimizer)
+    # A master that counts as written would be published over this write.
+    other.data[0] = 8.0
+    masters.follow_masters()
+    assert other.tolist() == [8.0, 2.0]
+    sampled.data[1] = 4.0
+    masters.follow_values([0, 1])
+    assert master(masters, sampled)[1:].tolist() == [4.0, 2.0 - 2.0**-12]
+    assert master(masters, other)[0].item() == 8.0
+
+
 def test_memory_at_an_address_of_before_is_followed() -> None:
     # As an allocator may lay one tensor where another was that is gone.
     place = bytearray(2 * 16)

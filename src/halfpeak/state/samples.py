@@ -76,8 +76,7 @@ class Sample:
         values, self._low_values = self._low_values, None
         if values is not None:
             self._written = self._written or AsyncScalar(values.device)
-            # Compare bits, because nan is not equal to nan.
-            self._written.push((_some_of(self._low).view(torch.int16) != values.view(torch.int16)).any())
+            self._written.push((_bits(_some_of(self._low)) != _bits(values)).any())
         if self._written is not None and self._written.value:
             self._written = None
             warnings.warn(
@@ -103,4 +102,16 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _equal(tensor: Tensor, values: Tensor | None) -> bool:
-    return values is not None and torch.equal(_some_of(tensor), values)
+    if values is None:
+        return False
+    some = _some_of(tensor)
+    return torch.equal(some, values) or torch.equal(_bits(some), _bits(values))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of some values, because nan is not equal to nan; the values themselves if a subclass may not give them."""
+    return values.view(_INTEGERS[values.itemsize]) if type(values) is Tensor or is_shard(values) else values
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer dtype for each size of a floating-point number in bytes."""
