@@ -224,12 +224,18 @@ def test_a_file_that_cannot_be_written_is_said(
     assert "a.py: it is left as it was: No space left on device" in capsys.readouterr().err
 
 
-def test_files_that_share_amp_stay_on_it_together() -> None:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import engine_loop",
+        "from own import (  # parts (of it)\n    other,\n    engine_loop,\n)",
+        "from own import \\\n    engine_loop",
+    ],
+)
+def test_files_that_share_amp_stay_on_it_together(statement: str) -> None:
     put(
         "main.py",
-        (CORPUS / "imagenet.py")
-        .read_text()
-        .replace("import argparse", "import argparse\n\nimport engine_loop"),
+        (CORPUS / "imagenet.py").read_text().replace("import argparse", f"import argparse\n\n{statement}"),
     )
     put("engine_loop.py", "from apex import amp\n\n\ndef clip(o):\n    return list(amp.master_params(o))\n")
     put("alone.py", (CORPUS / "plain.py").read_text())
@@ -239,6 +245,14 @@ def test_files_that_share_amp_stay_on_it_together() -> None:
     assert "engine_loop.py trains with the amp" in found["main.py"].findings[0].reason
     assert b"from halfpeak import amp" in found["engine_loop.py"].source
     assert b"prepare" in found["alone.py"].source
+
+
+def test_a_file_without_amp_is_not_said_to_share_it() -> None:
+    put("clip.py", "from apex import amp\n\n\ndef clip(o):\n    return list(amp.master_params(o))\n")
+    put("cast.py", "import torch\nimport clip\n\nwith torch.cuda.amp.autocast():\n    clip.clip(0)\n")
+    found = {one.path.name: one.result for one in migrate(find([Path()]), "halfpeak")}
+    assert b"torch.autocast" in found["cast.py"].source
+    assert found["cast.py"].findings == ()
 
 
 def test_the_other_commands_work_without_libcst(

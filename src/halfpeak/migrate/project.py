@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from halfpeak.checkpoint.temporary import temporary
 from halfpeak.core.errors import ConfigError
 from halfpeak.migrate.findings import Finding, Target
-from halfpeak.migrate.rewrite import Rewritten, rewrite, unreadable, uses_amp_of_another_file
+from halfpeak.migrate.rewrite import Rewritten, names_of_amp, rewrite, unreadable
 
 _SKIPPED: Final = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
@@ -65,11 +65,11 @@ def migrate(paths: Sequence[Path], to: Target) -> Iterator[Migrated]:
                 yield Migrated(path, b"", unreadable(b"", 1, "it is not a regular file"))
         except OSError as error:
             yield Migrated(path, b"", unreadable(b"", 1, str(error.strerror)))
-    users = _users_of_amp(sources) if to == "halfpeak" else {}
+    shared = _shared_amp(sources) if to == "halfpeak" else {}
     for path, source in sources.items():
-        result = rewrite(source, to, keep_amp=path in users)
-        if path in users and result.source != source:
-            reason = f"{users[path]} trains with the amp that is initialised here"
+        result = rewrite(source, to, keep_amp=path in shared)
+        if path in shared and result.source != source:
+            reason = f"{shared[path]} trains with the amp that is initialised here"
             finding = Finding(1, "the file", f"it stays on halfpeak.amp: {reason}", "rewrite both by hand")
             result = Rewritten(result.source, (finding, *result.findings), result.unreadable)
         yield Migrated(path, source, result)
@@ -106,20 +106,30 @@ def _is_skipped(folder: Path) -> bool:
     return skipped or (folder / "pyvenv.cfg").exists()
 
 
-def _users_of_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
-    """The files that import, or are imported by, a file that uses amp without initialising it; each with that file."""
+def _shared_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
+    """The files that initialise amp for another file: they import, or are imported by, one that uses it without.
+
+    Returns:
+        The other file by the file that initialises amp.
+    """
     imported = {path: _imported(source) for path, source in sources.items()}
-    users = [path for path, source in sources.items() if uses_amp_of_another_file(source)]
+    used = {path: names_of_amp(source) for path, source in sources.items()}
     found: dict[Path, Path] = {}
-    for user in users:
+    for user in (path for path, names in used.items() if names and "initialize" not in names):
         for path, names in imported.items():
-            if path not in users and (user.stem in names or path.stem in imported[user]):
+            if "initialize" in used[path] and (user.stem in names or path.stem in imported[user]):
                 found[path] = user
     return found
 
 
 def _imported(source: bytes) -> set[str]:
     """Every word in the import statements of a file, the parts of dotted names separately."""
-    lines = (line.split() for line in source.decode("utf-8", "replace").splitlines())
-    found = [words[1:] for words in lines if words[:1] in (["import"], ["from"])]
-    return set(re.findall(r"\w+", " ".join(word for words in found for word in words)))
+    words: set[str] = set()
+    in_parentheses = is_continued = False
+    for line in source.decode("utf-8", "replace").splitlines():
+        code = line.partition("#")[0].rstrip()
+        if is_continued or code.split()[:1] in (["import"], ["from"]):
+            words.update(re.findall(r"\w+", code))
+            in_parentheses = (in_parentheses or "(" in code) and ")" not in code
+            is_continued = in_parentheses or code.endswith("\\")
+    return words

@@ -89,15 +89,14 @@ def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -
     return Rewritten(edits.made_in(tree.module).bytes, tuple(sorted(set(findings))))
 
 
-def uses_amp_of_another_file(source: bytes) -> bool:
-    """Whether a file uses amp but does not call ``amp.initialize``, so another file must."""
+def names_of_amp(source: bytes) -> frozenset[str]:
+    """The names of amp that a file uses; empty if it cannot be parsed."""
     if not _may_have_old_names(source) or exceeded_limit(source) is not None:
-        return False
+        return frozenset()
     try:
-        uses = uses_of_amp(Tree(cst.parse_module(source)))
+        return frozenset(uses_of_amp(Tree(cst.parse_module(source))))
     except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, SyntaxError, RecursionError):
-        return False
-    return bool(uses) and "initialize" not in uses
+        return frozenset()
 
 
 def _may_have_old_names(source: bytes) -> bool:
