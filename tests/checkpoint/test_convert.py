@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,52 @@ def test_weights_under_the_name_of_a_version_are_not_lost_in_silence(tmp_path: P
     save(tmp_path / "a.pt", {"model": model, "model_version": model, "code_version": "3"})
     with pytest.raises(StateError, match=r"no place for 'model_version' \(weights\). To go"):
         convert(tmp_path / "a.pt", "lightning", tmp_path / "b.pt")
+
+
+AMP = AmpLoop().save()
+ENGINE = EngineLoop().save()
+RESUME = {"version": 1, "scalers": [], "window": None, "buffers": [], "own": 3}
+FP16 = {"optimizer_state_dict": AMP["optimizer"], "fp32_from_fp16": "no list", "loss_scaler": AMP["amp"]}
+BESIDE = {
+    "None comes first in it": ({**AMP, "own": {"none": None, "best": 0.9}}, "accelerate", "own"),
+    "it is inside an engine": ({"engine": {**ENGINE, "best": 0.9}}, "apex", "engine.best"),
+    "it is of a second engine": ({"g": ENGINE, "d": ENGINE}, "weights", "d.models[0]"),
+    "it counts what is counted twice": ({**AMP, "epoch": 4, "start_epoch": 5}, "mmcv", "start_epoch"),
+    "halfpeak is its own key": ({**AMP, "halfpeak": {"own": 1}}, "apex", "halfpeak.own"),
+    "halfpeak is no dict": ({**AMP, "halfpeak": 3}, "accelerate", "halfpeak"),
+    "it is in an optimizer's entry": (
+        {**AMP, "optimizer": {**AMP["optimizer"], "halfpeak": RESUME}},
+        "apex",
+        "optimizer.halfpeak.own",
+    ),
+    "it is in an optimizer": (
+        {"meta": {}, "state_dict": AMP["model"], "optimizer": {**AMP["optimizer"], "own": 5}},
+        "mmcv",
+        "optimizer.own",
+    ),
+    "it is in an FP16_Optimizer": ({**AMP, "optimizer": FP16}, "apex", "optimizer.fp32_from_fp16"),
+    "the form has its key": ({**AMP, "scaler": {"mean": 3.0}}, "grad_scaler", "scaler"),
+    "its key has a dot": ({"meta": {}, "state_dict": AMP["model"], "own.key": 3}, "mmcv", "own.key"),
+    "it has the name of a version": ({**AMP, "mmcv_version": {"own": 1}}, "accelerate", "mmcv_version"),
+}
+
+
+@pytest.mark.parametrize("why", BESIDE)
+def test_no_entry_is_lost_in_silence(why: str, tmp_path: Path) -> None:
+    state, form, name = BESIDE[why]
+    save(tmp_path / "a.pt", state)
+    with pytest.raises(StateError, match=re.escape(repr(name))):
+        convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
+    assert name in convert(tmp_path / "a.pt", form, tmp_path / "b.pt", drop=["all"]).dropped
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_not_lost_in_silence(tmp_path: Path) -> None:
+    source = tmp_path / "folder"
+    convert(saved(ScalerLoop(), tmp_path / "a.pt"), "accelerate", source)
+    (source / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(StateError, match=r"'optimizer.bin' \(cannot be read: .*--drop optimizer.bin"):
+        convert(source, "weights", tmp_path / "w.pt")
+    convert(source, "weights", tmp_path / "w.pt", drop=["optimizer.bin"])
 
 
 @pytest.mark.parametrize(

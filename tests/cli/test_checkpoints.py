@@ -99,6 +99,27 @@ def test_a_damaged_file_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  advice      do not load it; go back to the previous checkpoint" in printed
 
 
+@pytest.mark.parametrize("change", ["flip", "empty"])
+def test_a_folder_with_a_damaged_file_is_status_1(change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save("last.pt", script())
+    assert main(["convert", "last.pt", "--to", "accelerate", "-o", "folder", "--drop", "epoch"]) == 0
+    assert main(["inspect", "folder"]) == 0
+    path = Path("folder/pytorch_model.bin")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data if change == "flip" else b"")
+    capsys.readouterr()
+    assert main(["inspect", "folder"]) == 1
+    (told,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "pytorch_model.bin:" in line and "suspicious" in line
+    ]
+    assert ("is damaged" if change == "flip" else "is no checkpoint") in told
+    assert main(["inspect", "--json", "folder"]) == 1
+    assert json.loads(capsys.readouterr().out)["readable"] is False
+
+
 def test_convert_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     save("last.pt", script(best=0.5))
     assert main(["convert", "last.pt", "--to", "mmengine-apex", "-o", "mm.pth", "--drop", "best"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
@@ -136,7 +136,7 @@ class Contents:
         """
         is_known = (
             self._add_counter(where.removeprefix("meta."), value)
-            or self.add_engine(value)
+            or self.add_engine(value, where)
             or (
                 _ASIDE.search(where) is None
                 and (
@@ -183,6 +183,7 @@ class Contents:
             if key == HALFPEAK_KEY and isinstance(exact, Mapping):
                 self._add_window(exact.get("window"))
                 self.scalers += [FoundScaler(at, "halfpeak", one) for one in own]
+                self._keep(at, exact, beside=RESUME)
             elif not (key in ("loss_scaler", "apex_amp") and (own or self.add_scaler(at, value[key]))):
                 self.rest[at] = value[key]
         return True
@@ -221,19 +222,25 @@ class Contents:
         self.counters[key] = value
         return True
 
-    def add_engine(self, value: object) -> bool:
-        """Add the state of a :class:`halfpeak.Engine`."""
+    def add_engine(self, value: object, where: str = "") -> bool:
+        """Add the state of a :class:`halfpeak.Engine`. Of a second engine, models, optimizers and scalers are added."""
         if not isinstance(value, Mapping) or not set(value) >= ENGINE:
             return False
         if not all(isinstance(value[key], list) for key in ("models", "optimizers", "scalers")):
             return False
+        is_second = self.form == "engine"
+        self._keep(where, value, beside=_ENGINE_PARTS if is_second else ENGINE)
+        inside = f"{where}." if is_second else ""
         for number, model in enumerate(value["models"]):
-            if not self.add_model(f"models[{number}]", model):
-                self.rest[f"models[{number}]"] = model
+            if not self.add_model(f"{inside}models[{number}]", model):
+                self.rest[f"{inside}models[{number}]"] = model
         for number, optimizer in enumerate(value["optimizers"]):
-            self.add_optimizer(f"optimizers[{number}]", optimizer)
+            if not self.add_optimizer(f"{inside}optimizers[{number}]", optimizer):
+                self.rest[f"{inside}optimizers[{number}]"] = optimizer
         for number, scaler in enumerate(value["scalers"]):
-            self.scalers.append(FoundScaler(f"scalers[{number}]", "halfpeak", scaler))
+            self.scalers.append(FoundScaler(f"{inside}scalers[{number}]", "halfpeak", scaler))
+        if is_second:
+            return True
         self._add_level_and_counters(value)
         self._add_window(value["window"])
         self.buffers = value["buffers"] if isinstance(value["buffers"], list) else []
@@ -242,7 +249,10 @@ class Contents:
 
     def add_halfpeak_entry(self, value: object) -> None:
         """Add the ``HALFPEAK_KEY`` entry of an earlier conversion; its exact scalers replace the translated ones."""
-        if isinstance(value, Mapping):
+        if not isinstance(value, Mapping):
+            self.rest[HALFPEAK_KEY] = value
+        else:
+            self._keep(HALFPEAK_KEY, value, beside={"level", "counters", "scalers"})
             self._add_level_and_counters(value)
             own = value.get("scalers")
             if isinstance(own, list) and own:
@@ -258,12 +268,21 @@ class Contents:
             self.engine_counters = counters
 
     def _add_fp16_optimizer(self, where: str, value: Mapping[str, Any]) -> bool:
-        self.add_optimizer(f"{where}.optimizer_state_dict", value["optimizer_state_dict"])
-        self._add_masters(f"{where}.fp32_from_fp16", value["fp32_from_fp16"])
-        if not self.add_scaler(f"{where}.loss_scaler", value.get("loss_scaler")):
-            self.rest[f"{where}.loss_scaler"] = value.get("loss_scaler")
+        adders = {
+            "optimizer_state_dict": self.add_optimizer,
+            "fp32_from_fp16": self._add_masters,
+            "loss_scaler": self.add_scaler,
+        }
+        for key, add in adders.items():
+            if not add(f"{where}.{key}", value.get(key)):
+                self.rest[f"{where}.{key}"] = value.get(key)
+        self._keep(where, value, beside=adders.keys() | FP16_FLAGS)
         self.form = "fp16_optimizer"
         return True
+
+    def _keep(self, where: str, value: Mapping[str, Any], *, beside: Set[str]) -> None:
+        """Add the entries of a dict to ``rest``, apart from those under the keys ``beside``."""
+        self.rest |= {f"{where}.{key}": one for key, one in value.items() if key not in beside}
 
     def _add_window(self, window: object) -> None:
         optimizers = window.get("lanes") if isinstance(window, Mapping) else None
@@ -414,6 +433,12 @@ MASTERS: Final = frozenset({"fp32_from_fp16", "master params", "master_params", 
 ENGINE: Final = frozenset(
     {"version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window"}
 )
+_ENGINE_PARTS: Final = frozenset({"version", "models", "optimizers", "scalers"})
+RESUME: Final = frozenset({"version", "scalers", "window", "buffers", "inner_count"})
+"""The keys of the ``HALFPEAK_KEY`` entry that a wrapper saves in an optimizer's state."""
+
+FP16_FLAGS: Final = frozenset({"dynamic_loss_scale", "overflow", "first_closure_call_this_step"})
+"""Keys of an ``FP16_Optimizer`` for which there is nothing to keep: two flags of the last step, and a setting."""
 
 _ASIDE: Final = re.compile(
     r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema",
@@ -442,8 +467,7 @@ def find_level(tree: object) -> str | None:
 
 def is_empty(value: object) -> bool:
     """Whether a tree holds nothing but empty containers and None."""
-    inside = (one for one in walk(value) if not isinstance(one, (Mapping, list, tuple)))
-    return next(inside, None) is None
+    return all(one is None or isinstance(one, (Mapping, list, tuple)) for one in walk(value))
 
 
 def summary(value: object) -> str:

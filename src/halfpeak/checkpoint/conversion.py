@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, numbered, summary, walk
+from halfpeak.checkpoint.canonical import EPOCHS, Contents, FoundScaler, is_empty, numbered, summary, walk
 from halfpeak.checkpoint.file import StrPath
 from halfpeak.checkpoint.formats import FORMS, SCRIPTS, TARGETS, Target, read_contents
 from halfpeak.checkpoint.match_params import match_params
@@ -88,7 +88,8 @@ def convert(
     if opened.unread:
         raise CheckpointError(f"{opened.path} ({opened.container}) cannot be converted: {opened.unread}")
     contents = read_contents(opened.tree)
-    lost = _drop_parts(contents, drop)
+    lost = {name: f"cannot be read: {reason}" for name, reason in opened.left_out.items()}
+    lost |= _drop_parts(contents, drop)
     if not (contents.models or contents.optimizers or contents.scalers):
         raise StateError(
             f"the file ({FORMS[contents.form]}) holds nothing that could be converted{_deeper(contents)}"
@@ -232,14 +233,33 @@ def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, s
             "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
         )
     lost |= _fit_rest(contents, target)
+    lost |= _overwritten(contents, target)
     rule = contents.rule
     if not target.keeps_rule and (rule.growth, rule.backoff, rule.interval) != (2.0, 0.5, 2000):
         lost["rule"] = f"growth {rule.growth:g}, backoff {rule.backoff:g}, interval {rule.interval}"
-    if not target.keeps_counters:
-        lost |= {name: f"the counter {value}" for name, value in contents.counters.items() if value}
+    lost |= {
+        name: f"the counter {value}"
+        for name, value in contents.counters.items()
+        if value and not _keeps_counter(contents, target, name, value)
+    }
     if contents.window is not None and not target.keeps_window:
         lost["window"] = "gradients of an open accumulation window"
     return lost
+
+
+def _keeps_counter(contents: Contents, target: Target, name: str, value: int) -> bool:
+    """Whether the target holds a counter. A library's format has one number of epochs and one of iterations."""
+    in_library = contents.epoch if name in EPOCHS else contents.iteration
+    return target.keeps_counters and (target.family is None or value == in_library)
+
+
+def _overwritten(contents: Contents, target: Target) -> dict[str, str]:
+    """The losses by name among the entries of ``rest`` that the target can hold: it writes something else in their place."""
+    marks = {name: object() for name in contents.rest}
+    if not marks:
+        return {}
+    found = {id(one) for one in walk(target.write(replace(contents, rest=marks)))}
+    return {name: summary(contents.rest[name]) for name, mark in marks.items() if id(mark) not in found}
 
 
 def _take_from(things: dict[str, Any], most: int | None, what: str) -> dict[str, str]:

@@ -82,6 +82,7 @@ class Report:
     Attributes:
         container: the kind of file.
         integrity: which checksums are right or wrong.
+        readable: whether the file, or every file of the folder, could be read.
         form: the format, a key of :data:`~halfpeak.checkpoint.formats.FORMS`.
         made_by: the format in words, and the version of the library that wrote it.
         level: the opt level that the file names, or the levels that fit the dtypes.
@@ -95,6 +96,7 @@ class Report:
     container: str
     size: int
     integrity: str
+    readable: bool
     form: str
     made_by: str
     level: str
@@ -132,11 +134,14 @@ def inspect(path: StrPath) -> Report:
     made_by = (
         f"{FORMS[contents.form]}, version {contents.version}" if contents.version else FORMS[contents.form]
     )
+    unread = [opened.unread] if opened.unread else []
+    unread += [f"{name}: {reason}" for name, reason in opened.left_out.items()]
     return Report(
         path=str(opened.path),
         container=opened.container,
         size=opened.size,
         integrity=opened.integrity,
+        readable=not unread,
         form=contents.form,
         made_by=made_by,
         level=_level(contents),
@@ -148,7 +153,7 @@ def inspect(path: StrPath) -> Report:
         optimizers=[_optimizer(where, state) for where, state in contents.optimizers.items()],
         rest={name: summary(value) for name, value in contents.rest.items() if not is_empty(value)},
         wants=list(opened.symbols),
-        findings=[*([opened.unread] if opened.unread else []), *opened.notes, *lint(contents, opened.path)],
+        findings=[*unread, *opened.notes, *lint(contents, opened.path)],
         advice=_advice(opened, contents),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -37,7 +37,8 @@ class Opened:
         integrity: which checksums are right or wrong, in words.
         tree: the content; for a folder of files, a :class:`Folder`. Objects that are not plain data are records.
         symbols: classes and functions that loading the file would import; empty for plain data.
-        unread: why there is no ``tree``; empty if there is one.
+        unread: why there is no ``tree``, or which files of a folder are damaged; else empty.
+        left_out: the other files of a folder that cannot be read: the reasons by name.
         notes: oddities of the file itself.
     """
 
@@ -48,6 +49,7 @@ class Opened:
     tree: Any = None
     symbols: tuple[str, ...] = ()
     unread: str = ""
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
 
     @property
@@ -176,10 +178,11 @@ def _open_folder(path: Path) -> Opened:
         integrity=integrity if files else "no checksum",
         tree=Folder({one.path.name: one.tree for one in opened if not one.unread}),
         symbols=tuple(dict.fromkeys(symbol for one in opened for symbol in one.symbols)),
-        unread="; ".join(one.unread for one in broken) if files else "no file in it is a checkpoint",
-        notes=tuple(
-            f"{one.path.name}: {note}" for one in opened for note in (*one.notes, one.unread) if note
-        ),
+        unread="; ".join(f"{one.path.name}: {one.unread}" for one in broken)
+        if files
+        else "no file in it is a checkpoint",
+        left_out={one.path.name: one.unread for one in opened if one.unread and not one.damaged},
+        notes=tuple(f"{one.path.name}: {note}" for one in opened for note in one.notes),
     )
 
 

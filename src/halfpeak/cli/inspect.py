@@ -18,7 +18,7 @@ Reads what torch.save, halfpeak and safetensors write, folders of accelerate and
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 1 if the format is unknown and there are findings, as for damage."""
+    """Run the command; returns the exit status: 1 if a file cannot be read, or has findings and no known format."""
     parser = Arguments("inspect", _DESCRIPTION)
     parser.add_argument(
         "file", metavar="FILE", help="a file, a run's folder, or one of accelerate, transformers or DCP"
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     elif not (sys.stdout.isatty() and _print_table(report)):
         sys.stdout.write(as_text(report))
-    return 0 if report.form != "unknown" or not report.findings else 1
+    return 0 if report.readable and (report.form != "unknown" or not report.findings) else 1
 
 
 def as_text(report: Report) -> str:

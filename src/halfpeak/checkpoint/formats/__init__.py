@@ -86,7 +86,8 @@ def _read_entries(contents: Contents, tree: Mapping[Any, Any]) -> None:
     # mmcv, mmengine and Lightning save the model under "state_dict"; tensors elsewhere belong to hooks and callbacks.
     in_one_place = is_run or lightning.is_form(tree, contents)
     for key, value in tree.items():
-        if key not in _VERSIONS and not (meta and key == "meta"):
+        is_version = key in _VERSIONS and isinstance(value, str)
+        if not is_version and not (meta and key == "meta"):
             contents.add(str(key), value, has_models=not in_one_place or key == "state_dict")
     for key, value in meta.items():
         inside = value.get("loss_scaler") if key == "fp16" and isinstance(value, Mapping) else None
@@ -96,4 +97,5 @@ def _read_entries(contents: Contents, tree: Mapping[Any, Any]) -> None:
     contents.version = _COMMIT.sub("", version)
     forms = (one.name for one in FORMATS if one.is_form is not None and one.is_form(tree, contents))
     contents.form = next(forms, contents.form)
-    contents.add_halfpeak_entry(contents.rest.pop(HALFPEAK_KEY, None))
+    if HALFPEAK_KEY in contents.rest:
+        contents.add_halfpeak_entry(contents.rest.pop(HALFPEAK_KEY))
