@@ -353,3 +353,15 @@ def test_an_override_sees_unscaled_gradients_of_a_fused_optimizer(kind: str) -> 
     wrapper = own(optimizer=FusedSGD([weight], lr=1.0), clip_grad={"max_norm": 0.5}, **options)
     wrapper.update_params(weight.sum() * 10)
     assert (norms, weight.item()) == ([10.0], -9.0)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("clip", [None, own_clip, super_clip])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_an_override_scales_the_loss_of_a_closure(
+    bad: int, clip: Callable[..., Any] | None, optimizer: type[Any]
+) -> None:
+    methods = {"backward": scaler_backward} | ({} if clip is None else {"_clip_grad": clip})
+    weight, calls = one_step("AmpOptimWrapper", methods, optimizer, bad=bad)
+    assert weight.item() == pytest.approx(0.5)
+    assert calls == bad + 1

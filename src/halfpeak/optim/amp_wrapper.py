@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -117,9 +118,18 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """As :meth:`OptimWrapper.step`."""
+        self._unscale_for_caller()
+        super().step(None if closure is None else partial(self._evaluate, closure), **kwargs)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._unscale_for_caller()
+        return loss
+
+    def _unscale_for_caller(self) -> None:
+        """Unscale the gradients of a loss that an override of :meth:`backward` scaled with :attr:`loss_scaler`."""
         if self._is_scaled_by_caller:
             self.loss_scaler.unscale_(self.optimizer)
-        super().step(closure, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """As :meth:`OptimWrapper.load_state_dict`; also loads the state of a scaler that user code has set."""
