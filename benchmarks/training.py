@@ -130,7 +130,8 @@ def refuse_strays(losses: dict[str, list[float]]) -> None:
     for name, values in losses.items():
         if not abs(values[-1] - last) <= 0.1 * abs(first - last) + 0.01 * abs(last):
             raise RuntimeError(
-                f"{name} went from {values[0]:.4f} to {values[-1]:.4f}, float32 from {first:.4f} to {last:.4f}"
+                f"the loss of {name} went from {values[0]:.4f} to {values[-1]:.4f}, too far from float32's ({first:.4f} to "
+                f"{last:.4f}); a loop that does not train is not timed"
             )
 
 

@@ -91,7 +91,7 @@ def test_help_of_train_names_ten_options_and_help_all_every_one(capsys: pytest.C
         (["train", "--batch", "5000"], "batch=5000 is more than the 1438 training samples"),
         (["train", "--device", "tpu"], "device='tpu' is not on this machine"),
         (["train", "--optimizer", "lion"], "optimizer='lion' must be one of"),
-        (["train", "--size", "tiny"], "recipe 'digits' has no such setting"),
+        (["train", "--size", "tiny"], "recipe 'digits' has no setting 'size'"),
         (["train", "--config", "absent.toml"], "cannot be read: No such file"),
         (["train", "--config", "settings.ini"], "must end in .toml, .json, .yaml, .yml"),
         (

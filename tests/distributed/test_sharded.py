@@ -74,11 +74,11 @@ def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
         ("tensor_parallel_alone", "ParameterError: parameter head.weight is a DTensor that no fully_shard"),
         (
             "whole_norms",
-            "ParameterError: this optimizer keeps norms of whole parameters, and a rank has a part",
+            "ParameterError: this optimizer needs the norm of each whole parameter, but this parameter is sharded",
         ),
         (
             "eight_bits",
-            "ParameterError: this optimizer keeps one number for a block of elements, and a rank has",
+            "ParameterError: this optimizer stores one number for each block of elements, as moments='int8' does",
         ),
         ("zero_redundancy", "ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer"),
     ],

@@ -80,10 +80,10 @@ def test_a_run_goes_on_in_one_process(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("not divided", "batch=17 cannot be divided among 2 processes"),
+        ("not divided", "batch=17 cannot be divided among 2 processes; write a multiple of 2"),
         ("used folder", "holds a run already"),
-        ("one device", "device='cpu:0' is one device for 2 processes; write 'cpu'"),
-        ("no processes", "start them with torchrun -m halfpeak train, or write --shard false"),
+        ("one device", "device='cpu:0' names one device, and 2 processes need one each; write 'cpu'"),
+        ("no processes", "shard=True needs a process group; start the run with torchrun -m halfpeak train"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(ranks: Seen, name: str, text: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused.reference import give, gradients_for, parameters_of
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, ParameterError, StateError
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.backends.inductor import CHUNK
@@ -227,6 +227,24 @@ def test_float32_weights_have_no_remainder() -> None:
 def test_an_unknown_form_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FusedAdamW([torch.nn.Parameter(torch.ones(1))], **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_float16_weights_have_no_remainder() -> None:
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    for master in ("remainder", "remainder8"):
+        with pytest.raises(
+            ParameterError, match=rf"master='{master}' needs bfloat16 weights.*use level 'O5'"
+        ):
+            FusedAdamW([weight], master=master)
+
+
+def test_a_state_with_8_bit_moments_is_refused_where_moments_are_whole() -> None:
+    weights = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
+    small, whole = FusedAdamW([weights[0]], moments="int8"), FusedAdamW([weights[1]])
+    give(weights, [torch.ones(70)] * 2)
+    small.step()
+    with pytest.raises(StateError, match=r"'exp_avg.*' of parameter 0 was saved with 8-bit.*moments='int8'"):
+        whole.load_state_dict(small.state_dict())
 
 
 def test_whole_is_as_it_is() -> None:

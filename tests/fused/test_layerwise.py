@@ -77,7 +77,9 @@ def test_lamb_clips_the_norm_of_all_groups_together(limit: float) -> None:
 
 def test_lamb_refuses_a_group_that_is_to_be_clipped_by_itself() -> None:
     weights = parameters_of()
-    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.0 in a parameter group.*pass it to FusedLAMB"):
+    with pytest.raises(
+        ConfigError, match=r"max_grad_norm=0\.0 in a parameter group.*pass max_grad_norm= to FusedLAMB"
+    ):
         FusedLAMB([{"params": weights[:1], "max_grad_norm": 0.0}, {"params": weights[1:]}])
     optimizer = FusedLAMB([{"params": weights[:1], "max_grad_norm": 1.0}, {"params": weights[1:2]}])
     with pytest.raises(ConfigError, match=r"the optimizer's 1\.0"):

@@ -67,7 +67,7 @@ from halfpeak.recipes.training import require_same
             {"level": [[[[["O2"] * 9] * 9] * 9] * 9]},
             "level=[a list of 9] must be text",
         ),
-        ({"size": "tiny"}, "recipe 'digits' has no such setting"),
+        ({"size": "tiny"}, "recipe 'digits' has no setting 'size' (given: 'tiny'); leave it out"),
         ({"recipe": "digit"}, "did you mean digits?"),
     ],
 )
@@ -153,7 +153,7 @@ def test_every_batch_of_an_epoch_is_new_and_any_can_be_asked_for() -> None:
     later = sampler.indices(7)
     assert torch.equal(BatchSampler(samples=10, batch=3, seed=5).indices(7), later)
     assert not torch.equal(BatchSampler(samples=10, batch=3, seed=6).indices(7), later)
-    with pytest.raises(ConfigError, match="batch=11"):
+    with pytest.raises(ConfigError, match=r"batch=11 is more than.*write batch=10 or less"):
         BatchSampler(samples=10, batch=11, seed=0)
 
 

@@ -401,5 +401,5 @@ def test_sgd_needs_a_rate_for_every_group_and_takes_it_from_there() -> None:
         weight.grad = torch.ones(2)
     optimizer.step()
     assert [weight[0].item() for weight in weights] == pytest.approx([0.9, 0.5])
-    with pytest.raises(ValueError, match="has no lr"):
+    with pytest.raises(ValueError, match=r"has no lr,.*pass lr= to the optimizer or in the group"):
         FusedSGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:]}], momentum=0.9)

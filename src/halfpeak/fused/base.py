@@ -202,7 +202,11 @@ class FusedOptimizer(Optimizer, ABC):
     @property
     def road(self) -> str:
         """The former name of :attr:`backend`."""
-        warnings.warn("optimizer.road is called optimizer.backend now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "optimizer.road is now called optimizer.backend; write optimizer.backend",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self.backend
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +232,7 @@ class FusedOptimizer(Optimizer, ABC):
             try:
                 check_group({**group, **saved})
             except ConfigError as error:
-                raise StateError(f"{error} in the state's parameter group") from None
+                raise StateError(f"in a parameter group of the state, {error}") from None
         rows = zip(params_of(self), self._rules_of_targets(), rows_of(state_dict), strict=False)
         for target, rule, (index, row) in rows:
             check_row(index, row, rule, target)

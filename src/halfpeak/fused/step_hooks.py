@@ -11,6 +11,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.short_repr import short_repr
+
 
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``step`` in its hooks, as :meth:`torch.optim.Optimizer.profile_hook_step` does.
@@ -32,8 +35,9 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
             changed: Any = pre_hook(optimizer, *given)
             if changed is not None:
                 if not isinstance(changed, tuple) or len(cast("tuple[Any, ...]", changed)) != 2:
-                    raise RuntimeError(
-                        f"a hook before {func} must return None or a tuple (args, kwargs), not {changed!r}"
+                    name = getattr(pre_hook, "__qualname__", type(pre_hook).__name__)
+                    raise ConfigTypeError(
+                        f"the optimizer step pre-hook {name} must return None or (args, kwargs), not {short_repr(changed)}"
                     )
                 given = changed
         result = func(*given[0], **given[1])

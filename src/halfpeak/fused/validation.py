@@ -42,7 +42,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name, value in group.items():
         if value is required:
             raise ConfigError(
-                f"a group has no {name}, and there is no default; write {name}=0.1 for all of them"
+                f"a parameter group has no {name}, and the optimizer has no default for it; pass {name}= to the optimizer "
+                "or in the group"
             )
     for name in AT_LEAST_ZERO:
         if name in group and not _number(name, group[name]) >= 0:
@@ -74,7 +75,7 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, Tensor)):
         raise ConfigTypeError(f"{name}={short_repr(value)} must be a number")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ConfigError(f"{name}={short_repr(value)} is beyond float64")
+        raise ConfigError(f"{name}={short_repr(value)} is too large for a float64; write a smaller number")
     return float(value)
 
 
@@ -82,10 +83,14 @@ def check_parameter(target: Tensor, rule: Rule) -> None:
     """Raise ParameterError for a parameter that no kernel can update by ``rule``."""
     sharded = is_shard(target)
     if sharded and (rule.layerwise or any(part.block_size > 1 for part in rule.storage)):
-        needs = "norms of whole parameters" if rule.layerwise else "one number for a block of elements"
+        needs = (
+            "needs the norm of each whole parameter"
+            if rule.layerwise
+            else "stores one number for each block of elements, as moments='int8' does"
+        )
         raise ParameterError(
-            f"this optimizer keeps {needs}, and a rank has a part of this parameter (a DTensor) only; use FusedAdamW, "
-            "FusedAdam, FusedSGD or FusedAdagrad, with moments in float32 or bfloat16"
+            f"this optimizer {needs}, but this parameter is sharded (a DTensor): each rank holds only a part of it; use "
+            "FusedSGD, FusedAdagrad, or FusedAdamW or FusedAdam with moments=torch.float32 or torch.bfloat16"
         )
     if (
         not target.is_floating_point()
@@ -98,7 +103,7 @@ def check_parameter(target: Tensor, rule: Rule) -> None:
             else f"{target.layout} {target.dtype}"
         )
         raise ParameterError(
-            f"a fused optimizer steps dense real tensors, and this parameter is a {kind}; use torch.optim for it"
+            f"a fused optimizer needs dense real floating-point parameters, and this one is a {kind}; use torch.optim for it"
         )
 
 
@@ -107,8 +112,8 @@ def check_gradients(grads: Sequence[Tensor | None]) -> None:
     for grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             raise ParameterError(
-                f"a fused optimizer steps dense gradients, and this one is {grad.layout}; build the layer with sparse=False, "
-                "or step it by torch.optim.SparseAdam or SGD"
+                f"a fused optimizer needs dense gradients, and this one is {grad.layout}; build the layer with sparse=False, "
+                "or give its parameters to torch.optim.SparseAdam or torch.optim.SGD"
             )
 
 

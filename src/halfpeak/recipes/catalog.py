@@ -50,7 +50,7 @@ def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
     for setting in ("size", "context"):
         if given.get(setting) is not None and setting not in info.own:
             raise ConfigError(
-                f"{setting}={short_repr(given[setting])}: recipe {name!r} has no such setting; leave it out"
+                f"recipe {name!r} has no setting {setting!r} (given: {short_repr(given[setting])}); leave it out"
             )
     # The recipe's warm-up may be too long for the run. Only complete() knows the run's length.
     config = TrainConfig.from_values(merge_layers(info.defaults, {"warmup": None}, given))
@@ -75,7 +75,7 @@ def complete(config: TrainConfig, recipe: Recipe) -> tuple[TrainConfig, BatchSam
     sampler = BatchSampler(samples=recipe.samples, batch=config.batch, seed=config.seed)
     if config.steps is None:
         if config.epochs is None:
-            raise ConfigError("neither steps nor epochs is given; write one of them")
+            raise ConfigError("neither steps nor epochs is given; write one of them, such as steps=100")
         steps = math.ceil(config.epochs * sampler.batches / config.accumulate)
         config = replace(config, steps=steps, epochs=None)
     if config.schedule_steps is None:

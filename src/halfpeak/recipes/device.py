@@ -26,7 +26,8 @@ def find_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if ":" in name and ranks.count > 1:
         raise ConfigError(
-            f"device={name!r} is one device for {ranks.count} processes; write {name.partition(':')[0]!r}"
+            f"device={name!r} names one device, and {ranks.count} processes need one each; write "
+            f"{name.partition(':')[0]!r}"
         )
     if accelerator is not None and name in ("auto", accelerator.type) and ranks.count > 1:
         name = f"{accelerator.type}:{ranks.local}"

@@ -45,7 +45,7 @@ class PySource:
         self._held_out_samples = min(VALIDATION_SAMPLES, (len(held_out) - 1) // context)
         if self.samples < 1 or self._held_out_samples < 1:
             raise ConfigError(
-                f"context={context} is longer than the text; write context={DEFAULTS['context']}"
+                f"context={context} is longer than the text of recipe 'pysource'; write context={DEFAULTS['context']}"
             )
 
     def model(self) -> nn.Module:
@@ -80,7 +80,7 @@ def _read(root: Path) -> tuple[bytes, bytes]:
         parts[held_out].append(path.read_bytes() + b"\0")
     if not all(parts):
         raise ConfigError(
-            f"there is too little Python source text under {root} for recipe 'pysource'; write 'digits'"
+            f"recipe 'pysource' finds too little Python source text under {root}; use recipe 'digits'"
         )
     return b"".join(parts[0]), b"".join(parts[1])
 

@@ -26,7 +26,9 @@ class BatchSampler:
 
     def __init__(self, *, samples: int, batch: int, seed: int) -> None:
         if batch > samples:
-            raise ConfigError(f"batch={batch} is more than the {samples} training samples there are")
+            raise ConfigError(
+                f"batch={batch} is more than the {samples} training samples; write batch={samples} or less"
+            )
         self.batches = samples // batch
         self._samples, self._batch, self._seed = samples, batch, seed
         self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)

@@ -131,10 +131,11 @@ class TrainConfig:
         for one, other in EXCLUSIVE:
             if getattr(self, one) and getattr(self, other):
                 given = f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r}"
-                raise ConfigError(f"{given} exclude each other; give one")
+                raise ConfigError(f"{given} exclude each other; leave one of them out")
         if self.min_loss_scale > self.max_loss_scale:
             raise ConfigError(
-                f"min_loss_scale={self.min_loss_scale!r} is above max_loss_scale={self.max_loss_scale!r}"
+                f"min_loss_scale={self.min_loss_scale!r} is above max_loss_scale={self.max_loss_scale!r}; write a "
+                "minimum that is not above the maximum"
             )
 
     def values(self) -> dict[str, Any]:

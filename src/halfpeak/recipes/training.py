@@ -238,21 +238,21 @@ def _check_parts(state: Mapping[str, Any]) -> None:
     for name in ("step", "taken"):
         require_count(state.get(name), f"{name!r} of the saved run")
     if require_number(state.get("seconds"), "'seconds' of the saved run", least=0.0) == math.inf:
-        raise StateError("'seconds' of the saved run must be finite")
+        raise StateError("'seconds' of the saved run must be finite, not inf")
     for name in ("driver", "random", "environment"):
         require_mapping(state.get(name), f"{name!r} of the saved run")
     texts = (*state["environment"], *state["environment"].values())
     if not all(isinstance(text, str) for text in texts):
-        raise StateError(f"'environment' of the saved run must be of text, not {short_repr(texts)}")
+        raise StateError(f"'environment' of the saved run must hold text only, not {short_repr(texts)}")
 
 
 def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
     if config.batch % ranks.count:
         raise ConfigError(
-            f"batch={config.batch} cannot be divided among {ranks.count} processes; write a multiple of that, or start a "
-            "number of processes that divides it"
+            f"batch={config.batch} cannot be divided among {ranks.count} processes; write a multiple of {ranks.count}, or "
+            f"start a number of processes that divides {config.batch}"
         )
     if config.shard and not ranks.has_group:
         raise ConfigError(
-            "shard=True divides the model among processes; start them with torchrun -m halfpeak train, or write --shard false"
+            "shard=True needs a process group; start the run with torchrun -m halfpeak train, or write --shard false"
         )

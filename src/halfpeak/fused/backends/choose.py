@@ -41,7 +41,7 @@ def check_backend(backend: BackendName, road: BackendName | None = None) -> Back
         while frame is not None and frame.f_code.co_name in ("check_backend", "__init__"):
             level, frame = level + 1, frame.f_back
         warnings.warn(
-            f"road= is called backend= now; write backend={road!r}", DeprecationWarning, stacklevel=level
+            f"road= is now called backend=; write backend={road!r}", DeprecationWarning, stacklevel=level
         )
         backend = road
     if backend not in get_args(BackendName):
@@ -66,7 +66,10 @@ def choose(requested: BackendName, slices: Sequence[BufferSlice]) -> Backend:
         return TritonBackend(next(iter(devices)))
     if requested == "compiled":
         if not on_host:
-            raise ConfigError("backend='compiled' is for parameters on the CPU; write backend='auto'")
+            where = ", ".join(sorted(map(str, devices)))
+            raise ConfigError(
+                f"backend='compiled' updates parameters on the CPU, and these are on {where}; write backend='auto'"
+            )
         return InductorBackend()
     if not on_host:
         reaches = requested == "auto" and _why_not_triton(slices, devices) is None

@@ -167,7 +167,7 @@ class FusedLAMB(FusedOptimizer):
             raise ConfigError(
                 f"max_grad_norm={short_repr(group['max_grad_norm'])} in a parameter group differs from the optimizer's "
                 f"{short_repr(own)}, and the gradients of all groups are clipped together; leave it out of the groups and "
-                f"pass it to {type(self).__name__}(...)"
+                f"pass max_grad_norm= to {type(self).__name__}"
             )
         return LAMBRule(
             decoupled=self.adam_w_mode,

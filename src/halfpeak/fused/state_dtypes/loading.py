@@ -48,15 +48,15 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
         is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
         if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
             raise StateError(
-                f"the state {name!r} of parameter {index} is of moments in 8 bits; make the optimizer with moments='int8', "
-                "or load the state of one that stores them whole"
+                f"the state {name!r} of parameter {index} was saved with 8-bit moments; construct the optimizer with "
+                "moments='int8', or load a state with float32 or bfloat16 moments"
             )
         block_size = 1 if part is None else part.block_size
         shape = target.shape if block_size == 1 else torch.Size([-(-target.numel() // block_size)])
         if value.shape != shape:
             raise StateError(
-                f"the state {name!r} of parameter {index} has shape {tuple(value.shape)}, and the parameter "
-                f"{tuple(target.shape)}; load the state of this model's optimizer"
+                f"the state {name!r} of parameter {index} has shape {tuple(value.shape)} and should have {tuple(shape)}; load "
+                "the state of this model's optimizer"
             )
 
 

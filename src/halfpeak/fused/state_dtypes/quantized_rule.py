@@ -47,9 +47,10 @@ class QuantizedRule(Rule):
         if dtype is torch.float64:
             return self.rule
         if dtype is torch.float16 and self.master is not None:
+            master = "remainder" if self.master.bits == 16 else "remainder8"
             raise ParameterError(
-                "a float16 weight has a smaller range than float32, so no 16-bit remainder makes it exact; store weights in "
-                "bfloat16 (level 'O5'), or leave out master="
+                f"master={master!r} needs bfloat16 weights, and this parameter is float16; use level 'O5', or "
+                "model.bfloat16(), or leave out master="
             )
         own = self if dtype is torch.bfloat16 else replace(self, master=None)
         return self.rule if own.master is None and all(codec == Identity() for codec in self.codecs) else own

@@ -68,7 +68,8 @@ class Remainders:
         """
         if value.shape != parameter.shape:
             raise ParameterError(
-                f"a weight of shape {tuple(parameter.shape)} cannot take a value of shape {tuple(value.shape)}"
+                f"the value has shape {tuple(value.shape)}, and the weight {tuple(parameter.shape)}; pass a value of the "
+                "weight's shape"
             )
         wide = value.detach().to(parameter.device, torch.float32)
         low, remainder = self._codec.encode(wide, torch.zeros((), dtype=torch.float32, device=wide.device))
