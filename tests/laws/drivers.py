@@ -1,8 +1,8 @@
-"""Every way to train with halfpeak behind one small interface, for the laws in ``test_drivers.py`` that hold for all of them.
+"""Every way to train with halfpeak behind one small interface, for the laws in ``test_drivers.py``.
 
-A driver says how a run is built, how it takes one pass (forward, backward, and the step where a window ends), how it is saved
-and loaded, how a closure is stepped and how a caller drops what an exception has left. To add a driver, write a :class:`Run`
-and a row of :data:`DRIVERS`.
+A driver defines how a run is built, how it trains one pass (forward, backward, the step at the end of a window), how it
+is saved and loaded, how it steps with a closure, and how a caller drops a window after an exception. To add a driver,
+write a :class:`Run` and a row of :data:`DRIVERS`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TOTAL = 9
 SCALE = 1024.0
 """The first loss scale: a power of two at which nothing overflows by itself."""
 AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
-"""In which operations run, by level."""
+"""The dtype in which operations run, by level."""
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
-"""In which models are, by level."""
+"""The dtype of models, by level."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run of a driver; ``make_net`` takes the place of the nets of the laws."""
+    """The settings of a driver's run; ``make_net`` replaces the default nets."""
 
     driver: str
     level: str
@@ -80,12 +80,12 @@ FACTORIES: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Run:
-    """A model in training, with one optimizer and a loss scale that moves."""
+    """A model in training, with one optimizer and a dynamic loss scale."""
 
     restores_statistics: ClassVar[bool] = True
-    """Whether batch-norm statistics are put back where a step is skipped."""
+    """Whether a skipped step restores batch-norm statistics."""
     result: halfpeak.StepResult | None = None
-    """Of the last pass; None inside a window of the caller's own. Nobody has waited for it."""
+    """Of the last pass, not yet read from the device; None inside a window that the caller counts."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.every, self.clip = case, case.every, case.clip
@@ -100,24 +100,24 @@ class Run:
         raise NotImplementedError
 
     def convert(self) -> None:
-        """Make the model what the level asks for, where the first pass would do that."""
+        """Convert the model to the level, if otherwise the first pass converts it."""
 
     def train(self, number: int, *, batch: Callable[[int], tuple[Tensor, Tensor]] = make_batch) -> None:
-        """One pass over a batch, and the step where its window ends."""
+        """Train one pass over a batch, with the step at the end of a window."""
         self.take(lambda: self.loss(batch(number)))
         self.done += 1
 
     def take(self, loss_of: Callable[[], Tensor]) -> None:
-        """One pass; ``loss_of`` computes the loss."""
+        """Train one pass; ``loss_of`` computes the loss."""
         self.backward(loss_of)
         self.step()
 
     def backward(self, loss_of: Callable[[], Tensor]) -> None:
-        """The part of a pass that ends with its gradients, where that is the caller's to call."""
+        """Run forward and backward, if the caller calls them apart from the step."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """The rest."""
+        """End the pass, with the step at the end of a window."""
         raise NotImplementedError
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -136,33 +136,33 @@ class Run:
         raise NotImplementedError
 
     def save(self) -> Any:
-        """Plain data."""
+        """The state of the run, as plain data."""
         return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), **self.save_rest()}
 
     def load(self, state: Any) -> None:
         self.net.load_state_dict(state["model"])
-        # torch's keeps the tensors that it is given.
+        # torch's load_state_dict keeps the tensors that it is given.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.load_rest(state)
 
     def save_rest(self) -> dict[str, Any]:
-        """What belongs to the run beside model and optimizer."""
+        """The state of the run beside model and optimizer."""
         raise NotImplementedError
 
     def load_rest(self, state: Any) -> None:
         raise NotImplementedError
 
     def drop(self) -> None:
-        """What a caller does after an exception; the window begins again."""
+        """Drop the window, as a caller does after an exception."""
         self.optimizer.zero_grad()
         self.done -= self.done % self.every
 
     def copy(self) -> Self:
-        """Another run that stands where this one does."""
+        """A copy of the run in its present state."""
         raise NotImplementedError
 
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
-        """A step with a closure around a forward and a backward pass."""
+        """Step with a closure that runs forward and backward."""
         raise NotImplementedError
 
     def values(self) -> list[Any]:
@@ -174,7 +174,7 @@ class Run:
         return self.scale()
 
     def end(self) -> None:
-        """A run that lives is another engine, which the next one looks at."""
+        """Remove the engine, because later backward passes look through the optimizers of all engines alive."""
 
 
 class NativeRun(Run):
@@ -241,7 +241,7 @@ class NativeRun(Run):
 
 
 class RoundedRun(NativeRun):
-    """The engine over a model that was made half before: its masters begin rounded, and no norm is kept."""
+    """The engine over a model that was low-precision before: masters begin rounded, and no norm stays in float32."""
 
     restores_statistics = False
     options: ClassVar[Mapping[str, Any]] = {"keep_batchnorm_fp32": False}
@@ -254,7 +254,7 @@ class RoundedRun(NativeRun):
 
 
 class AutocastRun(NativeRun):
-    """The engine that casts by torch's lists: what drivers over ``torch.autocast`` are compared with."""
+    """The engine with torch's op lists, the reference for drivers over ``torch.autocast``."""
 
     options: ClassVar[Mapping[str, Any]] = {"op_lists": "torch"}
 
@@ -328,7 +328,7 @@ class AmpRun(Run):
 
 
 class Fp16OptimizerRun(Run):
-    """``FP16_Optimizer`` over a model that the caller has made half."""
+    """``FP16_Optimizer`` over a model that the caller has converted to low precision."""
 
     restores_statistics = False
 
@@ -389,7 +389,7 @@ class WrapperRun(Run):
 
     def build(self) -> None:
         clip = None if self.clip is None else {"max_norm": self.clip}
-        # A message hub of mmengine's, where an earlier test has made one, waits for the norm it is given.
+        # mmengine's message hub, if an earlier test has made one, waits for the norm that it is given.
         self.wrapper = self.wrap(accumulative_counts=self.every, clip_grad=clip, sink=ScalarHistory())
 
     def wrap(self, **options: Any) -> OptimWrapper:
@@ -529,7 +529,7 @@ class AutocastHookRun(Fp16HookRun):
 
 
 class GradScalerRun(Run):
-    """``halfpeak.GradScaler`` under ``torch.autocast``: the caller does what is left."""
+    """``halfpeak.GradScaler`` under ``torch.autocast``; the caller counts windows, clips and zeroes gradients."""
 
     restores_statistics = False
 
@@ -579,7 +579,7 @@ class GradScalerRun(Run):
 
 
 class TimmRun(NativeRun):
-    """timm's call over an engine; timm divides, counts and clips."""
+    """timm's call over an engine. It clips; the caller divides the loss and counts windows, as in timm's script."""
 
     def build(self) -> None:
         options = {
@@ -613,7 +613,7 @@ class TimmRun(NativeRun):
 
     def load(self, state: Any) -> None:
         self.net.load_state_dict(state["state_dict"])
-        # torch's keeps the tensors that it is given.
+        # torch's load_state_dict keeps the tensors that it is given.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.loss_scaler.load_state_dict(state["scaler"])
 
@@ -672,9 +672,9 @@ class Driver:
     """A row of the table.
 
     Attributes:
-        make: the run.
-        reference: the engine's run that it must equal bit for bit.
-        levels: those it has.
+        make: makes its run.
+        reference: makes the engine's run that it must equal bit for bit.
+        levels: the levels it has.
         saves_windows: whether a state that is saved inside a window holds its gradients.
         closures: whether it steps with a closure.
         copies: whether a run of it can be copied.
@@ -722,12 +722,12 @@ def cases(
     has_norm: bool = True,
     where: Callable[[Driver], bool] = lambda driver: True,
 ) -> list[Case]:
-    """The rows of the table for which a law holds, at each of their levels.
+    """Cases of the drivers for which a law holds, at each of their levels.
 
-    The engine itself meets each optimizer in each window at each level. With a front end over it they take turns.
+    ``native`` runs with every optimizer in every window. With the other drivers, optimizers and windows take turns.
 
     Args:
-        windows: passes per step, and what they are clipped by.
+        windows: passes per step, and the max norm or None.
         optimizers: by name.
         has_norm: whether the net has a batch norm.
         where: which drivers.
@@ -741,13 +741,13 @@ def cases(
         for number, (every, clip) in enumerate(windows)
         if name == "native"
         or (number == (row + column) % len(windows) and (len(windows) > 1 or column == row % len(optimizers)))
-        # A fused optimizer clips inside its step and rounds once less; accelerate takes norms of half gradients in half.
+        # A fused optimizer clips in its step, with one rounding less; accelerate computes norms in the gradients' dtype.
         if clip is None or (optimizer != "FusedAdamW" and not (name == "accelerate" and level in PURE))
     ]
 
 
 def make_normless(seed: int) -> nn.Sequential:
-    """Nothing here has running statistics, which a caller of ``GradScaler`` must look after."""
+    """A net without running statistics, which ``GradScaler`` leaves to its caller."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -755,5 +755,5 @@ def make_normless(seed: int) -> nn.Sequential:
 def overflowing(
     run: Run, *, really: bool = True, value: float = float("inf"), place: int = 0
 ) -> AbstractContextManager[None]:
-    """One element of the gradient of one parameter is not finite in the body."""
+    """In the body, one element of one parameter's gradient is not finite."""
     return nets.overflowing(list(run.net.parameters())[place], value) if really else nullcontext()

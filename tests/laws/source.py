@@ -33,7 +33,7 @@ class Module:
         return self.path.relative_to(PACKAGE).as_posix()
 
     def at(self, node: ast.AST) -> str:
-        """Where a node stands, clickable."""
+        """Path and line of a node, as editors link them."""
         return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
@@ -85,7 +85,7 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
 
 
 def require_none(found: Iterable[str], remedy: str) -> None:
-    """A law holds: fail with every place where it does not, and with what to do there."""
+    """Fail with every place that breaks a law, and with the remedy."""
     places = list(found)
     assert not places, "\n".join([*places, "", f"What to do: {remedy}"])
 

@@ -1,4 +1,4 @@
-"""The page of the benchmarks says what the files of their results say."""
+"""``docs/benchmarks.md`` shows the results that the benchmarks' files hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every context manager puts back what it changed when its body raises, and when it is entered twice."""
+"""Every context manager restores what it changed when its body raises, also when it is entered twice."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Run:
 
 
 class AmpRun(Run):
-    """The same through apex.amp."""
+    """The same through ``halfpeak.amp``."""
 
     def prepare(self, level: str) -> halfpeak.Engine:
         amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)

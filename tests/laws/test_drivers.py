@@ -1,9 +1,9 @@
-"""Laws that hold for every way to train: the table of drivers is in ``drivers.py``.
+"""Laws that every way to train obeys. The table of drivers is in ``drivers.py``.
 
-A skip moves nothing, and a run of nothing but skips is ended; a front end takes the engine's steps bit for bit; a resume at
-any pass is bitwise, and so is going back; a copy goes on by itself; a dropped window leaves nothing behind; passes of a window
-add up to the whole batch; a closure is an ordinary step; after an exception the run goes on as if the iteration had been taken
-or had never begun.
+A skip moves nothing, and a run that only skips raises. A front end takes the engine's steps bit for bit. A resume at any
+pass is bitwise, and so is a load of an earlier state. A copy is independent. A dropped window leaves no trace. The passes
+of a window add up to the whole batch. A closure equals an ordinary step. After an exception the run continues as if the
+iteration had ended or had never begun.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ VALUES = (float("inf"), float("nan"), -float("inf"))
 
 @pytest.mark.parametrize("case", cases() + EVERY_KIND, ids=ids)
 def test_a_skip_moves_nothing(case: Case) -> None:
-    """Whichever parameter and pass of a window overflows, in the first window too: the scale halves and training goes on.
+    """Whichever parameter and pass of a window overflows, also in the first window: the scale halves, training goes on.
 
-    Where no gradient is a float16 one, which a lower scale rounds otherwise, it goes on as if nothing had been.
+    The run then equals one without the skip, except with float16 gradients, which a lower scale rounds differently.
     """
     run, calm = case.run(), None if LOW.get(case.level) is torch.float16 else case.run()
     run.convert()
     parameters = len(list(run.net.parameters()))
     for place in range(parameters):
-        # A first step that is skipped may have made an optimizer's empty state, and some have no scale before it.
+        # A skipped first step may create an optimizer's empty state, and some drivers have no scale before it.
         before = (weights(run), run.values(), run.scale()) if place else (weights(run),)
         for number in range(case.every):
             bad = number == place % case.every
@@ -89,7 +89,7 @@ def test_a_run_that_never_steps_is_ended_and_names_the_parameter(case: Case) -> 
 
 
 def weights(run: Run) -> list[Any]:
-    """The model in the form that is saved, in which masters stand for the weights that were made from them."""
+    """The model's ``state_dict``, which has the masters' values for low-precision weights."""
     return [(name, str(value.dtype), value.tolist()) for name, value in run.net.state_dict().items()]
 
 
@@ -109,7 +109,7 @@ OVERFLOW = 4
     ids=ids,
 )
 def test_it_takes_the_steps_of_the_engine(case: Case) -> None:
-    """Bit for bit, through overflows; clipped, and in windows; although it is saved at every pass."""
+    """Bit for bit, with overflows, clipping and windows, although the run is saved before every pass."""
     run, engine = case.run(), DRIVERS[case.driver].reference(case, 0)
     for number in range(TOTAL):
         run.save()
@@ -117,14 +117,14 @@ def test_it_takes_the_steps_of_the_engine(case: Case) -> None:
             with overflowing(one, really=number == OVERFLOW):
                 one.train(number)
         assert run.moved() == engine.moved()
-        # amp moves its scale when a block ends, not when a step does.
+        # amp updates its scale at the end of a scale_loss block, not of a step.
         assert run.scale() == engine.scale() or (number + 1) % case.every
     assert run.values() == engine.values()
 
 
 @pytest.mark.parametrize("case", cases() + EVERY_KIND, ids=ids)
 def test_a_resume_is_bitwise_at_every_pass(case: Case) -> None:
-    """Each pass is taken by a run that has just been built and loaded, from other first weights."""
+    """Each pass is trained by a run that was just built, with other weights, and loaded."""
     straight, resumed = case.run(), case.run()
     for number in range(TOTAL if case.every > 1 else 6):
         if number % case.every == 0 or DRIVERS[case.driver].saves_windows:
@@ -143,7 +143,7 @@ def test_a_resume_is_bitwise_at_every_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases(windows=((3, None),)) + EVERY_KIND, ids=ids)
 def test_going_back_in_the_same_objects_is_bitwise(case: Case) -> None:
-    """Twice, to inside a window, and to between two of which another is open by then."""
+    """Twice each, to a state between two windows and to one inside a window, while another window is open."""
     run = case.run()
     for at in (3, 4) if DRIVERS[case.driver].saves_windows else (3,):
         for number in range(run.done, at):
@@ -172,13 +172,13 @@ def test_going_back_in_the_same_objects_is_bitwise(case: Case) -> None:
             for case in cases(windows=((3, None),), where=lambda driver: driver.copies)
             for at in (0, 4, 6)
             if at % 3 == 0 or DRIVERS[case.driver].saves_windows
-        ),  # torch copies no gradients
+        ),  # torch's deepcopy of a parameter leaves out its gradient
         *((case, 4) for case in EVERY_KIND),
     ],
     ids=str,
 )
 def test_a_copy_goes_on_like_the_original_and_apart_from_it(case: Case, at: int) -> None:
-    """As does a copy of a copy that is gone."""
+    """The copy is a copy of a copy that no longer exists."""
     run = case.run()
     run.convert()
     for number in range(at):
@@ -210,7 +210,7 @@ def test_a_window_that_is_dropped_leaves_nothing_behind(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases(windows=((4, None),), optimizers=("sgd",), has_norm=False), ids=ids)
 def test_the_passes_of_a_window_add_up_to_the_whole_batch(case: Case) -> None:
-    """But for rounding, in a net without statistics of single batches."""
+    """Up to rounding, in a net without batch statistics."""
 
     def quarter(number: int) -> tuple[Tensor, Tensor]:
         x, y = make_batch(number // 4)
@@ -234,13 +234,13 @@ def test_the_passes_of_a_window_add_up_to_the_whole_batch(case: Case) -> None:
     [
         case
         for case in cases(windows=((1, None),), where=lambda driver: driver.closures)
-        # A fused step divides float16 gradients and rounds only the weights; a closure must see them divided.
+        # A fused step unscales float16 gradients without rounding them; a closure must see them unscaled, so rounded.
         if (case.level, case.optimizer) != ("O3", "FusedAdamW")
     ],
     ids=ids,
 )
 def test_a_closure_is_an_ordinary_step(case: Case) -> None:
-    """One whose gradients overflow is called again, at half the scale, and leaves nothing behind."""
+    """A closure whose gradients overflow is called again, at half the scale, and its first call leaves no trace."""
     plain, closed, again = case.run(), case.run(), case.run()
     for run in (plain, closed, again):
         run.convert()
@@ -261,7 +261,7 @@ def test_a_closure_is_an_ordinary_step(case: Case) -> None:
             assert len(calls) == (2 if number == 1 else 1)
     assert closed.values() == plain.values()
     if case.driver == "amp":
-        # The statistics of the forward pass that succeeded are put back with those of the one that did not.
+        # amp restores the batch-norm statistics from before both forward passes, also of the one that succeeded.
         assert again.values() != plain.values()
         assert stepped(again) == stepped(plain)
     else:
@@ -270,13 +270,13 @@ def test_a_closure_is_an_ordinary_step(case: Case) -> None:
 
 
 def stepped(run: Run) -> list[Any]:
-    """What the optimizer steps and its state."""
+    """The stepped parameters and the optimizer's state."""
     return values(run.optimizer)
 
 
 @pytest.mark.parametrize("case", cases(windows=((1, None),)) + EVERY_KIND, ids=ids)
 def test_the_default_dtype_of_torch_is_that_of_no_scalar_of_a_step(case: Case) -> None:
-    """Scripts set it to build a model. A step count in bfloat16 would stay at 256, and torch's kernels refuse such a flag."""
+    """Scripts set it to build models. A bfloat16 step count would stay 256, and torch's kernels refuse bfloat16 flags."""
 
     def under(dtype: torch.dtype, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any) -> Any:
@@ -302,7 +302,7 @@ def test_the_default_dtype_of_torch_is_that_of_no_scalar_of_a_step(case: Case) -
 
 
 class Stop(Exception):
-    """Raised by what a user has hooked in."""
+    """Raised by a hook of the user."""
 
 
 def stop(*_: Any) -> None:
@@ -316,13 +316,13 @@ POINTS: dict[str, tuple[Callable[[Run], Any], bool]] = {
     "before the step": (lambda run: run.optimizer.register_step_pre_hook(stop), False),
     "after the step": (lambda run: run.optimizer.register_step_post_hook(stop), True),
 }
-"""Where a user's code may raise, and whether the iteration has been taken by then."""
+"""Where user code may raise, and whether the step has happened by then."""
 
 
 @pytest.mark.parametrize("case", cases(windows=((1, None),), optimizers=("adamw",), has_norm=False), ids=ids)
 @pytest.mark.parametrize("point", POINTS)
 def test_after_an_exception_the_run_goes_on(case: Case, point: str) -> None:
-    """As the run that took the iteration, or as the one that never had it."""
+    """Like a run that took the iteration, or like one that never began it."""
     register, is_taken = POINTS[point]
     run, other = case.run(), case.run()
     for one in (run, other):

@@ -1,4 +1,4 @@
-"""One tree of exceptions, drawn in its docstring, each also a builtin that old ``except`` clauses catch."""
+"""One tree of exceptions, drawn in its docstring. Each is also a builtin error, which old ``except`` clauses catch."""
 
 from __future__ import annotations
 

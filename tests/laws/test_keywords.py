@@ -35,7 +35,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "check_ranks": {"check_ranks": 3},
     "on_skip": {"on_skip": None},
 }
-"""One deviation per keyword; what else the row sets, the run that it is compared with sets too."""
+"""One change per keyword. Whatever else a row sets, the run that it is compared with sets, too."""
 
 DEPRECATED = {"shadow_weights", "release_gradients"}
 """Keywords that are still accepted and have no effect any more."""
@@ -117,7 +117,7 @@ IGNORED = {"model": "apex documents it as ignored, and scripts pass it"}
 
 
 def seen_by_amp(capsys: pytest.CaptureFixture[str], block: dict[str, Any], **options: Any) -> list[Any]:
-    """The same run through apex.amp, with what it printed."""
+    """The same run through ``halfpeak.amp``, with its printed output."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

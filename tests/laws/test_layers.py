@@ -28,7 +28,7 @@ LAYER = {
 }
 
 TOP = LAYER["engine"]
-"""``import halfpeak`` itself reaches up to the engine."""
+"""The layer of ``import halfpeak`` itself, which re-exports names of all layers up to the engine."""
 
 SIDEWAYS = {
     ("engine", "distributed"): "an engine steps what fully_shard has sharded",
@@ -36,7 +36,7 @@ SIDEWAYS = {
     ("recipes", "insight"): "a ready job shows its own history",
     ("cli", "shim"): "halfpeak run installs a shim around a script",
 }
-"""Packages of one layer that may see each other."""
+"""Pairs of packages of one layer in which the first may import the second."""
 
 
 def package_of(name: str) -> str:
@@ -111,7 +111,7 @@ def test_no_own_imports_inside_functions() -> None:
 
 
 def targets(module: Module) -> set[str]:
-    """What a module imports, for types only too: two files that need each other to be read are one."""
+    """What a module imports, also for types only: two files that must be read together should be one."""
     return {name for _, name in imports(module)}
 
 

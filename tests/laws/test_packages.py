@@ -1,4 +1,4 @@
-"""What a package may do: hold state, print, reach for other libraries, write to objects that are not its own."""
+"""Which packages may hold process state, print, log, use torch.distributed or triton, and write to foreign objects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from laws.source import Module, for_types_only, imports, modules, require_none
 
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
-"""Packages that return results and never report them."""
+"""Packages that neither print nor log."""
 
 TELLING = ("core/suitable.py", "engine/diagnosis/skips.py")
-"""Files of theirs that log: which level ``"auto"`` has come to, and what ``on_skip`` says."""
+"""Files of these packages that log: the level chosen by ``"auto"``, and the messages of ``on_skip``."""
 
 SPEAKING = ("amp", "cli", "insight")
-"""Packages that may print; and optim/apex_wrapper.py, whose original prints what apex prints."""
+"""Packages that may print. So may optim/apex_wrapper.py, because the original prints what apex prints."""
 
 STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
@@ -32,7 +32,7 @@ STATEFUL = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter
 """Calls that make an empty container to be filled later."""
 
 HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local"}
-"""Calls that make state, whatever the name says."""
+"""Calls that make state, also under the name of a constant."""
 
 DISTRIBUTED = {
     "checkpoint/dcp.py": "convert writes folders with torch's own dcp.save, in one process",
@@ -70,7 +70,7 @@ def test_state_of_the_process_lives_where_it_must() -> None:
 
 
 def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Names of a module or class body that hold something to fill later, and functions that rebind them."""
+    """Assignments of mutable containers in module and class bodies, and ``global`` statements."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield node
@@ -164,12 +164,12 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
         "__dict__",
     ): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }
-"""File and attribute, with the reason why this package must write it on an object that it does not own."""
+"""File and attribute, with the reason why the file must write it on an object that is not its own."""
 
 WRITERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 
 NEVER_OWN = {"forward", "step", "zero_grad", "state_dict", "load_state_dict", "grad", "data", "__class__"}
-"""Names that user models, optimizers and tensors have, whatever classes of ours have them too."""
+"""Attributes of user models, optimizers and tensors, although classes of halfpeak have them, too."""
 
 
 def own_attributes(trees: Iterable[ast.Module]) -> set[str]:
@@ -212,7 +212,7 @@ def test_only_listed_files_talk_to_other_ranks() -> None:
 
 
 def talks(module: Module) -> Iterator[ast.AST]:
-    """Where a module reaches torch.distributed, but for naming its types."""
+    """The places where a module uses torch.distributed, except for types only."""
     idle = for_types_only(module)
     for node, name in imports(module):
         if name.startswith("torch.distributed") and node not in idle:

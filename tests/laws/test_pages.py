@@ -53,7 +53,7 @@ RUNNABLE = [page for page in PAGES if python_of(page.read_text(), run=True).stri
 
 
 CHUNKS = 3
-"""Of which each can be run by another process of the suite."""
+"""Parts of the pages, each of which another process of the suite can run."""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

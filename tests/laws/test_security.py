@@ -22,10 +22,10 @@ MODULES = {
     "pty",
     "joblib",
 }
-"""Modules that run, or make it easy to run, what a file says."""
+"""Modules that run code from a file, or make that easy."""
 
 CALLS = {"eval", "exec", "compile", "__import__"}
-"""Builtins that do."""
+"""Builtins that run code."""
 
 METHODS = {
     "os.system",
@@ -42,7 +42,7 @@ METHODS = {
     "torch.serialization.safe_globals",
     "torch.ops.load_library",
 }
-"""Functions of other packages that do."""
+"""Functions of other packages that run code from a file, or make that easy."""
 
 READS_PICKLES = {
     "checkpoint/safe_unpickle.py": (
@@ -51,7 +51,7 @@ READS_PICKLES = {
         "files in tests/checkpoint is the judge",
     ),
 }
-"""Files that take the pickle module: the one breach that each may hold, and its reason."""
+"""Files that use the pickle module: the one breach allowed in each, and its reason."""
 
 RUNS_PROGRAMS = {
     "cli/doctor.py": (
@@ -63,7 +63,7 @@ RUNS_PROGRAMS = {
         "halfpeak run does what python does: it runs the program that its user names on the command line",
     ),
 }
-"""Files whose purpose is to run a program of the user's: the one breach that each may hold, and its reason."""
+"""Files whose purpose is to run a program of the user: the one breach allowed in each, and its reason."""
 
 
 def breaches(tree: ast.Module) -> Iterator[ast.AST]:

@@ -14,7 +14,7 @@ from laws.source import PACKAGE
 
 
 class Waits(TorchDispatchMode):
-    """Notes the lines of halfpeak, or of this file, from which a value of a tensor reaches Python."""
+    """Records the lines of halfpeak, or of this file, that read a value of a tensor into Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
             stack = traceback.extract_stack()[:-1]
-            # A test that reads a value itself is named by its own line.
+            # If a test itself reads the value, its own line is recorded.
             frames = [
                 frame for frame in stack if frame.filename.startswith((str(PACKAGE), __file__))
             ] or stack
@@ -32,7 +32,7 @@ class Waits(TorchDispatchMode):
 
 
 DRIVERS = [name for name in laws.drivers.DRIVERS if name not in ("FP16_Optimizer", "accelerate")]
-"""All but those whose interface says at once whether a step was skipped."""
+"""All drivers except those whose interface tells at once whether a step was skipped."""
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
@@ -40,7 +40,7 @@ DRIVERS = [name for name in laws.drivers.DRIVERS if name not in ("FP16_Optimizer
     ("driver", "level"), [(name, one) for name in DRIVERS for one in laws.drivers.DRIVERS[name].levels]
 )
 def test_how_often_a_step_waits(driver: str, level: str, optimizer: str) -> None:
-    """Inside a window nothing waits. ``amp`` asks before the optimizer's own ``step()``, whatever that takes."""
+    """Inside a window nothing waits. ``amp`` reads ``found_inf`` before ``optimizer.step()``, even if that takes it."""
     run = laws.drivers.Case(driver=driver, level=level, optimizer=optimizer, every=3, clip=0.05).run()
     at_the_end = int(optimizer == "sgd" or driver == "amp")
     for number in range(9):

@@ -1,8 +1,8 @@
-"""A CUDA device of which only the bookkeeping exists: host memory is real, device memory is torch's fake tensors.
+"""A simulated CUDA device, which computes no values: host memory is real, device memory is torch's fake tensors.
 
-Whatever would make the host wait for a real one is noted, or an error where its result has a shape that only the device
-knows; operands on two devices are an error, as there. Autograd would ask the device for its streams, so a backward pass only
-puts gradients in place.
+Whatever would make the host wait for a real device is recorded, or raises if only the device knows the result's shape.
+Operands on two devices raise, as on a real one. Autograd would ask the device for its streams, so a backward pass only
+assigns gradients.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ aten = torch.ops.aten
 
 
 class Device(TorchDispatchMode):
-    """Runs what is on the host, and only tells shapes of what is on the device.
+    """Runs operations on the host, and computes only the shapes of those on the device.
 
     Attributes:
         waits: what made the host wait, each with the lines of halfpeak that led there.
-        transfers: copies between host and device that did not.
-        launches: of Triton kernels.
-        variants: of these, by what they are compiled for.
-        parameters: what a backward pass gives gradients.
-        is_capturing: whether what is launched goes into a graph.
+        transfers: copies between host and device that did not make the host wait.
+        launches: the names of the Triton kernels launched.
+        variants: the kernels launched, each with the kinds of arguments that it is compiled for.
+        parameters: the tensors to which a backward pass gives gradients.
+        is_capturing: whether a graph is being captured.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Device(TorchDispatchMode):
         self.is_capturing = False
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: list[Any] = []
-        # Held, so that no other gets its address.
+        # Made-up address and storage by ``_cdata``. The storage is kept alive, so that no other gets its ``_cdata``.
         self._places: dict[int, tuple[int, Any]] = {}
         self._free = itertools.count(2**40, 2**32)
 
@@ -68,7 +68,7 @@ class Device(TorchDispatchMode):
         if name is aten.index_put_ and any(i is not None and i.dtype is torch.bool for i in args[1]):
             self._waits("a mask was counted")
         if name is aten._fused_sgd_:
-            return None  # fake tensors do not know it
+            return None  # fake tensors do not support it
         result = func(*args, **kwargs)
         if name is aten._to_copy:
             self.note_copy(result, args[0], non_blocking=kwargs.get("non_blocking", False))
@@ -79,7 +79,7 @@ class Device(TorchDispatchMode):
         return tree_map(_made_real, result)
 
     def note_copy(self, to: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-        """A copy between host and device waits, but for one in the background from or to pinned memory."""
+        """Record a copy between host and device. It waits, unless it is non-blocking and the host memory is pinned."""
         way = f"{source.device.type} to {to.device.type}"
         if to.device.type == source.device.type:
             return
@@ -90,7 +90,7 @@ class Device(TorchDispatchMode):
             self._waits(f"a copy from {way}")
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Say that memory is pinned.
+        """Record the memory of ``tensor`` as pinned.
 
         Raises:
             AssertionError: a graph is being captured, which pinning would break.
@@ -100,19 +100,19 @@ class Device(TorchDispatchMode):
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it was."""
+        """Whether the memory of ``tensor`` was recorded as pinned."""
         place = tensor.untyped_storage()._cdata
         return any(storage._cdata == place for storage in self._pinned)
 
     def place_of(self, tensor: Tensor) -> int:
-        """An address on the device."""
+        """A made-up address on the device."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._places:
             self._places[storage._cdata] = (next(self._free), storage)
         return self._places[storage._cdata][0] + tensor.storage_offset() * tensor.itemsize
 
     def launch(self, name: str) -> Callable[..., None]:
-        """What stands in for a kernel."""
+        """A stand-in for a kernel, which only records its launches."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -123,14 +123,14 @@ class Device(TorchDispatchMode):
         return run
 
     def backward(self) -> None:
-        """What autograd would do."""
+        """Assign or accumulate gradients, as autograd would."""
         for parameter in self.parameters:
             fresh = torch.empty_like(parameter)
             parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
 
     @contextmanager
     def capture(self, *_: Any, **__: Any) -> Generator[None]:
-        """What is launched inside goes into a graph."""
+        """Record that the body is captured in a graph."""
         self.is_capturing = True
         try:
             yield
@@ -148,7 +148,7 @@ class Device(TorchDispatchMode):
 
 
 def _kind(leaf: object) -> object:
-    """What a kernel is compiled for: not the value of a number."""
+    """What a kernel is compiled for: the type of a number, not its value."""
     if isinstance(leaf, Tensor):
         return leaf.dtype
     return leaf if isinstance(leaf, (bool, str, torch.dtype, type(None))) else type(leaf).__name__
@@ -159,7 +159,7 @@ def _is_none(leaf: object) -> bool:
 
 
 def _made_real(value: Any) -> Any:
-    """What has been read from the device: zeros."""
+    """Zeros on the host in place of a tensor that was read from the device."""
     if not isinstance(value, FakeTensor) or value.device.type != "cpu":
         return value
     with unset_fake_temporarily():
@@ -167,7 +167,7 @@ def _made_real(value: Any) -> Any:
 
 
 class Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     device: Device
 
@@ -185,7 +185,7 @@ class Event:
 
 @contextmanager
 def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
-    """Let ``device="cuda"`` mean such a device."""
+    """In the body, ``device="cuda"`` means a simulated device."""
     device = Device()
     for name, stand_in in _stand_ins(device).items():
         patch.setattr(name, stand_in)
@@ -197,12 +197,12 @@ def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
 
 
 def on_device(module: nn.Module) -> nn.Module:
-    """A module made on the meta device, moved there."""
+    """A module made on the meta device, moved to the simulated one."""
     return module.to_empty(device="cuda")
 
 
 def _stand_ins(device: Device) -> dict[str, Any]:
-    """What torch built without CUDA, or fake tensors, cannot do."""
+    """Replacements for what torch built without CUDA, or fake tensors, cannot do."""
 
     def pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -259,7 +259,7 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         **dict.fromkeys(("torch.cuda.Stream", "torch.cuda.current_stream"), lambda *_: MagicMock()),
         "torch.cuda.CUDAGraph": MagicMock,
         "torch.cuda.graph": device.capture,
-        # What is on the device is a fake tensor, which is no plain one.
+        # The checks refuse fake tensors, which are no plain tensors.
         "halfpeak.fused.base.check_parameter": lambda *_: None,
         "halfpeak.fused.flat.layout.check_parameter": lambda *_: None,
     }

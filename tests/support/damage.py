@@ -16,7 +16,7 @@ Slot = tuple[Any, Any]
 
 
 def damaged(state: Any, rng: random.Random) -> tuple[str, Any]:
-    """A copy of ``state`` with damage, and what was done to it. Tensors that were left alone are shared."""
+    """What was damaged, and a copy of ``state`` with that damage. Undamaged tensors are shared."""
     top = [copied(state)]
     return _damage(top, rng), top[0]
 
@@ -29,7 +29,7 @@ def copied(state: Any) -> Any:
 
 
 def garbage(rng: random.Random) -> Any:
-    """A value that somebody may have put where another belongs."""
+    """A value that does not belong in a state."""
     return rng.choice(_GARBAGE)()
 
 
@@ -40,7 +40,6 @@ def of_tensor(tensor: Tensor, rng: random.Random) -> Tensor:
 
 def _damage(top: list[Any], rng: random.Random) -> str:
     slots = [((), (top, 0)), *_slots(top[0], ())]
-    # Every kind of place as often, not every place: there are many weights and one version.
     path, (holder, key) = rng.choice([rng.choice(slots), *rng.sample(slots, min(4, len(slots)))])
     value = holder[key]
     name = "/".join(map(str, path))

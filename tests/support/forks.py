@@ -1,4 +1,4 @@
-"""Programs that are each run in a process of its own, forked from one that has imported what is slow already."""
+"""Runs programs, each in its own process, forked from a server process that has already imported slow modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = ("torch._dynamo", "torch.distributed.tensor.parallel", "halfpeak.cli.main", "halfpeak.distributed")
-"""What a program finds imported; an optimizer imports the first one."""
+"""The modules that the server imports; making an optimizer would import the first one."""
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
@@ -37,14 +37,14 @@ def python(
     strict: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python`` does with a script, with ``-m`` and a module, or with ``-c`` and a program.
+    """Run ``python`` with a script, with ``-m`` and a module, or with ``-c`` and a program.
 
     Args:
         arguments: of ``python``.
         folder: where it runs.
         path: where it looks for modules first.
         strict: warnings are errors.
-        environment: added to that of all programs.
+        environment: variables beside :data:`ENVIRONMENT`.
     """
     server = _server()
     assert server.stdin is not None
@@ -64,14 +64,14 @@ def python(
 
 
 def errors_of(scripts: Sequence[Path], *, strict: bool = False) -> str:
-    """Run scripts, each in its folder; what those that failed wrote to ``stderr``."""
+    """Run scripts, each in its folder, and return the ``stderr`` of those that failed."""
     ended = [python(str(script), folder=script.parent, strict=strict) for script in scripts]
     return "\n".join(f"{done.args[0]} failed\n{done.stderr}" for done in ended if done.returncode)
 
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """What forks a process for each line of its input; it ends when that is closed."""
+    """The process that forks another for each line of its input; it ends when the input is closed."""
     server = subprocess.Popen(
         [sys.executable, "-m", "support.forks"],
         env=ENVIRONMENT,
@@ -100,7 +100,7 @@ def be_python(arguments: Sequence[str]) -> NoReturn:
         else:
             runpy.run_path(first, run_name="__main__")
     except SystemExit as error:
-        status, _held = error.code, error  # whose frames hold the main module: it ends with the process
+        status, _held = error.code, error  # the error's frames keep the main module alive until the end
         if isinstance(status, str):
             print(status, file=sys.stderr)
     except BaseException:

@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph on the CPU: it notes operations and launches, and runs them again on the same memory."""
+"""A stand-in for a CUDA graph on the CPU: it records operations and launches, and replays them on the same memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from halfpeak.ops.triton import kernels
 
 
 class Graph(TorchDispatchMode):
-    """Unlike a CUDA graph it also runs what it notes. Every tensor of then is kept, so all memory stays where it is.
+    """Records operations and, unlike a CUDA graph, runs them, too. It keeps every tensor, so memory stays in place.
 
     Raises:
-        AssertionError: something was noted that a CUDA graph cannot hold, because it waits.
+        AssertionError: an operation waits for the device, so a CUDA graph cannot record it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Graph(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Run everything again."""
+        """Run all recorded operations again."""
         with torch.no_grad():
             for again in self.notes:
                 again()
@@ -79,7 +79,7 @@ def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
         launch = getattr(module, name)
 
         def run(*args: Any, **kwargs: Any) -> None:
-            # The interpreter moves tensors about; none of that is a launch of its own.
+            # The interpreter runs operations on tensors, which the graph must not record.
             with torch.utils._python_dispatch._disable_current_modes():
                 launch(*args, **kwargs)
             for graph in recording:
@@ -97,11 +97,11 @@ def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
         captured = original(engine, *args)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
-                # A CUDA graph would not have touched it, and nobody else would have noticed.
+                # A CUDA graph writes nothing while it records. A write through .data leaves the version counter.
                 tensor.data.copy_(value)
         return captured
 
-    # A device's found_inf is not read by the host, so statistics are put back by operations that a graph repeats.
+    # The host does not read found_inf of a device, so operations, which a graph replays, restore statistics.
     patch.setattr("halfpeak.state.batch_norm.host_values", lambda *_: None)
     patch.setattr(f"{capture}._record", undone)
     patch.setattr(f"{capture}._on_side_stream", aside)

@@ -1,4 +1,4 @@
-"""Small models, data and optimizers that the tests of the doors train."""
+"""Small models, data and optimizers for the tests, and tables of what each level does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import halfpeak
 
 POLICIES = {name: level.properties.policy() for name, level in halfpeak.LEVELS.items()}
 LEVELS = tuple(POLICIES)
-"""Every level, so that a new one meets the tests of all."""
+"""Every level, so that the tests of all levels include a new one."""
 MASTERED = tuple(name for name, policy in POLICIES.items() if policy.masters)
 LOW = {
     name: policy.compute for name, policy in POLICIES.items() if policy.compute not in (None, torch.float32)
 }
-"""What a level computes in, where that is a half dtype."""
+"""The dtype that a level computes in, for the levels where it is low-precision."""
 STORED = {name: policy.param or torch.float32 for name, policy in POLICIES.items()}
-"""What weights are stored in, norms aside."""
+"""The dtype of stored weights, except those of norms."""
 PURE = tuple(name for name in LEVELS if STORED[name] is not torch.float32 and name not in MASTERED)
-"""Half weights without masters."""
+"""The levels with low-precision weights and no masters."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -46,14 +46,14 @@ def make_batch(seed: int, size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def poison(parameter: Tensor, value: float = float("inf")) -> None:
-    """Make one element of a gradient not finite, where backward has just left it."""
+    """Make one element of the gradient that backward has just computed nonfinite."""
     assert parameter.grad is not None
     parameter.grad.view(-1)[-1] = value
 
 
 @contextmanager
 def overflowing(parameter: Tensor, value: float = float("inf")) -> Iterator[None]:
-    """In the body each gradient of the parameter comes with one element that is not finite."""
+    """In the body, each new gradient of the parameter has one nonfinite element."""
 
     def spoil(grad: Tensor) -> Tensor:
         spoilt = grad.clone()
@@ -68,5 +68,5 @@ def overflowing(parameter: Tensor, value: float = float("inf")) -> Iterator[None
 
 
 def product() -> torch.dtype:
-    """In which dtype a product is computed here and now."""
+    """The dtype in which a matrix product is computed under the present casts."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype

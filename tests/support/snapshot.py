@@ -1,4 +1,4 @@
-"""What a call that is refused must not have changed, as one comparable value."""
+"""The state that a refused call must leave unchanged, as one comparable value."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[Any]:
 
 
 def values(*objects: nn.Module | Optimizer) -> list[Any]:
-    """What training has changed, without identities: bits of parameters, buffers, masters and optimizer state."""
+    """The state that training changes, without identities: bits of parameters, buffers, masters and optimizer state."""
     taken: list[Any] = []
     for one in objects:
         if isinstance(one, nn.Module):

@@ -1,4 +1,4 @@
-"""Tensors compared to the bit; saved states: from a file, with one thing changed, and where two of them differ."""
+"""Compare tensors bit for bit; send a saved state through a file, change one entry of it, list differences of two."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    """Whether tensors are equal to the bit. It must be as many here as there, and there must be some."""
+    """Whether tensors are equal to the bit. Asserts that both sides have the same number of them, and not zero."""
     ours, theirs = list(one), list(other)
     assert len(ours) == len(theirs) > 0
     return all(map(torch.equal, ours, theirs))
 
 
 def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
-    """A state as a file gives it back; it must be plain data, unless ``weights_only`` says otherwise."""
+    """Save a state and load it again; it must be plain data, unless ``weights_only`` is False."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -26,7 +26,7 @@ def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
 
 
 def put(*path: Any, value: Any) -> Callable[[Any], None]:
-    """A function that sets the entry at a path of keys to ``value``, or to ``value(old entry)`` where it is callable."""
+    """A function that sets the entry at a path of keys to ``value``, or to ``value(old entry)`` if it is callable."""
 
     def change(state: Any) -> None:
         holder = _at(state, path)
@@ -51,7 +51,7 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """The paths at which two nested states are not the same to the last bit, and those that only one of them has."""
+    """The paths at which two nested states differ in a bit, and those that only one of them has."""
     ours, theirs = dict(_leaves(one)), dict(_leaves(other))
     return [
         path

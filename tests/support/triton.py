@@ -1,4 +1,4 @@
-"""Where the Triton kernels are tested: in its interpreter on the CPU, or on a CUDA device, whichever there is."""
+"""Helpers for tests of the Triton kernels, which run in Triton's interpreter on the CPU, or on a CUDA device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INTERPRETER_WARNS = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
-"""It computes in numpy, which warns of what the tests of infinite gradients are about."""
+"""The interpreter computes in numpy, which warns of the nonfinite values that tests inject."""
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED),
@@ -48,7 +48,7 @@ BACKENDS = [
 """For ``@pytest.mark.parametrize(("backend", "device"), BACKENDS)``."""
 
 AGAIN = {"cpu": 3, "cuda": 100}
-"""Runs of which each gives the same bits; in the interpreter nothing runs at the same time."""
+"""How many runs must give the same bits; few in the interpreter, because it runs nothing in parallel."""
 
 SHAPES = ((), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (3, 1024), (9, 125))
 """None, one, odd, and around the 1024 elements of a chunk."""
@@ -57,7 +57,7 @@ SHAPES = ((), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (3, 1024), (9, 125)
 def parameters_on(
     device: str, dtype: torch.dtype = torch.float32, shapes: tuple[tuple[int, ...], ...] = SHAPES
 ) -> list[torch.nn.Parameter]:
-    """Parameters of every kind of shape, one in an order of its own, one with gaps; the same on every device."""
+    """Parameters of every kind of shape, one transposed, one with gaps; the same on every device."""
     tensors = [torch.randn(shape) for shape in shapes]
     tensors += [torch.randn(6, 4).T, torch.randn(9, 4)[:, :3]]
     return [torch.nn.Parameter(tensor.to(device, dtype)) for tensor in tensors]
@@ -91,7 +91,7 @@ def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
 
 
 def bits_of(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
-    """What can be put into a set."""
+    """The bytes of each tensor, as a value that a set can hold."""
     return tuple(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
@@ -99,7 +99,7 @@ _adamw = partial(FusedAdamW, lr=0.01)
 
 
 class Run:
-    """A small net under an engine with a fused optimizer on this backend; batch ``i`` is the same in every run."""
+    """A small net under an engine with a fused optimizer on ``backend``; batch ``i`` is the same in every run."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Run:
 
 
 class ExactRoots(TorchDispatchMode):
-    """Rounds square roots as devices and the kernels do. Those of torch on the CPU are off by one rounding now and then."""
+    """Rounds square roots as devices and the kernels do. torch's on the CPU are sometimes off by one rounding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is torch.ops.aten.sqrt and args[0].dtype == torch.float32:
@@ -149,7 +149,7 @@ class ExactRoots(TorchDispatchMode):
 
 
 def quicken_the_interpreter() -> None:
-    """Let triton's interpreter replace what its language has once in a launch, not in every call of every function."""
+    """Make triton's interpreter patch the language once in a launch, not in every call of every function."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     core = importlib.import_module("triton.language.core")
     language, replace = importlib.import_module("triton.language"), interpreter._patch_lang
@@ -162,7 +162,7 @@ def quicken_the_interpreter() -> None:
 
 
 def round_as_devices_do() -> None:
-    """Let triton's interpreter round to the nearest bfloat16. It cuts off, and no device does."""
+    """Make triton's interpreter round to the nearest bfloat16, as devices do. It truncates."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     bfloat16 = importlib.import_module("triton.language").bfloat16
     cut_off = interpreter.InterpreterBuilder.create_fp_trunc
