@@ -194,8 +194,8 @@ def test_diagnose_replays_it_and_compares_with_float32() -> None:
         ({"float8": "blockwise"}, ConfigError, "'tensorwise', 'rowwise', 'rowwise_with_gw_hp', or a Float8"),
         ({"float8": True}, ConfigError, "float8=True must be one of"),
         ({"float8": Float8("rowwise", exclude=["tail"])}, ConfigError, "'tail' is none of the modules"),
-        ({"float8": Float8("rowwise", exclude=["*"])}, ConfigError, "means no layer"),
-        ({"float8": "rowwise", "keep_fp32": [nn.Linear]}, ConfigError, "means no layer"),
+        ({"float8": Float8("rowwise", exclude=["*"])}, ConfigError, "selects no layer"),
+        ({"float8": "rowwise", "keep_fp32": [nn.Linear]}, ConfigError, "selects no layer"),
     ],
 )
 def test_what_is_refused_changes_nothing(options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -46,7 +46,7 @@ def test_experts_and_what_ranks_share_are_clipped_by_one_norm(ranks: Seen, level
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("own norms", "have clipped by different norms"),
+        ("own norms", "clipped by different gradient norms"),
         ("static graph", "static_graph=True with accumulate"),
         ("wrapped before", "wrapped the model before its parameters became torch.float16"),
     ],
@@ -55,7 +55,7 @@ def test_what_would_part_ranks_is_refused_on_all(ranks: Seen, name: str, text: s
     assert all(text in one for one in ranks[name])
 
 
-RIDES = f"rank {ODD} has dropped 1 passes or windows, and another rank fewer"
+RIDES = f"rank {ODD} dropped 1 backward passes or windows, and another rank fewer"
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_long_window_is_as_close_as_that_of_one_process(ranks: Seen, level: st
             "exception",
             [
                 "rank 1 differs from rank 0 in passes dropped 1 (not 0)",
-                "rank 1 has dropped 1 passes or windows",
+                "rank 1 dropped 1 backward passes or windows",
             ],
         ),
         ("step", ["rank 1 differs from rank 0 in engine.micro_step 2 (not 1); engine.num_steps 2 (not 1);"]),

@@ -126,7 +126,7 @@ def test_parse() -> None:
 
 @pytest.mark.parametrize("clip", [0, 0.0, -1.0, math.nan, -math.inf, 10**400], ids=str)
 def test_a_refused_number(clip: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^clip=.* means max_norm=.* must be a number above zero$"):
+    with pytest.raises(ConfigError, match=r"^clip=.* must be a number above zero"):
         parse_clip(clip)
 
 

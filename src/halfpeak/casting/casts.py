@@ -69,7 +69,7 @@ class OpCasts:
         on_cast: Callable[[str], None] | None = None,
     ) -> None:
         if dtype not in LOW:
-            raise ConfigError(f"dtype={short_repr(dtype)} is not low; write torch.float16 or torch.bfloat16")
+            raise ConfigError(f"dtype={short_repr(dtype)} must be torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self._share_casts = cache
         changes, places = by_dispatch(registrations)

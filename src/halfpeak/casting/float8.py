@@ -51,8 +51,8 @@ def check_float8(models: Iterable[nn.Module], policy: Policy) -> None:
     layers = [layer for model in models for layer in _chosen(model, policy)]
     if not layers:
         raise ConfigError(
-            f"float8={short_repr(float8.recipe)} means no layer: torch.nn.Linear whose sizes are both divisible by {MULTIPLE}, "
-            "outside of keep_fp32 and exclude, is there none; leave it out"
+            f"float8={short_repr(float8.recipe)} selects no layer: outside of keep_fp32 and exclude there is no "
+            f"torch.nn.Linear with both sizes divisible by {MULTIPLE}; leave float8= out"
         )
     device = next(
         (layer.weight.device for layer in layers if not _computes_float8(layer.weight.device)), None

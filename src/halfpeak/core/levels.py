@@ -219,11 +219,10 @@ def resolve(
         if patch_torch_functions_type is own:
             changes["patch_torch_functions_type"] = own
         else:
-            allowed = (
-                f"only {own} fits it" if per_op else "only O1 (float16) and O4 (bfloat16) cast per operation"
-            )
             refuse(
-                f"patch_torch_functions_type={short_repr(patch_torch_functions_type)} with opt_level={opt_level!r}: {allowed}"
+                f"patch_torch_functions_type={short_repr(patch_torch_functions_type)} makes no sense with opt_level="
+                f"{opt_level!r}: O1 casts operations to torch.float16, O4 to torch.bfloat16, the other levels cast none; "
+                "choose by opt_level, and leave this out"
             )
     if keep_batchnorm_fp32 is not None:
         if per_op:

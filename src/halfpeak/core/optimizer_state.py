@@ -125,7 +125,8 @@ def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
     given = [len(require_list(group.get("params"), "parameters of a group")) for group in groups]
     if sizes != given:
         raise StateError(
-            f"the optimizer's groups hold {short_repr(sizes)} parameters, those of the state {short_repr(given)}"
+            f"parameter groups differ: the optimizer has groups of {short_repr(sizes)} parameters, the state dict of "
+            f"{short_repr(given)}; build the optimizer as it was built for the run that saved it"
         )
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _check_group(own, group, optimizer.defaults)
@@ -139,12 +140,17 @@ def check_optimizer_state(optimizer: Optimizer, saved: object) -> None:
         elif isinstance(index, str):
             _check_values(row, f"the state {short_repr(index)}", any_leaf=True)
         else:
-            raise StateError(f"the state is of a parameter {short_repr(index)}, which no group of it names")
+            raise StateError(
+                f"the state dict has state for parameter {short_repr(index)}, which is in none of its param_groups"
+            )
     if type(optimizer) in _ROWS:
         # torch looks at the first parameter only to tell whether steps are counted in tensors.
         steps = [isinstance(row.get("step"), Tensor) for index, row in rows.items() if index in places]
         if steps and not (all(steps) or (not any(steps) and all(rows.values()))):
-            raise StateError("some parameters of the state count their steps in tensors, and others do not")
+            raise StateError(
+                "'step' must be a tensor for all parameters of the state dict, or a number for all; here the kinds "
+                "differ, or one parameter has no 'step'"
+            )
 
 
 def _places(
@@ -155,10 +161,12 @@ def _places(
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         for parameter, name in zip(own["params"], group["params"], strict=True):
             # Distributed checkpoints use the names that parameters have in the model.
-            if isinstance(name, bool) or not isinstance(name, (int, str)) or name in seen:
+            if isinstance(name, bool) or not isinstance(name, (int, str)):
                 raise StateError(
-                    f"parameter {short_repr(name)} of the state must be a number, and named once"
+                    f"'params' in the state's parameter groups must be integers or strings, not {short_repr(name)}"
                 )
+            if name in seen:
+                raise StateError(f"parameter {short_repr(name)} is in the state's parameter groups twice")
             seen.add(name)
             yield name, (parameter, group)
 
@@ -170,7 +178,7 @@ def _check_group(own: Mapping[str, Any], group: Mapping[Any, Any], defaults: Map
     for name, value in group.items():
         if not isinstance(name, str):
             raise StateError(
-                f"a parameter group of the state has the key {short_repr(name)}, which is no name"
+                f"a parameter group of the state has the key {short_repr(name)}, which is not a string"
             )
         if name != "params":
             _check_values(value, f"{name} in the state's parameter group", any_leaf=True)
@@ -200,7 +208,8 @@ def _check_hyper_parameter(name: str, own: object, value: object) -> None:
         or isinstance(value, bool)
         or (name not in _SWITCHES and isinstance(value, (int, float, str)))
     ):
-        raise StateError(f"{what} must be a plain value, not {short_repr(value)}")
+        allowed = "None, True or False" if name in _SWITCHES else "None, True, False, a number or a string"
+        raise StateError(f"{what} must be {allowed}, not {short_repr(value)}")
 
 
 def _check_row(
@@ -215,7 +224,7 @@ def _check_row(
     for name, value in row.items():
         if not isinstance(name, str):
             raise StateError(
-                f"the state of parameter {index} has the key {short_repr(name)}, which is no name"
+                f"the state of parameter {index} has the key {short_repr(name)}, which is not a string"
             )
         what, mine = f"{short_repr(name).strip(_QUOTE)} of parameter {index}", own.get(name)
         if name in _SCALARS or is_number(mine):
@@ -257,11 +266,18 @@ def _check_values(value: object, what: str, *, any_leaf: bool = False) -> None:
             continue
         if isinstance(one, Tensor):
             _require_own_memory(one, what)
-        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen and depth < _DEEPEST:
+        elif isinstance(one, (dict, list, tuple)):
+            if id(one) in seen:
+                raise StateError(
+                    f"{what} contains the same {type(one).__name__} twice; put a copy in one of the places"
+                )
+            if depth == _DEEPEST:
+                raise StateError(f"{what} has more than {_DEEPEST} levels of dicts and lists in one another")
             seen.add(id(one))
             waiting.extend((part, depth + 1) for part in (one.values() if isinstance(one, dict) else one))
-        elif not any_leaf or isinstance(one, (dict, list, tuple)):
-            raise StateError(f"{what} is or holds {short_repr(one)}; it must be of numbers and tensors")
+        elif not any_leaf:
+            verb = "contains" if depth else "is"
+            raise StateError(f"{what} {verb} {short_repr(one)}; only numbers and tensors can be loaded there")
 
 
 def _require_own_memory(value: Tensor, what: str) -> None:
@@ -274,6 +290,6 @@ def _require_own_memory(value: Tensor, what: str) -> None:
     ):
         if size > 1 and stride < span:
             raise StateError(
-                f"{what} is {short_repr(value)} that is not dense, or whose elements share memory"
+                f"{what} is {short_repr(value)} that is not dense, or whose elements share memory; save a dense copy"
             )
         span += stride * (size - 1)

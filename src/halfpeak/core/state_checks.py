@@ -42,7 +42,7 @@ def require_list(value: object, what: str, length: int | None = None) -> Sequenc
     if not isinstance(value, (list, tuple)):
         raise StateError(f"the {what} of the state must be a list, not {short_repr(value)}")
     if length is not None and len(value) != length:
-        raise StateError(f"the state holds {len(value)} {what}, and here are {length}")
+        raise StateError(f"the state has {len(value)} {what}, expected {length}")
     return value
 
 

@@ -120,8 +120,10 @@ def parse_clip(clip: Clip | float | None) -> Clip:
     if isinstance(clip, (int, float)) and not isinstance(clip, bool):
         try:
             return ClipNorm(max_norm=clip)
-        except ConfigError as error:
-            raise ConfigError(f"clip={short_repr(clip)} means {error}") from None
+        except ConfigError:
+            raise ConfigError(
+                f"clip={short_repr(clip)} must be a number above zero, the largest norm; write clip=1.0, or leave it out"
+            ) from None
     if not callable(clip) or isinstance(clip, type):
         raise ConfigTypeError(
             f"clip={short_repr(clip)} must be None, a number, ClipNorm(max_norm=1.0) or ClipValue(value=0.5)"
@@ -134,5 +136,5 @@ def _require_positive(name: str, value: object, *, allow_inf: bool) -> None:
     fits = number and (0 < value <= sys.float_info.max or (allow_inf and value == math.inf))  # type: ignore[operator]
     if not fits:
         raise ConfigError(
-            f"{name}={short_repr(value)} must be a {'' if allow_inf else 'finite '}number above zero"
+            f"{name}={short_repr(value)} must be a {'' if allow_inf else 'finite '}number above zero; write {name}=1.0"
         )

@@ -85,15 +85,16 @@ class FoundInfReducer:
         self._differs.push(torch.where(norms_differ, _NORMS, torch.where(parted, most, 0.0)))
         if self._differs.value == _NORMS:
             raise RankMismatchError(
-                "the ranks of group= have clipped by different norms, so weights that they share would part: mark the "
-                "parameters of a rank's own (experts, stages) by parameter.allreduce = False, and all ranks make one norm"
+                "the ranks of group= clipped by different gradient norms, so weights that they share would diverge; set "
+                "parameter.allreduce = False on parameters that only one rank has (experts, stages), and clip by ClipNorm, "
+                "which then uses one norm on all ranks"
             )
         if self._differs.value > 0:
             number, other = divmod(int(self._differs.value), count)
             raise RankMismatchError(
-                f"rank {other} has dropped {number} passes or windows, and another rank fewer: it has caught an exception "
-                "and gone on alone. Go on from a checkpoint on all ranks, and let no rank catch an exception that the others "
-                "do not see"
+                f"rank {other} dropped {number} backward passes or windows, and another rank fewer: it caught an exception or "
+                "called abort(), and continued. Restart all ranks from a checkpoint, and do not catch an exception on one "
+                "rank alone"
             )
         return reduced[:-4]
 

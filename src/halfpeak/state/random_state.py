@@ -84,9 +84,12 @@ def _parts(
     state: Mapping[str, Any], generators: Iterable[tuple[torch.Generator, Any]]
 ) -> Iterator[tuple[Callable[[Any], object], Callable[[Any], object], Any]]:
     """For each generator: how to set a new one of its kind, how to set the generator itself, and its state."""
+    missing = [name for name in ("python", "cpu", "devices") if name not in state]
+    if missing:
+        raise LookupError(f"it has no {', '.join(missing)}")
     version, words, gauss = state["python"]
     if not (gauss is None or isinstance(gauss, float)):  # Python accepts anything, and adds to it later
-        raise TypeError(f"the next number of random.gauss is of {type(gauss).__name__}")
+        raise TypeError(f"gauss_next of Python must be None or a float, not {type(gauss).__name__}")
     yield random.Random().setstate, random.setstate, (version, tuple(words), gauss)
     yield torch.Generator().set_state, torch.set_rng_state, state["cpu"].cpu()
     for name, saved in state["devices"].items():
@@ -97,7 +100,9 @@ def _parts(
     if numpy is not None and "numpy" in state:
         name, keys, position, *rest = state["numpy"]
         if len(keys) != _NUMPY_WORDS or not 0 <= position <= _NUMPY_WORDS:
-            raise ValueError(f"NumPy has {_NUMPY_WORDS} words and a place among them")
+            raise ValueError(
+                f"a NumPy state needs {_NUMPY_WORDS} words and a position from 0 to {_NUMPY_WORDS}"
+            )
         saved = (name, numpy.asarray(array("I", keys)), position, *rest)
         yield numpy.random.RandomState().set_state, numpy.random.set_state, saved
     for generator, saved in generators:

@@ -98,8 +98,8 @@ class ValuesOut(_Hook):
         if is_written and was_written:
             self._given.clear()
             raise OrderError(
-                f"values of state_dict() were written in place, but they are float32 copies of {tensor.dtype}, so no weight "
-                "has changed; write load_state_dict(values), and make a module that averages weights in this way (a deep "
+                f"values of state_dict() were written in place, but they are float32 copies of {tensor.dtype} weights, which "
+                "have not changed; write load_state_dict(values), and make a module that averages weights in this way (a deep "
                 "copy, timm's ModelEma) before the model is prepared"
             )
         wide = value.float()

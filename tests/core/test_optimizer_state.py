@@ -1,0 +1,53 @@
+"""The check of an optimizer's state: each message says what is wrong with which value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import check_optimizer_state
+
+TWICE = [1.0]
+DEEP: list[Any] = []
+for _ in range(20):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([TWICE, TWICE], "history of parameter 0 contains the same list twice; put a copy"),
+        (DEEP, "history of parameter 0 has more than 16 levels of dicts and lists"),
+        ("text", "history of parameter 0 is 'text'; only numbers and tensors"),
+        ([1.0, {"name": "text"}], "history of parameter 0 contains 'text'; only numbers and tensors"),
+    ],
+)
+def test_what_a_state_cannot_hold(value: object, message: str) -> None:
+    optimizer = SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"history": value}}
+    with pytest.raises(StateError, match=message):
+        check_optimizer_state(optimizer, state)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([[0]], r"groups of \[2\] parameters, the state dict of \[1\]"),
+        ([[0, None]], "must be integers or strings, not None"),
+        ([[0, 0]], "parameter 0 is in the state's parameter groups twice"),
+        ([[0, 2]], "state for parameter 1, which is in none of its param_groups"),
+    ],
+)
+def test_parameters_that_do_not_match(params: list[list[Any]], message: str) -> None:
+    optimizer = SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {1: {"momentum_buffer": torch.ones(2)}}
+    for group, names in zip(state["param_groups"], params, strict=True):
+        group["params"] = names
+    with pytest.raises(StateError, match=message):
+        check_optimizer_state(optimizer, state)
