@@ -71,8 +71,7 @@ def test_a_window_of_another_rank_is_refused(ranks: Seen) -> None:
     assert first == ["", ""]
     assert other[0] == ""
     assert (
-        "gradients that are not reduced yet, of rank and number of ranks [0, 2], and here these are [1, 2]"
-        in other[1]
+        "gradients that were not reduced, of [rank, number of ranks] [0, 2], and this is [1, 2]" in other[1]
     )
 
 
@@ -95,8 +94,8 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
             "other_parameters",
             "StateError: the state is of other parameters: this optimizer has no ['trunk.weight']",
         ),
-        ("lost_window", "StateError: the state was saved inside a window, and of its gradients 0 are here"),
-        ("no_moments", "StateError: the state is of 1 steps and holds no moments"),
+        ("lost_window", "StateError: the state was saved inside a window with 1 gradients, but has 0"),
+        ("no_moments", "StateError: the state was saved after 1 steps but has no optimizer moments"),
     ],
 )
 def test_what_would_lose_something_is_refused(ranks: Seen, name: str, text: str) -> None:

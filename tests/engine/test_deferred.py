@@ -199,7 +199,7 @@ def test_low_gradients_zeroed_are_refused(level: str) -> None:
     engine = build(level)
     backward(engine, 0)
     engine.model.zero_grad(set_to_none=False)
-    with pytest.raises(OrderError, match="written while they waited"):
+    with pytest.raises(OrderError, match="changed while they were still scaled"):
         engine.step()
 
 

@@ -293,6 +293,29 @@ def test_edits_of_scaled_gradients_between_the_passes_of_a_window_are_refused(
     assert same(two_passes(engine, lambda _: None), two_passes(twin, lambda _: None))
 
 
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("delay", [True, False])
+def test_masters_clipped_while_their_gradients_wait_scaled_are_refused(level: str, delay: bool) -> None:
+    """With ``delay`` a later pass adds to the gradients; without, the step of a fused optimizer reads them."""
+    engine = build(level, adam if delay else lambda parameters: FusedAdamW(parameters, lr=0.01))
+    with engine.forward():
+        loss = engine.model(batch(0)).float().square().mean()  # type: ignore[operator]
+    with engine.scaled(loss, delay=delay) as scaled:
+        scaled.backward()
+    nn.utils.clip_grad_norm_(engine.main_params(), 0.05)
+    with pytest.raises(halfpeak.OrderError, match=r"engine\.unscale\(\) before"):
+        backward(engine, 1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_main_grads_inside_a_window_are_unscaled(level: str) -> None:
+    engine, plain = build(level, accumulate=2), net()
+    backward(engine)
+    (plain(batch(0)).square().mean() / 2).backward()
+    for ours, theirs in zip(engine.main_grads(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=0, atol=5e-3)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("every", [1, 2])
@@ -644,7 +667,7 @@ def test_a_step_inside_the_block_of_a_loss_is_refused_and_the_pass_not_begun(lev
 
         scaled_backward(1)
         if bad:
-            with pytest.raises(halfpeak.OrderError, match=r"after the block of amp\.scale_loss"):
+            with pytest.raises(halfpeak.OrderError, match=r"after the `with amp\.scale_loss` block"):
                 scaled_backward(0, optimizers[which].step)
         scaled_backward(0)
         for optimizer in optimizers:

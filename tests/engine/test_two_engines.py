@@ -248,7 +248,7 @@ def test_a_loss_for_two_engines_that_is_not_reduced_yet_is_refused(one_rank: Non
     generator, critic = map(DistributedDataParallel, networks)
     with engine.forward(generator):
         loss = _fake_loss(generator, critic)
-    with pytest.raises(OrderError, match="not synchronised over the ranks"):
+    with pytest.raises(OrderError, match="not reduced over the ranks"):
         engine.backward(loss)
     assert all(p.grad is None for one in networks for p in one.parameters())
     critic.requires_grad_(False)

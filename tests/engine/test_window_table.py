@@ -116,7 +116,7 @@ TABLE: dict[type[Any], dict[str, type[Any]]] = {
         "look": Scaled,
         "accumulate": Scaled,
         "unscale": OrderError,
-        "read": Scaled,
+        "read": OrderError,
         "save": Scaled,
         "zero_grad, backward": Unscaled,
         "edit, step": OrderError,

@@ -47,8 +47,8 @@ ANY = (BEFORE, FORWARDED, BETWEEN, AFTER)
 OUTSIDE = (BEFORE, AFTER)
 
 SCALED = "gradients are still scaled"
-NOT_ALL = "was not synchronised"
-WAITED = "gradients were written while they waited"
+NOT_ALL = "was delayed or ran under no_sync"
+WAITED = "gradients were changed while they were still scaled"
 
 
 @dataclass(frozen=True)

@@ -671,7 +671,9 @@ class Reference:
                     if id(parameter) in known or parameter.dtype not in LOW:
                         continue
                     pair = self.pairs.get(id(parameter))
-                    if pair is None and not parameter.requires_grad:
+                    # What is prepared with a state was trained before, and keeps its float32 value where it is frozen.
+                    was_trained = exact is not None and parameter in optimizer.state
+                    if pair is None and not (parameter.requires_grad or was_trained):
                         continue
                     if pair is None:
                         pair = self._pair(parameter, parameter if exact is None else exact[id(parameter)])

@@ -47,8 +47,8 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
     """
     if not context.config.engine_steps:
         raise OrderError(
-            "this engine answers to a caller who steps the optimizers himself and cannot be copied alone; copy the model, "
-            "and initialise the copy with an optimizer of its own"
+            "this engine cannot be copied, because its front end steps the optimizers; copy the model, and initialise the "
+            "copy with a new optimizer"
         )
     models = [copy.deepcopy(model, memo) for model in context.models]
     # Masters are copied before the optimizers, whose groups contain them.

@@ -224,8 +224,8 @@ class Engine:
         if self._forward_uncast:
             self._forward_uncast = False
             raise OrderError(
-                f"the forward pass was outside engine.forward(), so at {self.config.properties.opt_level} nothing of it was "
-                "cast; write `with engine.forward(): loss = ...`"
+                f"the forward pass ran outside engine.forward(), so no operation was cast (level "
+                f"{self.config.properties.opt_level}); write `with engine.forward(): loss = ...`"
             )
         divisor = self.context.config.accumulation.divisor(self.micro_step)
         if divisor != 1:
@@ -319,8 +319,8 @@ class Engine:
         prepared, every = self._prepared_of(optimizers), self.context.config.accumulation.every
         if every > 1 and len(prepared) < len(self.context.prepared):
             raise OrderError(
-                f"accumulate={every} counts the steps of all {len(self.context.prepared)} optimizers together, so they "
-                "cannot be stepped in turn; write engine.step(), or prepare an engine for each optimizer"
+                f"with accumulate={every}, all {len(self.context.prepared)} optimizers must be stepped together; write "
+                "engine.step() without optimizers=, or prepare an engine for each optimizer"
             )
         compares = self._count_for_check()
         try:
@@ -432,7 +432,12 @@ class Engine:
         return [pair.main for one in self.context.prepared for pair in one.pairs()]
 
     def main_grads(self) -> list[Tensor]:
-        """The gradients of :meth:`main_params` that exist. Inside a window they may be scaled: see :meth:`unscale`."""
+        """The unscaled gradients of :meth:`main_params` that exist, after :meth:`unscale`.
+
+        Raises:
+            OrderError: as :meth:`unscale` does.
+        """
+        self.unscale()
         return [grad for one in self.context.prepared for grad in one.main_grads()]
 
     def is_skipping(self, optimizer: Optimizer) -> bool:
@@ -474,6 +479,7 @@ class Engine:
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
+        self.context.record.apply_pending()
         load_loop_state(self.context, state)
 
     def state_dict_optimizers(self) -> list[Optimizer]:
@@ -493,6 +499,7 @@ class Engine:
 
     def window_state(self) -> dict[str, Any]:
         """The open window alone: its gradients, whether they are scaled, their ``found_inf``. Waits for the device."""
+        self.context.record.apply_pending()
         return save_window(self.context)
 
     def check_window_state(self, state: object) -> None:
@@ -509,6 +516,7 @@ class Engine:
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
+        self.context.record.apply_pending()
         load_window(self.context, state)
 
     def window_buffers(self) -> list[Tensor]:
@@ -631,7 +639,7 @@ class Engine:
 
     def __reduce__(self) -> NoReturn:
         raise OrderError(
-            "an engine is joined to its models and optimizers by hooks and cannot be pickled; save engine.state_dict(), or "
+            "an engine cannot be pickled, because hooks connect it to its models and optimizers; save engine.state_dict(), or "
             "write copy.deepcopy(engine)"
         )
 
@@ -837,7 +845,8 @@ class Engine:
     def _refuse_in_replay(self, call: str) -> None:
         if self._is_replaying:
             raise OrderError(
-                f"engine.{call} was called in a replay, which only computes; return the loss and leave it out"
+                f"engine.{call} was called inside engine.replay(), which only runs forward passes; return the loss and "
+                "remove this call"
             )
 
     def _prepared_of(self, optimizers: Optimizers) -> list[PreparedOptimizer]:

@@ -91,8 +91,8 @@ def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken:
     """
     if taken and not any(state["state"] for state in saved) and all(map(has_moments, optimizers)):
         raise StateError(
-            f"the state is of {taken} steps and holds no moments of any optimizer; a distributed checkpoint is read into the "
-            "tensors that are there: call torch.distributed.init_process_group before dcp.load"
+            f"the state was saved after {taken} steps but has no optimizer moments; dcp.load fills only tensors that exist "
+            "already: call torch.distributed.init_process_group before dcp.load"
         )
 
 
@@ -104,7 +104,7 @@ def check_version(value: object, version: int) -> None:
     """
     if not is_number(value) or value != version:
         raise StateError(
-            f"state version {short_repr(value)} is not {version}; it was saved by another halfpeak"
+            f"state version {short_repr(value)} is not {version}; it was saved by another version of halfpeak"
         )
 
 
@@ -150,8 +150,8 @@ def check_window(context: EngineContext, window: object) -> None:
     known = require_mapping(known, "the state's window", ("lanes", "losses"))
     if rank is not None and rank != here:
         raise StateError(
-            "the state's window has gradients that are not reduced yet, of rank and number of ranks "
-            f"{short_repr(rank)}, and here these are {here}; save at the end of a window, or a file on every rank"
+            f"the saved window has gradients that were not reduced, of [rank, number of ranks] {short_repr(rank)}, and this "
+            f"is {here}; save at the end of a window, or one file on every rank"
         )
     windows = require_list(known["lanes"], "optimizers in its window", len(context.prepared))
     for prepared, saved in zip(context.prepared, windows, strict=True):
@@ -203,7 +203,8 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
         for index, grad in grads.items():
             if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(pairs):
                 raise StateError(
-                    f"gradient {short_repr(index)} ({name}) of the state's window fits no parameter"
+                    f"gradient {short_repr(index)} ({name}) of the state's window belongs to no parameter of the optimizer, "
+                    f"which has {len(pairs)}"
                 )
             _check_gradient(grad, f"gradient {index} ({name})", pairs[index], prepared, name == "scaled")
     held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
@@ -212,8 +213,8 @@ def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) 
     saved_grads = max(held, 1) if num_grads is None else num_grads
     if phase != "CLEAN" and held != saved_grads:
         raise StateError(
-            f"the state was saved inside a window, and of its gradients {held} are here; a distributed checkpoint is read into "
-            "the tensors that are there: save at the end of a window, or with torch.save"
+            f"the state was saved inside a window with {saved_grads} gradients, but has {held}; dcp.load fills only tensors "
+            "that exist already: save at the end of a window, or with torch.save"
         )
     if scale is not None:
         loss, value = require_list(scale, "parts of the scale of the state's window", 2)

@@ -382,8 +382,8 @@ class TrainStep:
         every = self._config.accumulation.every
         if every != 1 or len(prepared) != 1:
             raise ClosureError(
-                f"a closure evaluates one whole step of one optimizer; accumulate={every} and {len(prepared)} optimizers "
-                "cannot be combined with it"
+                f"engine.step(closure) needs accumulate=1 and one optimizer; here accumulate={every} and there are "
+                f"{len(prepared)} optimizers"
             )
         (one,) = prepared
         with self._all_or_nothing(prepared):
@@ -548,7 +548,8 @@ class TrainStep:
         torch.accelerator.synchronize(self._device)
         if self._stuck.value > 0 or self._is_near_limit():
             raise OrderError(
-                "the loss scale cannot fall and the last gradients were not finite; take ordinary steps until one is clean"
+                "the loss scale cannot fall and the last gradients were not finite; call engine.step() without the captured "
+                "graph until a step is not skipped"
             )
 
     def check_after_replay(self, prepared: Sequence[PreparedOptimizer]) -> None:

@@ -57,9 +57,9 @@ class StepGuard:
         for parameter, aside in chain.from_iterable(each.parameters() for each in self._passed):
             if id(parameter) in stepped and (aside is not None or not (self._unit or parameter.grad is None)):
                 raise OrderError(
-                    "optimizer.step() was called in a backward pass, in which gradients are multiplied by the loss scale, "
-                    "and earlier ones set aside; call it after engine.backward(loss), with amp after the block of "
-                    "amp.scale_loss, and not in a hook of a parameter"
+                    "optimizer.step() was called during a backward pass, while gradients are multiplied by the loss scale; "
+                    "call it after engine.backward(loss), with amp after the `with amp.scale_loss` block, and not in a hook "
+                    "of a parameter"
                 )
 
 

@@ -227,7 +227,7 @@ class OptimWrapper(BaseOptimWrapper):
         """
         if closure is not None and self._accumulative_counts > 1:
             raise ClosureError(
-                "a closure evaluates one whole step, so it cannot be combined with "
+                "step(closure) evaluates a whole step, so it needs accumulative_counts=1, not "
                 f"accumulative_counts={self._accumulative_counts}"
             )
         if not self._is_watched:
@@ -263,9 +263,7 @@ class OptimWrapper(BaseOptimWrapper):
         each evaluation whose gradients are finite.
         """
         if self._is_watched:
-            engine = self._ready()
-            engine.unscale()
-            grads = engine.main_grads()
+            grads = self._ready().main_grads()
         else:
             self._unscale_unwatched()
             params = params_of(self.optimizer)

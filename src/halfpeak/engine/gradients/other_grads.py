@@ -78,8 +78,8 @@ class OtherGrads:
         """
         if any(not are_none(gradients_of(stashed.parameters)) for _, stashed in self._stashed):
             raise OrderError(
-                "a loss has reached parameters that another engine trains in a backward pass that is not synchronised over "
-                "the ranks; write halfpeak.prepare([model, other], [optimizer, other_optimizer]) for networks that one "
+                "a backward pass whose gradients are not reduced over the ranks has reached parameters that another engine "
+                "trains; write halfpeak.prepare([model, other], [optimizer, other_optimizer]) for networks that one "
                 "loss trains, or freeze the other network for this loss"
             )
 
@@ -263,7 +263,7 @@ class UnmanagedGrads:
         if not all(map(is_shard, gone)):
             raise OrderError(
                 "the model was sharded after it was prepared, so the optimizer holds parameters that are no longer part of "
-                "it and would move nothing; call fully_shard or parallelize_module first, build the optimizer, then prepare"
+                "it and would train nothing; call fully_shard or parallelize_module first, build the optimizer, then prepare"
             )
 
 

@@ -170,7 +170,7 @@ class Scaled(NamedTuple):
         scaler: the owner of ``scale``.
         scale: the factor of the losses.  # f32[]
         stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter.
-        sentinel: a zero on a master, or None if no master is free for one. Any write to it counts as ``zero_grad()``.
+        sentinel: :data:`MASTER_SENTINEL` on a master, or None if no master is free for one.
         sums: float32 sums over several passes, by ``id`` of the low parameter, whose own gradient is the sum rounded.
     """
 
@@ -203,7 +203,7 @@ class Pending(NamedTuple):
         snapshot: of the gradients.
         scale: the factor of the loss.  # f32[]
         pass_found_inf: of the backward pass; written when the gradients are read.  # f32[]
-        sentinel: :data:`PENDING_SENTINEL` on a master, or None if there is no master.
+        sentinel: :data:`MASTER_SENTINEL` on a master, or None if there is no master.
     """
 
     found_inf: Tensor
@@ -216,7 +216,7 @@ class Pending(NamedTuple):
 
 Window: TypeAlias = Empty | Unscaled | Scaled | Pending
 
-PENDING_SENTINEL: Final = 2.0**-100
+MASTER_SENTINEL: Final = 2.0**-100
 """Too small to change an update. Unlike after ``zero_grad()``, it is above zero if user code multiplies gradients."""
 
 LOW_SENTINEL: Final = 2.0**-14
@@ -281,7 +281,7 @@ def rearmed(window: Scaled) -> Scaled:
     low = [parameter for parameter in window.pairs.low_params if parameter.grad is not None]
     snapshot = GradSnapshot([*window.pairs.with_gradient(), *low])
     free = [master for master in window.pairs.masters if master.grad is None]
-    sentinel = Sentinel.place(min(free, key=Tensor.numel), 0.0) if free else None
+    sentinel = Sentinel.place(min(free, key=Tensor.numel), MASTER_SENTINEL) if free else None
     return window._replace(snapshot=snapshot, sentinel=sentinel)
 
 
@@ -292,10 +292,11 @@ def disarmed(window: Scaled) -> Scaled | None:
     allows edits, except of parameters with a stashed gradient, because scaled and unscaled gradients are equal.
 
     Raises:
-        OrderError: user code edited gradients that wait scaled.
+        OrderError: user code edited gradients that wait scaled, or those of masters, which have none yet.
     """
     sentinel, changed = window.sentinel, window.snapshot.changed()
     if sentinel is not None and not sentinel.unchanged():
+        refuse_edits([sentinel.holder.grad])
         return None
     gone = {id(holder) for holder in changed if is_zero(holder.grad)}
     edited = [holder for holder in changed if id(holder) not in gone]
@@ -372,7 +373,7 @@ def left_for_step(
     """
     snapshot = GradSnapshot(pairs.low_params) if unit else snapshot
     smallest = pairs.smallest
-    sentinel = None if smallest is None else Sentinel.place(smallest.main, PENDING_SENTINEL)
+    sentinel = None if smallest is None else Sentinel.place(smallest.main, MASTER_SENTINEL)
     return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)
 
 
@@ -390,8 +391,8 @@ def check_step(window: Window) -> None:
     """
     if isinstance(window, Scaled):
         raise OrderError(
-            "the window ends on a backward pass that was not synchronised, so its gradients are still scaled; leave "
-            "no_sync for its last pass, or let the engine enter it in every iteration: engine.forward(wrapped)"
+            "the last backward pass of the window was delayed or ran under no_sync, so its gradients are still scaled; run "
+            "the last pass outside of no_sync, or let the engine enter no_sync where it is due: engine.forward(wrapped)"
         )
 
 
@@ -423,7 +424,7 @@ def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
     if pairs.has_low_gradient(None if sentinel is None else sentinel.grad):
         raise OrderError(
             "the backward pass did not go through halfpeak, so its gradients never reached the float32 masters and this step "
-            "would move nothing; write engine.backward(loss), wrapper.backward(loss), or with amp "
+            "would change no weight; write engine.backward(loss), wrapper.backward(loss), or with amp "
             "`with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
         )
 
@@ -464,8 +465,8 @@ def refuse_edits(grads: Iterable[Tensor | None]) -> None:
     present = [grad for grad in grads if grad is not None]
     if any(grad.is_sparse or is_low(grad) or bool(grad.any()) for grad in present):
         raise OrderError(
-            "gradients were written while they waited, still scaled, for the next backward pass or for the step of a fused "
-            "optimizer; write halfpeak.prepare(..., clip=1.0) to clip, or engine.unscale() before you change "
-            "engine.main_grads() (without an engine, or under no_sync: after the last backward pass before the step), and "
+            "gradients were changed while they were still scaled, before the next backward pass or the step of a fused "
+            "optimizer; write halfpeak.prepare(..., clip=1.0) to clip, or engine.unscale() before you change gradients "
+            "(without an engine, or under no_sync: change them after the last backward pass before the step), and "
             "engine.backward(loss) for every loss"
         )
