@@ -175,7 +175,7 @@ def test_keys_are_revised_and_what_does_not_fit_is_logged(
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"https://.* is an address"):
+    with pytest.raises(ConfigError, match=r"https://.* is a URL"):
         load_checkpoint(nn.Linear(1, 1), "https://example.com/weights.pth")
     with pytest.raises(CheckpointError):
         load_checkpoint(nn.Linear(1, 1), tmp_path / "none.pth")

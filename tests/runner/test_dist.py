@@ -103,7 +103,7 @@ def test_slurm(
     ("launcher", "environment", "says"),
     [
         ("ssh", {}, "'pytorch', 'mpi', 'slurm'"),
-        ("pytorch", {}, "RANK, which is None; start the script with torchrun"),
+        ("pytorch", {}, "variable RANK, which is not set; start the script with torchrun"),
         ("pytorch", {"RANK": "first"}, "RANK, which is 'first'"),
         ("mpi", {}, "OMPI_COMM_WORLD_RANK.*mpirun"),
         ("slurm", {}, "SLURM_PROCID.*srun"),

@@ -168,7 +168,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
     again.resume(tmp_path / "epoch_1.pth")
     assert again.current_lr() == {"a": [0.1], "b": [0.3]}
     again.optimizer = {"a": again.optimizer["a"], "c": again.optimizer["b"]}
-    with pytest.raises(StateError, match=r"optimizers \['a', 'b'\], the runner \['a', 'c'\]"):
+    with pytest.raises(StateError, match=r"optimizers \['a', 'b'\], but the runner has \['a', 'c'\]"):
         again.resume(tmp_path / "epoch_1.pth")
 
 
@@ -203,8 +203,8 @@ def test_a_file_taken_inside_a_stage_counts_it_as_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"state_dict": {}}, "no meta with 'epoch' and 'iter'; write load_checkpoint"),
-        ({"state_dict": {}, "meta": {"epoch": 1}}, "no meta"),
+        ({"state_dict": {}}, "in 'meta', 'epoch' and 'iter'; call load_checkpoint"),
+        ({"state_dict": {}, "meta": {"epoch": 1}}, "no checkpoint of a run"),
         ({"meta": {"epoch": 1, "iter": 2}}, "no checkpoint of a run"),
         ([1, 2], "holds a list; a checkpoint is a dict"),
     ],
@@ -238,5 +238,5 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "epoch_1.pth", weights_only=True)
     state["loop"]["version"] = 99
     torch.save(state, tmp_path / "b.pth")
-    with pytest.raises(StateError, match="version 99; this halfpeak reads version 1"):
+    with pytest.raises(StateError, match="format version 99, and this halfpeak reads version 1"):
         runner.resume(tmp_path / "b.pth")

@@ -143,7 +143,7 @@ def test_the_optimizer_is_free_after_the_run_and_without_the_hook() -> None:
     loop = make_loop(make_net())
     hook = OptimizerHook()
     run(loop, hook, range(1))
-    with pytest.raises(OrderError, match="register one optimizer hook only"):
+    with pytest.raises(OrderError, match="register one optimizer hook per run"):
         OptimizerHook().before_run(loop)
     hook.after_run(loop)
     other = OptimizerHook()

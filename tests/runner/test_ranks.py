@@ -77,7 +77,7 @@ def test_another_number_of_ranks_leaves_the_window_out(
     with caplog.at_level(logging.WARNING, "alone"):
         made.resume(folder / name / "iter_3.pth")
         run(made)
-    assert "on 2 ranks inside an accumulation window, whose gradients are left out on 1" in caplog.text
+    assert "on 2 ranks inside an accumulation window; its gradients are dropped on 1 ranks" in caplog.text
     assert made.iter == 7
 
 

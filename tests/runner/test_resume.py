@@ -191,7 +191,9 @@ def test_a_resume_refuses_other_data(tmp_path: Path) -> None:
     run(build("EpochBasedRunner", tmp_path))
     again = build("EpochBasedRunner", tmp_path)
     again.resume(tmp_path / "iter_7.pth")
-    with pytest.raises(StateError, match="3 batches into its pass, and the data loader gives 2"):
+    with pytest.raises(
+        StateError, match="after 3 batches of a pass over the data, but the data loader has only 2"
+    ):
         again.run([DataLoader(zoo.Noisy(), batch_size=6, shuffle=True)], [("train", 1)])
 
 
@@ -203,7 +205,7 @@ def test_another_workflow_starts_from_its_first_entry(
     again.logger = zoo.logging.getLogger("loud")
     again.resume(tmp_path / "iter_6.pth")
     run(again)
-    assert "it begins anew" in caplog.text
+    assert "it starts from its first entry" in caplog.text
     assert again.epoch == 3
 
 
@@ -220,7 +222,7 @@ def test_a_file_of_the_other_runner_is_refused(tmp_path: Path) -> None:
     run(build("IterBasedRunner", tmp_path))
     again = build("EpochBasedRunner", tmp_path)
     before = again.checkpoint()
-    with pytest.raises(StateError, match="counts by 'iter', EpochBasedRunner does not"):
+    with pytest.raises(StateError, match="counts 'iter', but EpochBasedRunner counts 'epoch'"):
         again.resume(tmp_path / "iter_6.pth")
     assert not differences(before, again.checkpoint())
 

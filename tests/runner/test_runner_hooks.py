@@ -496,12 +496,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dataloader": DATA, "start": -1}, "start=-1"),
         ({"dataloader": DATA, "rule": "more"}, "rule='more' must be 'greater', 'less' or None"),
         ({"dataloader": DATA, "by_epoch": 1}, "by_epoch=1"),
-        ({"dataloader": DATA, "save_best": "speed"}, "whether 'speed' should be great or small"),
+        ({"dataloader": DATA, "save_best": "speed"}, "cannot tell from the name 'speed' whether"),
     ],
     "ProfilerHook": [
         ({"profile_iters": 0}, "profile_iters=0"),
-        ({"activities": ["gpu"]}, "'cpu' or 'cuda'"),
-        ({"on_trace_ready": {"type": "print"}}, "'log_trace' or 'tb_trace'"),
+        ({"activities": ["gpu"]}, r"activities=\['gpu'\] must be a list of 'cpu', 'cuda'"),
+        ({"on_trace_ready": {"type": "print"}}, "'print'.* must have the type 'log_trace' or 'tb_trace'"),
     ],
     "TextLoggerHook": [
         ({"interval": 0}, "interval=0"),

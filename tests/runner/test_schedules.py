@@ -195,7 +195,7 @@ def test_a_policy_that_says_no_value_is_refused(which: str) -> None:
     class Silent(hr.LrUpdaterHook if which == "lr" else hr.MomentumUpdaterHook):  # type: ignore[misc]
         pass
 
-    with pytest.raises(ConfigError, match=f"Silent says no value; .*get_{which}"):
+    with pytest.raises(ConfigError, match=f"Silent defines no value; .*get_{which}"):
         run(sgd(momentum=0.9), Silent(), which=which)
 
 
@@ -260,10 +260,10 @@ LR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"policy": "CosineRestart", "periods": [1, 2], "min_lr": 0},
         ConfigError,
-        "restart_weights=\\(1,\\) must be equally long",
+        "restart_weights=\\(1,\\) must be lists of the same length",
     ),
     ({"policy": "CosineRestart", "periods": [0], "min_lr": 0}, ConfigError, "periods="),
-    ({"policy": "cyclic", "by_epoch": True}, ConfigError, "goes by iterations only"),
+    ({"policy": "cyclic", "by_epoch": True}, ConfigError, "counts only iterations"),
     ({"policy": "cyclic", "target_ratio": (1, 2, 3)}, ConfigError, "must be one number or a pair"),
     ({"policy": "cyclic", "cyclic_times": 0}, ConfigError, "cyclic_times=0"),
     ({"policy": "cyclic", "step_ratio_up": 1.0}, ConfigError, "step_ratio_up=1.0"),
@@ -273,7 +273,7 @@ LR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ConfigError,
         "anneal_strategy='sin' must be one of 'cos', 'linear'",
     ),
-    ({"policy": "OneCycle", "max_lr": 1.0, "by_epoch": True}, ConfigError, "goes by iterations only"),
+    ({"policy": "OneCycle", "max_lr": 1.0, "by_epoch": True}, ConfigError, "counts only iterations"),
     ({"policy": "OneCycle", "max_lr": 1.0, "pct_start": 1}, ConfigError, "pct_start=1 must be a float"),
     ({"policy": "OneCycle", "max_lr": 1.0, "total_steps": 0}, ConfigError, "total_steps=0"),
     ({"policy": "OneCycle", "max_lr": 1.0, "three_phase": 1}, ConfigTypeError, "three_phase=1"),
@@ -305,7 +305,14 @@ def test_refused_schedules(config: dict[str, Any], error: type[Exception], messa
             "lr",
             {"policy": "CosineRestart", "periods": [1], "min_lr": 0},
             ConfigError,
-            "iteration 1 comes after",
+            "epoch 1 is after the last",
+        ),
+        (
+            sgd(),
+            "lr",
+            {"policy": "CosineRestart", "periods": [2], "min_lr": 0, "by_epoch": False},
+            ConfigError,
+            "iteration 2 is after the last",
         ),
         (
             torch.optim.Adagrad([parameter()]),
@@ -326,7 +333,7 @@ def test_schedules_that_do_not_fit_the_run(
 def test_a_schedule_by_epoch_needs_epochs() -> None:
     made = hr.IterBasedRunner(Idle(), optimizer=sgd(), max_iters=3)
     made.register_lr_hook({"policy": "poly"})
-    with pytest.raises(ConfigError, match="this runner has max_iters; write by_epoch=False"):
+    with pytest.raises(ConfigError, match="the runner has no max_epochs; write by_epoch=False"):
         made.run([DATA], [("train", 1)])
 
 

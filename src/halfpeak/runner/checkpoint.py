@@ -65,8 +65,9 @@ def load_weights(
         StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     given = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
-    if not all(isinstance(key, str) for key in given):
-        raise StateError("the weights of a checkpoint must have names")
+    unnamed = [key for key in given if not isinstance(key, str)]
+    if unnamed:
+        raise StateError(f"the keys of a checkpoint's weights must be strings, not {short_repr(unnamed[0])}")
     for pattern, replacement in revise_keys:
         given = {re.sub(pattern, replacement, key): value for key, value in given.items()}
     model = unwrap(model)
@@ -148,7 +149,7 @@ def load_checkpoint(
         StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     if "://" in str(filename):
-        raise ConfigError(f"{filename} is an address; download it, and write the path of the file")
+        raise ConfigError(f"{filename} is a URL; download the file and pass its path")
     checkpoint = read_checkpoint(filename, map_location)
     load_weights(model, checkpoint, strict=strict, revise_keys=revise_keys, logger=logger)
     return checkpoint

@@ -90,7 +90,7 @@ def _from_mpi(port: object) -> Launched:
     rank = _number("OMPI_COMM_WORLD_RANK", "mpi")
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(
-            "launcher='mpi' needs MASTER_ADDR; write mpirun -x MASTER_ADDR=<host of rank 0> ..."
+            "launcher='mpi' needs the environment variable MASTER_ADDR; write mpirun -x MASTER_ADDR=<host of rank 0> ..."
         )
     environment = {
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
@@ -118,7 +118,9 @@ def _from_slurm(port: object) -> Launched:
 def _first_host() -> str:
     nodes = os.environ.get("SLURM_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
-        raise ConfigError("launcher='slurm' needs SLURM_NODELIST or MASTER_ADDR; start the script with srun")
+        raise ConfigError(
+            "launcher='slurm' needs the environment variable SLURM_NODELIST or MASTER_ADDR; start the script with srun"
+        )
     # "node[07-08,12]-a,other" means node07-a, node08-a, ...; take the first name, with each bracket's first number.
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else nodes
@@ -130,8 +132,10 @@ def _number(name: str, launcher: str, default: int | None = None) -> int:
         return int(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         start = {"pytorch": "torchrun", "mpi": "mpirun", "slurm": "srun"}[launcher]
+        found = "is not set" if value is None else f"is {short_repr(value)}"
         raise ConfigError(
-            f"launcher={short_repr(launcher)} needs the variable {name}, which is {value!r}; start the script with {start}"
+            f"launcher={short_repr(launcher)} needs a number in the environment variable {name}, which {found}; start the "
+            f"script with {start}"
         ) from None
 
 

@@ -40,7 +40,7 @@ def auto_fp16(
         supported_types: classes whose methods may be decorated.
 
     Raises:
-        ConfigTypeError: used without brackets; or the method is called on an object outside ``supported_types``.
+        ConfigTypeError: used without parentheses; or the method is called on an object outside ``supported_types``.
 
     >>> class Model(nn.Linear):
     ...     fp16_enabled = False
@@ -66,7 +66,7 @@ def force_fp32(
         out_fp16: cast the result to the low dtype.
 
     Raises:
-        ConfigTypeError: used without brackets; or the method is called on an object that is no module.
+        ConfigTypeError: used without parentheses; or the method is called on an object that is no module.
     """
     return _decorator("force_fp32", apply_to, (nn.Module,), lowers=False, casts_back=out_fp16)
 
@@ -81,7 +81,7 @@ def _decorator(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that casts arguments to low (``lowers``) or float32, and with ``casts_back`` the result back."""
     if callable(apply_to):
-        raise ConfigTypeError(f"a method is decorated with brackets; write @{name}()")
+        raise ConfigTypeError(f"@{name} needs parentheses; write @{name}()")
     wanted = None if apply_to is None else frozenset([apply_to] if isinstance(apply_to, str) else apply_to)
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:

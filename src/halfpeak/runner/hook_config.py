@@ -39,7 +39,9 @@ def schedule_of(argument: str, config: HookConfig, suffix: str) -> Hook | None:
     """As :func:`hook_of`, but ``dict(policy="step")`` means the hook ``"Step" + suffix``."""
     if isinstance(config, Mapping) and "type" not in config:
         if not isinstance(config.get("policy"), str):
-            raise ConfigTypeError(f"{argument} needs the name of a policy; write dict(policy='fixed')")
+            raise ConfigTypeError(
+                f"{argument} must name a policy or a type; write {argument}=dict(policy='fixed')"
+            )
         # mmcv has "step" and "cyclic" in lower case, and policies of several words as in the class name.
         policy = config["policy"].title() if config["policy"].islower() else config["policy"]
         config = {**{key: value for key, value in config.items() if key != "policy"}, "type": policy + suffix}
@@ -53,7 +55,7 @@ def loggers_of(log_config: Mapping[str, Any] | None) -> list[Hook]:
     config = _require_mapping("log_config", log_config, _LOG_CONFIG)
     if "hooks" not in config or not set(config) <= {"interval", "hooks"}:
         raise ConfigTypeError(
-            f"log_config has 'interval' and 'hooks', not {sorted(map(str, config))}; write {_LOG_CONFIG}"
+            f"log_config must have 'hooks' and may have 'interval', but it has {sorted(map(str, config))}; write {_LOG_CONFIG}"
         )
     common = {"interval": config["interval"]} if "interval" in config else {}
     return [

@@ -105,10 +105,13 @@ class LogBuffer:
         require_mapping(counts, "counts", list(values))
         for name, history in values.items():
             numbers = require_list(history, "logged values")
-            weights = require_list(counts[name], "weights of them", len(numbers))
-            if not isinstance(name, str) or not all(map(is_float_sized, (*numbers, *weights))):
+            weights = require_list(counts[name], "weights of logged values", len(numbers))
+            if not isinstance(name, str):
+                raise StateError(f"the names in a log must be strings, not {short_repr(name)}")
+            wrong = [value for value in (*numbers, *weights) if not is_float_sized(value)]
+            if wrong:
                 raise StateError(
-                    f"the log of {short_repr(name)} must be of numbers, not {short_repr(history)}"
+                    f"the log of {short_repr(name)} must have numbers, not {short_repr(wrong[0])}"
                 )
         self.clear()
         self._values.update({name: list(history) for name, history in values.items()})

@@ -131,7 +131,11 @@ class LossScaler:
         try:
             rule = {key: state_dict[key] for key in ("mode", "scale_factor", "scale_window")}
             restored = LossScaler(init_scale=numbers["scale"], **rule)
-        except (ConfigError, KeyError) as error:
+        except KeyError as error:
+            raise StateError(
+                f"the state of a LossScaler has no {error}; pass what its state_dict() returned"
+            ) from None
+        except ConfigError as error:
             raise StateError(f"{error}; nothing was loaded") from None
         begun = restored._scaler.state_dict()
         restored._scaler.load_state_dict({**begun, "clean": numbers["clean"]})

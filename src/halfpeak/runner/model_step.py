@@ -39,9 +39,9 @@ def check_model(model: nn.Module, batch_processor: BatchProcessor | None) -> Non
         )
     elif not hasattr(model, "train_step"):
         wrapper = wrapper_of(model) or ""
-        hint = "def train_step(self, data, optimizer): return dict(loss=..., log_vars={...}, num_samples=...)"
+        hint = "write def train_step(self, data, optimizer): return dict(loss=..., log_vars={...}, num_samples=...)"
         if wrapper:
-            hint = f"{wrapper} hides it: write MMDistributedDataParallel(model), or wrap the layers inside the model"
+            hint = f"{wrapper} hides it; write MMDistributedDataParallel(model), or wrap the layers inside the model"
         raise ConfigTypeError(f"{type(model).__name__} has no train_step; {hint}")
 
 

@@ -59,27 +59,31 @@ def parse(
     meta, loop = state.get("meta"), state.get("loop")
     if not isinstance(meta, Mapping) or not {"epoch", "iter"} <= set(meta) or "state_dict" not in state:
         raise StateError(
-            f"{source} is no checkpoint of a run: it has no meta with 'epoch' and 'iter'; write load_checkpoint to take "
-            "its weights only"
+            f"{source} is no checkpoint of a run, which has 'state_dict' and, in 'meta', 'epoch' and 'iter'; call "
+            "load_checkpoint to load only its weights"
         )
     for name in ("epoch", "iter"):
         require_count(meta[name], name)
     if loop is None:
         return Saved(dict(meta), state, None)
     version, counts_by = (
-        require_mapping(loop, "the place in the run").get(name) for name in ("version", "kind")
+        require_mapping(loop, "the checkpoint's 'loop'").get(name) for name in ("version", "kind")
     )
     if type(version) is not int or version != VERSION:
-        raise StateError(f"{source} has version {short_repr(version)}; this halfpeak reads version {VERSION}")
+        raise StateError(
+            f"{source} has format version {short_repr(version)}, and this halfpeak reads version {VERSION}; call "
+            "load_checkpoint to load only its weights"
+        )
     if not isinstance(counts_by, str) or counts_by != kind:
         raise StateError(
-            f"{source} is from a runner that counts by {short_repr(counts_by)}, {runner} does not; use the same runner"
+            f"{source} was saved by a runner that counts {short_repr(counts_by)}, but {runner} counts {kind!r}; resume with "
+            "the same runner class"
         )
     _check_parts(state, kind)
     state, is_short = with_windows_of(state, rank, world, source)
     if is_short:
         logger.warning(
-            "the file was saved on %d ranks inside an accumulation window, whose gradients are left out on %d",
+            "the file was saved on %d ranks inside an accumulation window; its gradients are dropped on %d ranks",
             loop["world_size"],
             world,
         )
@@ -88,26 +92,32 @@ def parse(
 
 def _check_parts(state: Mapping[str, Any], kind: str) -> None:
     """Check the parts of a file that :func:`parse` and the runner read, for all ranks."""
-    for hook in require_mapping(state.get("hooks"), "the states of hooks").values():
-        require_mapping(hook, "the state of a hook")
+    for hook in require_mapping(state.get("hooks"), "the checkpoint's 'hooks'").values():
+        require_mapping(hook, "a hook's state in the checkpoint")
     for part in (state, *require_list(state.get("ranks", ()), "ranks")):
-        known = require_mapping(part, "what the file holds of a rank")
-        random_state.parse(require_mapping(known.get("random"), "the state of random generators"))
+        known = require_mapping(part, "the checkpoint's entry for one rank")
+        random_state.parse(require_mapping(known.get("random"), "the checkpoint's 'random'"))
         if "windows" in known:
-            for one in require_mapping(known["windows"], "open windows", ("hooks", "optimizer")).values():
-                require_mapping(one, "open windows")
-        loop = require_mapping(known.get("loop"), "the place in the run")
+            for one in require_mapping(
+                known["windows"], "a rank's 'windows'", ("hooks", "optimizer")
+            ).values():
+                require_mapping(one, "an entry of a rank's 'windows'")
+        loop = require_mapping(known.get("loop"), "the checkpoint's 'loop'")
         for name, least in (("world_size", 1), ("flow", 0), ("done", 0)):
             require_count(loop.get(name), name, least)
         for entry in require_list(loop.get("workflow"), "workflow"):
-            mode, times = require_list(entry, "entry of the workflow", 2)
-            if not isinstance(mode, str) or type(times) is not int:
-                raise StateError(f"the workflow of the file has an entry {short_repr(entry)}")
+            if not isinstance(entry, (list, tuple)) or [type(part) for part in entry] != [str, int]:
+                raise StateError(
+                    f"an entry of the checkpoint's workflow must be a mode and a number, such as ['train', 1], not "
+                    f"{short_repr(entry)}"
+                )
         if kind == "epoch":
             places = [loop.get("open", ())]  # () fails check_place; halfpeak writes None between passes
         else:
             loaders = require_list(loop.get("loaders"), "loaders")
-            known = [require_mapping(one, "the place in a loader", ("epoch", "batches")) for one in loaders]
+            known = [
+                require_mapping(one, "the position in a loader", ("epoch", "batches")) for one in loaders
+            ]
             places = [
                 one["batches"] for one in known if require_count(one["epoch"], "the epoch of a loader") >= 0
             ]
@@ -127,7 +137,9 @@ def check_optimizers(optimizer: Optimizers, state: Any) -> None:
     named = optimizers.by_name(optimizer)
     states = {"": state} if set(named) == {""} else state
     if not isinstance(states, Mapping) or set(states) != set(named):
-        raise StateError(f"the file has optimizers {short_repr(list(states))}, the runner {list(named)}")
+        raise StateError(
+            f"the file has the optimizers {short_repr(list(states))}, but the runner has {list(named)}"
+        )
     for name, one in named.items():
         if isinstance(one, OptimWrapper):
             one.check_state_dict(states[name])
@@ -204,7 +216,10 @@ def _part_of(state: Mapping[str, Any], rank: int, world: int, logger: Logger) ->
     if len(ranks) == world:
         return {name: ranks[rank][name] for name in OF_RANK}
     if world > 1:
-        logger.warning("every rank takes the random generators of rank 0: the file has no others for it")
+        logger.warning(
+            "the file has no random states and data positions of %d ranks; every rank takes those of rank 0",
+            world,
+        )
     return {name: state[name] for name in OF_RANK}
 
 

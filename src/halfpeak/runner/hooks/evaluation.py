@@ -153,7 +153,7 @@ class EvalHook(Hook):
                     "return the scores as a dict"
                 )
             scores = dataset.evaluate(results, logger=runner.logger, **self.eval_kwargs)  # type: ignore[union-attr]
-        return dict(require_dict("the scores", scores, "dict(acc=0.9)"))
+        return dict(require_dict("the result of the dataset's evaluate()", scores, "return dict(acc=0.9)"))
 
     def _is_due(self, number: int) -> bool:
         if self.start is None:
@@ -211,7 +211,8 @@ class EvalHook(Hook):
             if any(one.lower() in key.lower() for one in keys):
                 return is_greater
         raise ConfigError(
-            f"nothing says whether {short_repr(key)} should be great or small; write rule='greater' or rule='less'"
+            f"cannot tell from the name {short_repr(key)} whether a greater score is better; write rule='greater' or "
+            "rule='less'"
         )
 
 

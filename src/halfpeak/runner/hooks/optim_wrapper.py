@@ -77,6 +77,6 @@ def _wrapper_of(runner: RunnerView) -> OptimWrapper:
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         return wrapper
     raise ConfigTypeError(
-        f"OptimWrapperHook steps one OptimWrapper, and the runner's optimizer is {type(wrapper).__name__}; pass "
-        "optimizer=OptimWrapper(...), or with several let the model step in train_step and write optimizer_config=None"
+        f"OptimWrapperHook steps one OptimWrapper, but the runner's optimizer is of type {type(wrapper).__name__}; pass "
+        "optimizer=OptimWrapper(...), or step several in the model's train_step and write optimizer_config=None"
     )

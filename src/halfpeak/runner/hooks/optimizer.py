@@ -188,8 +188,9 @@ class OptimizerHook(Hook):
             self._release()
             if prepared_of(optimizer) is not None:
                 raise OrderError(
-                    f"{type(self).__name__} cannot take {type(optimizer).__name__}, which another hook or halfpeak.prepare "
-                    "steps already; register one optimizer hook only, and let an earlier run come to its end"
+                    f"{type(self).__name__} cannot step this {type(optimizer).__name__}: another optimizer hook, "
+                    "halfpeak.prepare or amp.initialize steps it already; register one optimizer hook per run, and delete "
+                    "the runner of an earlier run first"
                 )
             self._engine = engine = self._build(runner, optimizer)
             # Deleting this hook releases the optimizer, so that another hook can prepare it.
@@ -366,7 +367,7 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
         return optimizer
     if isinstance(optimizer, Mapping):
         raise ConfigTypeError(
-            f"{name} steps one optimizer, and the runner has {', '.join(map(repr, optimizer))}; step them in the model's "
+            f"{name} steps one optimizer, but the runner has {', '.join(map(repr, optimizer))}; step them in the model's "
             "train_step and write optimizer_config=None"
         )
     raise ConfigTypeError(
@@ -390,7 +391,7 @@ def require_loss(runner: RunnerView) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(loss, Tensor):
         raise ConfigTypeError(
-            f"train_step must return dict(loss=<tensor>, ...), and its loss is {type(loss).__name__}; write "
+            f"train_step must return a dict with a tensor as 'loss', not {type(loss).__name__}; write "
             "return dict(loss=loss, num_samples=len(batch))"
         )
     return loss

@@ -44,14 +44,18 @@ class ProfilerHook(Hook):
         here = {
             name.lower() for name, activity in known.items() if activity in profiler.supported_activities()
         }
+        allowed = sorted({*here, "cpu", "cuda"})
         trace = on_trace_ready.get("type") if isinstance(on_trace_ready, Mapping) else "log_trace"
         require_count("profile_iters", profile_iters)
-        if trace not in ("log_trace", "tb_trace") or not (
-            isinstance(activities, (list, tuple)) and all(one in (*here, "cpu", "cuda") for one in activities)
-        ):
+        if not isinstance(activities, (list, tuple)) or not all(one in allowed for one in activities):
             raise ConfigError(
-                f"activities={short_repr(activities)} must be 'cpu' or 'cuda', and a trace "
-                f"of type {short_repr(trace)} 'log_trace' or 'tb_trace'"
+                f"activities={short_repr(activities)} must be a list of {', '.join(map(repr, allowed))}; write "
+                "activities=['cpu', 'cuda']"
+            )
+        if trace not in ("log_trace", "tb_trace"):
+            raise ConfigError(
+                f"on_trace_ready={short_repr(on_trace_ready)} must have the type 'log_trace' or 'tb_trace'; write "
+                "on_trace_ready=dict(type='log_trace')"
             )
         self.by_epoch, self.profile_iters, self.json_trace_path = by_epoch, profile_iters, json_trace_path
         self._options: dict[str, Any] = {

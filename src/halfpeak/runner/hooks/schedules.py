@@ -144,16 +144,20 @@ class UpdaterHook(Hook):
             ConfigError: the runner has no length in this unit.
         """
         total = runner.max_epochs if self.by_epoch else runner.max_iters
+        if total is None and self.by_epoch:
+            raise ConfigError(
+                f"{type(self).__name__} counts epochs, but the runner has no max_epochs; write by_epoch=False"
+            )
         if total is None:
             raise ConfigError(
-                f"{type(self).__name__} counts epochs, and this runner has max_iters; write by_epoch=False"
+                f"{type(self).__name__} counts iterations, but the runner has no max_iters; give it max_iters=..."
             )
         return total
 
     def _on_curve(self, runner: RunnerView, base: float) -> float:
         if self._curve is None:
             raise ConfigError(
-                f"{type(self).__name__} says no value; define get_lr(self, runner, base_lr), or for a momentum "
+                f"{type(self).__name__} defines no value; override get_lr(self, runner, base_lr), or for a momentum "
                 "get_momentum(self, runner, base_momentum)"
             )
         return self._curve(base, self._place(runner), lambda: self._total(runner))
@@ -415,7 +419,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
     ) -> None:
         if not isinstance(periods, (list, tuple)) or not all(type(one) is int and one > 0 for one in periods):
             raise ConfigError(
-                f"periods={short_repr(periods)} must be a list of lengths; write periods=[100, 200]"
+                f"periods={short_repr(periods)} must be a list of integers of 1 or more; write periods=[100, 200]"
             )
         if (
             not isinstance(restart_weights, (list, tuple))
@@ -423,8 +427,8 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
             or not periods
         ):
             raise ConfigError(
-                f"periods={short_repr(periods)} and restart_weights={short_repr(restart_weights)} must be equally long; give "
-                "one weight per period"
+                f"periods={short_repr(periods)} and restart_weights={short_repr(restart_weights)} must be lists of the same "
+                "length of 1 or more; give one weight per period"
             )
         self.periods, self.restart_weights = periods, restart_weights
         self._ends = list(accumulate(periods))
@@ -441,7 +445,8 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
         number = bisect_right(self._ends, place)
         if number == len(self._ends):
             raise ConfigError(
-                f"iteration {place} comes after the last of periods={list(self.periods)}; let them add up to the whole run"
+                f"{'epoch' if self.by_epoch else 'iteration'} {place} is after the last of periods={list(self.periods)}; let "
+                "them add up to the whole run"
             )
         lowest, period = self._target(base_lr), self.periods[number]
         highest = lowest + self.restart_weights[number] * (base_lr - lowest)
@@ -531,7 +536,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         """
         if self.total_steps is not None and self.total_steps < self._total(runner):
             raise ConfigError(
-                f"total_steps={self.total_steps} is less than the {self._total(runner)} iterations of the run"
+                f"total_steps={self.total_steps} is less than the {self._total(runner)} iterations of the run; leave it out, "
+                "for the length of the run"
             )
         named = optimizers.by_name(runner.optimizer)
         for name, one in named.items():
@@ -609,7 +615,7 @@ def _require_iterations(by_epoch: bool, policy: str) -> None:
         ConfigError: ``by_epoch`` is True.
     """
     if by_epoch:
-        raise ConfigError(f"policy {short_repr(policy)} goes by iterations only; write by_epoch=False")
+        raise ConfigError(f"policy {short_repr(policy)} counts only iterations; write by_epoch=False")
 
 
 def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:

@@ -571,7 +571,9 @@ class BaseRunner:
             self._go_to(loop["flow"], loop["done"])
             return loop
         self.logger.warning(
-            "the workflow was %s when the run was saved; it begins anew", short_repr(loop["workflow"])
+            "the workflow is %s, but was %s when the run was saved; it starts from its first entry",
+            self._workflow(),
+            short_repr(loop["workflow"]),
         )
         return None
 

@@ -40,8 +40,8 @@ class Batches(Iterator[Any]):
                 last = next(self)
             except StopIteration:
                 raise StateError(
-                    f"the run was {state['taken']} batches into its pass, and the data loader gives {self.num_batches} now; "
-                    "resume with the data and the batch size it had"
+                    f"the run resumes after {state['taken']} batches of a pass over the data, but the data loader has only "
+                    f"{self.num_batches}; resume with the same data and batch size"
                 ) from None
             self._begun = [last] if self.num_batches == state["taken"] and state.get("begun") else []
 
@@ -64,11 +64,11 @@ def check_place(state: object) -> None:
     Raises:
         StateError: it is not.
     """
-    what, keys = "the place in the data", ("taken", "start", "generators", "begun")
+    what, keys = "the position in the data", ("taken", "start", "generators", "begun")
     known = require_mapping({"begun": False, **require_mapping(state, what)}, what, keys)
     require_count(known["taken"], "the number of batches")
     if not isinstance(known["begun"], bool):
-        raise StateError(f"begun must be True or False, not {short_repr(known['begun'])}")
+        raise StateError(f"'begun' of {what} must be True or False, not {short_repr(known['begun'])}")
     random_state.parse(require_mapping(known["start"], "the state of random generators"))
     require_list(known["generators"], "generators")
 
@@ -185,7 +185,7 @@ def parse_workflow(
             )
     if len(data_loaders) != len(workflow):
         raise ConfigError(
-            f"{len(data_loaders)} data loaders and {len(workflow)} entries in the workflow; give one loader per entry"
+            f"there are {len(data_loaders)} data loaders and {len(workflow)} entries in the workflow; give one loader per entry"
         )
     flows = [
         Flow(loader, *_entry(runner, entry)) for loader, entry in zip(data_loaders, workflow, strict=True)
@@ -205,10 +205,10 @@ def _entry(runner: object, entry: Any) -> tuple[str, int]:
         )
     if mode.startswith("_") or not callable(getattr(runner, mode, None)):
         raise ConfigError(
-            f"{type(runner).__name__} has no method {short_repr(mode)} to run an epoch; write 'train' or 'val' in the workflow"
+            f"{type(runner).__name__} has no method {short_repr(mode)}, which the workflow names; write 'train' or 'val'"
         )
     if isinstance(times, bool) or not isinstance(times, int) or times < 0:
         raise ConfigTypeError(
-            f"{short_repr(times)} in the workflow must be a number of times; write ('{mode}', 1)"
+            f"{short_repr(times)} in the workflow must be an integer of 0 or more; write ('{mode}', 1)"
         )
     return mode, times

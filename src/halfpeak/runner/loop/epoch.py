@@ -65,7 +65,11 @@ class EpochBasedRunner(BaseRunner):
             ConfigError: the runner has no length, or the workflow cannot be run.
         """
         if max_epochs is not None:
-            warnings.warn("max_epochs is an argument of the runner now", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "max_epochs of run() is deprecated; write EpochBasedRunner(..., max_epochs=12)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             self._max_epochs = max_epochs
         if self._max_epochs is None:
             raise ConfigError("this runner has no length; write EpochBasedRunner(..., max_epochs=12)")

@@ -64,7 +64,11 @@ class IterBasedRunner(BaseRunner):
             ConfigError: the runner has no length, or the workflow cannot be run.
         """
         if max_iters is not None:
-            warnings.warn("max_iters is an argument of the runner now", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "max_iters of run() is deprecated; write IterBasedRunner(..., max_iters=90000)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             self._max_iters = max_iters
         if self._max_iters is None:
             raise ConfigError("this runner has no length; write IterBasedRunner(..., max_iters=90000)")
