@@ -124,7 +124,10 @@ class TestOneProcess:
             ({"shared_param": True}, "leave it out"),
             ({"gradient_average_split_factor": 2.0}, "write gradient_predivide_factor"),
             ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor"),
-            ({"delay_allreduce": True, "allreduce_trigger_params": []}, "leave out delay_allreduce"),
+            (
+                {"delay_allreduce": True, "allreduce_trigger_params": []},
+                "delay_allreduce=True exclude each other",
+            ),
         ],
     )
     def test_arguments_that_apex_refused(self, options: dict[str, Any], message: str) -> None:

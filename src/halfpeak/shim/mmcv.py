@@ -124,8 +124,8 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     }
 )
 
-_CONFIG: Final = "install mmengine-lite, whose Config answers then"
-_VERSION_2: Final = "install mmcv-lite, whose version 2 has it; mmcv.runner is added to that"
+_CONFIG: Final = "install mmengine-lite; the name then gives mmengine's class"
+_VERSION_2: Final = "install mmcv-lite 2.x, which has it; halfpeak adds mmcv.runner to it"
 
 _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -141,9 +141,9 @@ _ABSENT: Final[Mapping[str, str]] = MappingProxyType(
         "mmcv.cnn": _VERSION_2,
         "mmcv.fileio": "use mmengine.fileio",
         "mmcv.image": _VERSION_2,
-        "mmcv.ops": "install mmcv of version 2; mmcv.runner is added to that",
+        "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",
         "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
-        "mmcv.runner": "docs/compat/mmcv.md lists what is there",
+        "mmcv.runner": "docs/compat/mmcv.md lists what it provides",
         "mmcv.runner.hooks": (
             "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
         ),

@@ -84,5 +84,5 @@ class Shim:
 
     def refusal(self, fullname: str) -> str:
         """The message for an import of a name that is not provided."""
-        advice = self.advice(fullname) or f"{self.page} lists what it does"
+        advice = self.advice(fullname) or f"{self.page} lists what it provides"
         return f"halfpeak does not provide {fullname}; {advice}"

@@ -65,15 +65,17 @@ class DistributedDataParallel(_BASE):
         prof: bool = False,
     ) -> None:
         if shared_param is not None:
-            raise ConfigError("shared_param has no meaning any more; leave it out, shared parameters work")
+            raise ConfigError(
+                "shared_param was removed from apex; leave it out, shared parameters work without it"
+            )
         if gradient_average_split_factor is not None:
             raise ConfigError(
-                "gradient_average_split_factor was renamed; write gradient_predivide_factor=..."
+                "gradient_average_split_factor was renamed in apex; write gradient_predivide_factor=..."
             )
         factor = require_scale("gradient_predivide_factor", gradient_predivide_factor)
         if delay_allreduce and allreduce_trigger_params is not None:
             raise ConfigError(
-                "allreduce_trigger_params needs reductions during the pass; leave out delay_allreduce=True"
+                "allreduce_trigger_params and delay_allreduce=True exclude each other; leave out one of them"
             )
         super().__init__(
             module,

@@ -135,11 +135,11 @@ class _MixedNorm(_FusedNorm):
         unknown = set(kwargs) - {"elementwise_affine"}
         if unknown:
             raise ConfigTypeError(
-                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; leave it out"
+                f"{type(self).__name__} takes no argument {', '.join(map(repr, sorted(unknown)))}; leave it out"
             )
         if not kwargs.get("elementwise_affine", True):
             raise ConfigError(
-                f"{type(self).__name__} needs elementwise_affine=True: its weight says which dtype it returns"
+                f"{type(self).__name__} needs elementwise_affine=True, because its output has the dtype of its weight"
             )
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
