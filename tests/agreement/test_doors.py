@@ -1,4 +1,4 @@
-"""The native engine and loops written by hand in plain torch give the same bits; the front ends: ``tests/laws``."""
+"""The engine has the bits of loops written by hand in plain torch; ``tests/laws`` compares the front ends with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERFLOWS = (3, 4, 11, 24)
 
 @dataclass
 class History:
-    """What a run leaves: everything that training has changed, the scale after each step, and which steps moved."""
+    """The result of a run: everything that training has changed, the scale after each step, and which steps moved."""
 
     values: list[Any] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class History:
 
 
 def overflowing_at(net: nn.Sequential, step: int) -> AbstractContextManager[None]:
-    """At some steps the gradient of one weight ends in an inf."""
+    """At :data:`OVERFLOWS` one gradient gets an infinite element."""
     return overflowing(net[step % 2].weight) if step in OVERFLOWS else nullcontext()
 
 
@@ -85,7 +85,7 @@ def test_o0_is_plain_torch(kind: str) -> None:
 
 
 class LowNet(nn.Module):
-    """``make_net`` with low Linears and float32 norms, casts written out by hand."""
+    """``make_net`` with low-precision Linears and float32 norms, casts written out by hand."""
 
     def __init__(self, net: nn.Sequential, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Wrappers against loops of plain torch, and ApexOptimWrapper against the other doors: bit for bit."""
+"""Wrappers equal loops of plain torch, and ``ApexOptimWrapper`` with several losses the engine, bit for bit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_float32_is_the_loop_that_anyone_would_write(
 
 
 def make_normless() -> nn.Sequential:
-    """Nothing here has running statistics, which torch's scaler leaves poisoned where ours puts them back."""
+    """A net without running statistics, which halfpeak restores after an overflow and torch's scaler does not."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -106,7 +106,7 @@ def make_normless() -> nn.Sequential:
 def test_amp_is_autocast_and_grad_scaler(
     dtype: str, loss_scale: Any, optimizer: str, clip: str, every: int, total: int
 ) -> None:
-    """Through an overflow in the middle, except where nothing scales and so nothing would be skipped by torch."""
+    """With an overflow in the middle, except with a disabled scaler, with which torch would not skip."""
     skips = loss_scale != {"enabled": False}
 
     def batch(i: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ MAX_SHOWN = 5
 
 
 def main() -> int:
-    """Run until the time is over. Returns 1 where something was found."""
+    """Run until the time is over; return 1 if a mismatch was found."""
     arguments = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     arguments.add_argument("--seed", type=int, default=0, help="where the configurations begin")
     arguments.add_argument("--minutes", type=float, default=1.0, help="how long")
@@ -67,7 +67,7 @@ def work(seed: int, job: int, jobs: int, until: float, found: Queue[Any]) -> Non
 
 
 def report(counts: Counts, failures: list[tuple[int, str, str]], minutes: float) -> None:
-    """What was tried, by event, and what was found."""
+    """Print what was tried, by event, and the mismatches."""
     for name in EVENTS:
         refused = sum(count for key, count in counts.refused.items() if key.startswith(f"{name}: "))
         left_out = counts.left_out[name]

@@ -24,12 +24,12 @@ class Mismatch(AssertionError):
 
 
 class Refused(Exception):
-    """halfpeak refused what an event has made of the run, and may."""
+    """halfpeak refused to continue after an event, which the event allows."""
 
 
 @dataclass
 class Counts:
-    """What has been tried."""
+    """How much has been tried."""
 
     configurations: int = 0
     steps: int = 0
@@ -114,7 +114,7 @@ class Comparison:
         self.counts.skips += results[0].found_inf
 
     def _both(self, what: str, call: Callable[[Any], Any], at: int) -> tuple[Any, Any]:
-        """Both do it, or both raise what an event has planted."""
+        """Make the call on both sides; if one raises the exception that an event has planted, both must."""
         self.where = f"iteration {at}, {what}"
         raised: list[BaseException | None] = [None, None]
         results: list[Any] = [None, None]
@@ -143,7 +143,7 @@ class Comparison:
             raise ours
 
     def _may_be_refused(self, error: HalfpeakError) -> bool:
-        """Whether an event that has happened may have this consequence; nothing can be compared after it."""
+        """Whether an event of this run allows the error, after which nothing can be compared."""
         for name in self.happened:
             for text in EVENTS[name].later:
                 if text in str(error):
@@ -214,7 +214,7 @@ class Comparison:
             self._close(name, one, other, self.tolerance)
 
     def _check_values(self) -> None:
-        """What ``model.state_dict()`` gives, also after the last event."""
+        """Compare ``model.state_dict()``, also after the last event."""
         self.where = "end"
         one, other = self.subject.values(), self.reference.values()
         if list(one) != list(other):
@@ -223,7 +223,7 @@ class Comparison:
             self._close(f"state_dict {name}", one[name], other[name], self.tolerance)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """What training has changed on both sides."""
+        """The tensors that training changes: name, the subject's, the reference's."""
         ours, theirs = self.subject, self.reference
         named = zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True)
         for (name, one), (_, other) in named:
@@ -240,7 +240,7 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # One gets its master, and what was written into its weight, when its optimizer next has a pass of its own.
+                # A frozen one gets its master, and what was written into its weight, in its optimizer's next own pass.
                 if one.requires_grad:
                     value = ours.engine.masters.fp32_value(ours.model_of(one))
                     pair = theirs.pairs.get(id(theirs.model_of(other)))
@@ -273,11 +273,11 @@ class Comparison:
 
 
 NORM = Tolerance(1e-5, 1e-30, "")
-"""Squares are added up in another order."""
+"""The squares are summed in another order."""
 
 
 def _backward(losses: list[Tensor], loss_id: int, turn: list[int] | None, count: int, run: Any) -> None:
-    """Each side takes its own loss."""
+    """Call backward on one side; the sides take their losses in turn."""
     run.backward(losses.pop(0), loss_id, turn, retain=loss_id + 1 < count)
 
 
@@ -289,7 +289,7 @@ def _groups(state: dict[str, Any]) -> list[Any]:
 
 
 def _rows(name: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The state of one parameter. A fused kernel that skips has made zeros, which say nothing."""
+    """The state of one parameter. Zeros on one side only are left out, because a skipped fused kernel creates them."""
     for key in {**one, **other}:
         ours, theirs = one.get(key), other.get(key)
         if ours is None and theirs is None:

@@ -1,4 +1,4 @@
-"""What one run of the fuzzer is: plain values that a seed draws, and that a script can write down."""
+"""The configuration of one run of the fuzzer: plain values, drawn from a seed, that a script can state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from halfpeak import fused
 
 LEVELS = tuple(halfpeak.LEVELS)
 
-# eps is large enough for float16, in which O3 steps. Torch's fused SGD with momentum fails where a parameter gets its first
-# gradient later than others, and reads memory that nobody has written where weights are low, on the CPU.
+# eps is large enough for float16, in which O3 steps. torch's fused SGD with momentum fails if a parameter gets its
+# first gradient later than others; on the CPU, with low-precision weights, it reads uninitialised memory.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """An event, when it happens, and the seed of what it draws itself."""
+    """An event, when it happens, and the seed of its own draws."""
 
     at: int
     moment: str
@@ -63,11 +63,11 @@ class Config:
     Attributes:
         seed: of weights and data.
         parts: of the network, in order.
-        optimizers: one or two; two have the parameters by turns.
+        optimizers: one or two; two take the parameters in turn.
         level: O0 to O5.
         groups: parameter groups of each optimizer.
         heads: outputs of the network, each with a loss.
-        losses: how many loss scalers there are: one for all heads, or one for each.
+        losses: the number of loss scalers: one for all heads, or one for each.
         iterations: forward passes of the loop.
         accumulate: backward passes per step.
         clip: ``("norm", x)``, ``("value", x)`` or None.
@@ -75,7 +75,7 @@ class Config:
         options: further arguments of :func:`halfpeak.prepare`.
         held_out: every third parameter is left out of the optimizers at first.
         in_turns: each optimizer has a backward pass and a step of its own in every iteration, as in a GAN.
-        events: what happens besides.
+        events: what happens between the usual calls.
     """
 
     seed: int
@@ -101,7 +101,7 @@ class Config:
 
     @property
     def clipping(self) -> halfpeak.ClipNorm | halfpeak.ClipValue | None:
-        """As ``prepare`` takes it."""
+        """:attr:`clip` as ``prepare`` takes it."""
         if self.clip is None:
             return None
         kind, limit = self.clip
@@ -121,12 +121,12 @@ class Config:
 def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | None = None) -> Config:
     """The configuration of a seed.
 
-    In half of them all events come in one iteration and the next: what one leaves behind is what the other falls over.
+    In half of the configurations all events come in two successive iterations, so that they affect each other.
 
     Args:
         seed: any integer.
         catalogue: events by name, each with the moments at which it may happen.
-        with_event: one that is among its events.
+        with_event: an event that must be among its events.
     """
     pick = random.Random(seed)
     level = pick.choice(LEVELS)
@@ -170,7 +170,7 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
         )
         for chosen in names
     ]
-    # Torch's casts to float16 know no LSTM on every CPU.
+    # torch.autocast to float16 does not support an LSTM on every CPU.
     known = [part for part in PARTS if part != "lstm" or "op_lists" not in options]
     return Config(
         seed=seed,

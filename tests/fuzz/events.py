@@ -1,7 +1,7 @@
-"""What happens to a run between and inside its steps. Each event is written once, for both sides.
+"""The events that can happen to a run between and inside its steps. Each event is written once, for both sides.
 
-An event is a function of a run (:class:`fuzz.subject.Subject` or :class:`fuzz.reference.Reference`) and of what it may draw
-from; it returns a run that goes on in its place, or None.
+An event is a function of a run (:class:`fuzz.subject.Subject` or :class:`fuzz.reference.Reference`) and a random
+generator. It returns a run that replaces the given one, or None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Injected(RuntimeError):
 
     Attributes:
         is_late: whether an optimizer had ended its own code.
-        zeroes: whether who catches it calls ``zero_grad()`` before the next batch.
+        zeroes: whether the caller that catches it calls ``zero_grad()`` before the next batch.
     """
 
     def __init__(self, *, is_late: bool = False, zeroes: bool = False) -> None:
@@ -57,10 +57,10 @@ class Event:
 
     Attributes:
         act: what happens.
-        moments: when it may.
+        moments: when it may happen.
         refusals: parts of messages with which halfpeak may refuse the event itself; then it has not happened.
         later: parts of messages with which halfpeak may refuse what comes after it; then the run ends there.
-        fits: to which configurations it can happen.
+        fits: whether it can happen in a configuration.
     """
 
     act: Act
@@ -94,7 +94,7 @@ def act(run: Run, planned: Planned) -> Any:
 @event("freeze", (BEFORE, BETWEEN, AFTER))
 def _(run: Run, pick: random.Random) -> None:
     pick.choice(parameters(run)).requires_grad_(False)
-    parameters(run)[-1].requires_grad_()  # a loss needs something to be a function of
+    parameters(run)[-1].requires_grad_()  # the loss must depend on a trainable parameter
 
 
 @event("unfreeze", (BEFORE, BETWEEN, AFTER))
@@ -157,7 +157,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 
 def edit(name: str, change: Callable[[Tensor, random.Random], Tensor | None]) -> None:
-    """An event that changes every gradient that the optimizers would read."""
+    """Add an event that changes every gradient that the optimizers would read."""
 
     def edit_(run: Run, pick: random.Random) -> None:
         if run.config.is_fused:
@@ -200,7 +200,7 @@ def _(run: Run, pick: random.Random) -> None:
         optimizer.zero_grad()
 
 
-# Zeros of a low dtype may be what a clip has made of gradients whose norm is infinite.
+# May be refused: low-precision zeros may also come from a clip by an infinite norm.
 @event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN), later=(WAITED,))
 def _(run: Run, pick: random.Random) -> None:
     for optimizer in run.optimizers:
@@ -281,7 +281,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("all weights through .data", OUTSIDE)
 def _(run: Run, pick: random.Random) -> None:
-    """As averages are swapped in, and networks reset."""
+    """As code does that swaps averages in or resets networks."""
     for parameter in parameters(run):
         parameter.data.mul_(0.5)
 
@@ -324,7 +324,7 @@ def _(run: Run, pick: random.Random) -> None:
     "load_state_dict(assign=True)",
     OUTSIDE,
     refusals=("load_state_dict(assign=True) would replace",),
-    # Torch itself unties what is assigned.
+    # torch itself unties parameters that are assigned.
     fits=lambda config: not {"tied", "shared"} & set(config.parts),
 )
 def _(run: Run, pick: random.Random) -> None:
@@ -416,7 +416,7 @@ def _(run: Run, pick: random.Random) -> None:
     try:
         torch.save(run.model, io.BytesIO())
     except AttributeError as error:
-        # The hooks of other events, and of the run by hand.
+        # Hooks of other events and of the run by hand are local functions.
         if "local object" not in str(error):
             raise
 
@@ -441,8 +441,8 @@ def _(run: Run, pick: random.Random) -> None:
     once(pick, lambda fire: pick.choice(run.optimizers).register_step_pre_hook(lambda *_: fire()))
 
 
-# Where torch reads the rate while it makes the state of a parameter, that is left half made, and fails from then on. Its
-# fused SGD counts neither steps nor versions, so nobody can tell that some groups have been stepped.
+# ASGD and Rprop read the learning rate while they create a parameter's state, so the state stays half made and fails
+# later. torch's fused SGD counts neither steps nor versions, so it does not show that some groups were stepped.
 @event(
     "exception in the optimizer",
     (BEFORE, BETWEEN),
@@ -456,7 +456,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 
 class Failing(dict[str, Any]):
-    """A parameter group whose learning rate cannot be read the first time: those before it are stepped by then."""
+    """A parameter group whose first read of the learning rate raises, after the groups before it were stepped."""
 
     fire: Callable[[], None] | None = None
 
@@ -513,13 +513,13 @@ def _(run: Run, pick: random.Random) -> None:
 @event("torch.autograd.grad", (BEFORE, AFTER))
 def _(run: Run, pick: random.Random) -> None:
     with run.casts():
-        # Who was frozen through the groups is so in the model from the forward pass on.
+        # The forward pass freezes model parameters that were frozen through the groups.
         loss = sum(run.forward(33))
         trainable = [parameter for parameter in parameters(run) if parameter.requires_grad]
         torch.autograd.grad(loss, trainable, allow_unused=True)
 
 
-# Torch does not put back a layer that stands under two names.
+# torch does not restore a layer that is registered under two names.
 @event("functional_call", ANY, fits=lambda config: "shared" not in config.parts)
 def _(run: Run, pick: random.Random) -> None:
     halved = {name: parameter.detach() * 0.5 for name, parameter in run.model.named_parameters()}
@@ -530,7 +530,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 
 def transforms(without: set[str]) -> Callable[[Config], bool]:
-    """Configurations of which torch itself can transform the function."""
+    """Whether torch itself can transform the model's function: a condition for :attr:`Event.fits`."""
     hook = "backward hook of a module"
     return lambda config: not (without & set(config.parts) or any(e.name == hook for e in config.events))
 
@@ -548,7 +548,7 @@ def _(run: Run, pick: random.Random) -> None:
     run.model.train()
 
 
-# Torch's forward derivatives of norms know no two dtypes.
+# torch's forward derivatives of norms do not support two dtypes.
 @event(
     "torch.func.jvp and vmap",
     ANY,
@@ -585,7 +585,7 @@ def _(run: Run, pick: random.Random) -> None:
     run.other_engine(pick.choice(("O0", "O1", "O2", "O5")))
 
 
-# Hooks of others.
+# Hooks of user code.
 
 
 @event("forward hook", (BEFORE, AFTER))
@@ -695,13 +695,13 @@ WHILE_IT_WAITS = {
 @event(
     "a delayed pass first",
     (FORWARDED,),
-    # What is recomputed is not cast in the caller's own passes, and until the next pass nothing can be saved.
+    # In the caller's own pass recomputation is not cast, and until the next pass nothing can be saved.
     fits=lambda config: (
         config.losses == config.accumulate == 1
         and not config.in_turns
         and "checkpointed" not in config.parts
         and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events)
-        # By hand it is computed with the next: a hook that comes between sees what it alone has reached.
+        # By hand it is computed with the next pass, so a hook added between sees gradients that only it has.
         and not (
             "sometimes" in config.parts and any(one.name == "inf in a gradient" for one in config.events)
         )
@@ -711,8 +711,8 @@ def _(run: Run, pick: random.Random) -> None:
     run.delayed(66)
 
 
-# In a window over float32 weights its gradients join those that wait, in another order; what is recomputed in its pass is
-# cast as the other engine casts, which torch refuses.
+# In a window over float32 weights its gradients are added to waiting ones in another order. Recomputation in its pass
+# uses the casts of the other engine, which torch refuses.
 @event(
     "another engine's loss reaches the model",
     (BEFORE, BETWEEN),
@@ -722,7 +722,7 @@ def _(run: Run, pick: random.Random) -> None:
     run.critic_step(88)
 
 
-# Looks.
+# Reads.
 
 
 @event("state_dict of the engine", ANY, refusals=(SCALED,))
@@ -778,7 +778,7 @@ def _(run: Run, pick: random.Random) -> None:
     run.optimizers[0].step()
 
 
-# In a window over float32 weights they are added to those that wait, in another order.
+# In a window over float32 weights they are added to waiting gradients in another order.
 @event("gradients kept after the step", (BETWEEN,), fits=lambda config: config.accumulate == 1)
 def _(run: Run, pick: random.Random) -> None:
     run.keep["keep gradients"] = True
@@ -793,21 +793,21 @@ MOMENTS = {name: one.moments for name, one in EVENTS.items()}
 """What :func:`fuzz.config.draw` chooses from."""
 
 
-# What the events share.
+# Helpers of the events.
 
 
 def parameters(run: Run) -> list[nn.Parameter]:
-    """Of the model."""
+    """The parameters of the model."""
     return list(run.model.parameters())
 
 
 def mains(run: Run) -> list[Tensor]:
-    """What stands in the groups of the optimizers."""
+    """The parameters in the groups of the optimizers."""
     return [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def grads_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an optimizer would read."""
+    """The gradients that an optimizer would read."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -820,7 +820,7 @@ def inputs(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def look(run: Run) -> None:
-    """Evaluate."""
+    """Run the model in evaluation mode."""
     run.model.eval()
     with torch.no_grad(), run.casts():
         run.model(*inputs(run))
@@ -828,13 +828,13 @@ def look(run: Run) -> None:
 
 
 def through_data(grad: Tensor, factor: float) -> Tensor:
-    """Leaves no trace in the version counter."""
+    """Write a gradient without raising its version counter."""
     grad.data.mul_(factor)
     return grad
 
 
 def once(pick: random.Random, register: Callable[[Callable[[], None]], Any], *, late: bool = False) -> None:
-    """Raise from a hook, the first time that it is called; ``late``: when the optimizer has ended."""
+    """Raise from a hook, the first time that it is called. ``late``: the hook runs after the optimizer's own code."""
     handles: list[Any] = []
 
     def fire() -> None:

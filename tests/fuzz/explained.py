@@ -11,7 +11,7 @@ from fuzz.subject import Subject
 
 
 class Tolerance(NamedTuple):
-    """How far apart values may be, and the reason; nothing at all where there is none."""
+    """How far apart values may be, and the reason; without a reason not at all."""
 
     relative: float = 0.0
     absolute: float = 0.0
@@ -45,11 +45,11 @@ DIGITS_BY_CHANCE = Tolerance(
     "very number that its master still rounds to, that master keeps its digits",
 )
 LARGEST_UPDATE = 0.05
-"""Of one step of a fused optimizer: its learning rate."""
+"""The largest update in one step of a fused optimizer: its learning rate."""
 
 
 def tolerance_of(config: Config) -> Tolerance:
-    """What a configuration is compared by."""
+    """The tolerance of a configuration."""
     fused = any(name.startswith("Fused") for name in config.optimizers)
     if fused and config.has_masters:
         return ANOTHER_LAYOUT
@@ -63,7 +63,7 @@ def tolerance_of(config: Config) -> Tolerance:
 
 
 def _written_twice(config: Config) -> bool:
-    """Whether in one window all weights are written through ``.data`` first, and then one as any other tensor."""
+    """Whether all weights are written through ``.data`` and one is re-initialised in the same window."""
     first, second = (
         {event.at // config.accumulate for event in config.events if event.name == name}
         for name in ("all weights through .data", "weights re-initialised")
@@ -72,16 +72,16 @@ def _written_twice(config: Config) -> bool:
 
 
 def tolerance_of_tensor(config: Config, name: str, tolerance: Tolerance) -> Tolerance:
-    """What one tensor of a configuration is compared by: a norm takes away what a bias before it adds and a gain multiplies.
+    """The tolerance of one tensor. A norm cancels the effect of a bias or a gain before it.
 
-    The gradients of these are rounding alone (``test_what_a_norm_takes_away_has_no_gradient``), so where a last digit may
-    differ, they are others altogether, and most optimizers make an update of full size of them.
+    The gradients of such biases and gains are rounding error only (``test_what_a_norm_takes_away_has_no_gradient``). So if
+    last digits may differ, these gradients differ altogether, and most optimizers make updates of full size from them.
     """
     if tolerance is EXACT or any(event.name == "evaluation mode from here on" for event in config.events):
         return tolerance
     biases = [f"parts.{i}." for i, part in enumerate(config.parts) if part == "conv and batch norm"]
     if biases and name == "norm" and tolerance.reason:
-        # What is added to the outputs there is rounded with them, so the other update reaches all gradients.
+        # The bias is rounded together with the outputs, so a different bias changes all gradients.
         return tolerance._replace(relative=max(tolerance.relative, 0.05))
     taken_away = [place + of for place in biases for of in ("conv.bias", "norm.running_mean")]
     taken_away += [
@@ -96,7 +96,7 @@ GAIN_AND_NORM: Final = {("scalar", "conv and batch norm"), ("scalar", "group nor
 
 
 def known(config: Config, planned: Planned, subject: Subject, reference: Reference) -> str | None:
-    """Why an event is left out of a run: what it does there depends on what nobody promises.
+    """Why an event is left out of a run, where its effect is unspecified; None if it is not left out.
 
     Args:
         config: of the run.
@@ -119,7 +119,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
     ):
         return "what is put back was read before the next pass, so before the masters that were written have reached it"
     if planned.name == "a delayed pass first" and any(
-        # Also one that was planted earlier and has not been reached yet.
+        # Also an exception that was planted earlier and has not been raised yet.
         event.name == "exception in backward" and event.at <= planned.at
         for event in config.events
     ):

@@ -26,7 +26,7 @@ class Linear(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A convolution and a batch norm, whose statistics a skipped step puts back."""
+    """A convolution and a batch norm, whose statistics a skipped step restores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class InstanceNorm(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight for a table of words and for the product that scores them."""
+    """One weight for an embedding and for the layer that scores the words."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The other side of the comparison: mixed precision by hand, in plain torch.
 
-It is slow and keeps whole copies where halfpeak looks at versions: which of a weight and its master somebody has written is
-seen from their values. Of halfpeak it uses the lists of what each level means (:mod:`halfpeak.core.levels`) and, at O1 and
-O4, the scope of casts, because the fuzzer is about orders of calls and not about what one operation computes in.
+It is slow. Where halfpeak compares versions, it keeps whole copies: their values show whether user code has written a
+weight or its master. Of halfpeak it uses the table of levels (:mod:`halfpeak.core.levels`) and, at O1 and O4, the scope of
+casts, because the fuzzer tests orders of calls and not the dtypes of single operations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Collapse(Exception):
 
 
 class Result(NamedTuple):
-    """What a step did, as :class:`halfpeak.StepResult` says it."""
+    """The result of a step: the values of :class:`halfpeak.StepResult` that are compared."""
 
     boundary: bool
     found_inf: bool = False
@@ -43,7 +43,7 @@ class Result(NamedTuple):
 
 
 class Scale:
-    """The loss scale of one loss, in plain numbers, by what is promised of :class:`halfpeak.ScaleConfig`."""
+    """The loss scale of one loss, in plain numbers, written from the documentation of :class:`halfpeak.ScaleConfig`."""
 
     def __init__(self, config: Config, properties: Properties) -> None:
         self.rule = config.scale_config
@@ -53,7 +53,7 @@ class Scale:
         self.clean, self.left, self.stuck = 0, self.rule.hysteresis, 0
 
     def update(self, found_inf: bool, *, of_loss: bool = False) -> None:
-        """``of_loss``: the loss itself was not finite."""
+        """Follow one step. ``of_loss``: the loss itself was not finite."""
         rule, recovers = self.rule, self.rule.recovers and self.dynamic
         if recovers and of_loss:
             self.stuck += 1
@@ -61,7 +61,7 @@ class Scale:
         had = self.clean
         moved = self._fall() if found_inf else self._rise()
         if recovers and self.scale < min(rule.init, rule.ceiling) / 16 and moved:
-            # Thrown down: it soon tries to come back, and later where that has just failed.
+            # Far below its start, the scale soon tries to grow, or later if a growth has just failed.
             short = 3 if not found_inf else 96 if had >= max(rule.interval - 3, 0) else 12
             self.clean = max(rule.interval - short, 0)
         if not found_inf:
@@ -97,7 +97,7 @@ class Scale:
 
 
 class Pair:
-    """A weight and what the optimizer steps, which may be one tensor; and copies of both from when they last agreed."""
+    """A model parameter and its main parameter, maybe one tensor, and copies of both from when they last agreed."""
 
     def __init__(self, model: nn.Parameter, main: Tensor) -> None:
         self.model, self.main = model, main
@@ -105,7 +105,7 @@ class Pair:
         self.agree()
 
     def sync(self) -> None:
-        """Whoever wrote last is followed by the other; a master keeps its digits where it rounds to the weight."""
+        """Copy a written side to the other; a master keeps its digits where it still rounds to the weight."""
         if self.model is self.main:
             return
         value = self.value()
@@ -116,14 +116,14 @@ class Pair:
         self.agree()
 
     def agree_on_flags(self) -> None:
-        """Who is frozen or unfrozen through the groups is so in the model, and else the other way round."""
+        """Copy ``requires_grad`` to the model if it was changed in the groups, else from the model to the groups."""
         if self.main.requires_grad != self.trainable:
             self.model.requires_grad_(self.main.requires_grad)
         self.main.requires_grad_(self.model.requires_grad)
         self.trainable = self.model.requires_grad
 
     def value(self) -> Tensor:
-        """In float32."""
+        """The value that both sides stand for, with every digit of a master."""
         model, main = self.model.detach(), self.main.detach()
         if model is main or not same_bits(main, self.seen_main) or same_bits(model, self.seen_model):
             return main
@@ -135,7 +135,7 @@ class Pair:
             self.agree()
 
     def sides(self) -> tuple[Tensor, ...]:
-        """What :meth:`sync` writes."""
+        """The tensors that :meth:`sync` writes."""
         return self.model.detach(), self.main.detach(), self.seen_model, self.seen_main
 
     def agree(self) -> None:
@@ -152,7 +152,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class Reference:
-    """One run by hand. Its verbs are those of :class:`fuzz.subject.Subject`."""
+    """One run by hand, with the methods of :class:`fuzz.subject.Subject`."""
 
     def __init__(self, config: Config, like: Structure | None = None) -> None:
         self.config = config
@@ -177,7 +177,7 @@ class Reference:
         self.stats: list[Tensor] | None = None
         self._forget()
 
-    # What the events use.
+    # The interface for events.
 
     def forward(self, at: int) -> list[Tensor]:
         """The losses of iteration ``at``, one per loss scaler."""
@@ -189,7 +189,7 @@ class Reference:
             return losses_of(self.config, self.model, at)
 
     def casts(self) -> AbstractContextManager[Any]:
-        """In which a forward pass computes, before which weights and masters agree on who is trainable."""
+        """The casts of a forward pass, before which weights and masters agree on ``requires_grad``."""
         self._agree_on_flags()
         if not self.properties.patch_torch_functions:
             return nullcontext()
@@ -201,7 +201,7 @@ class Reference:
     def backward(
         self, loss: Tensor, loss_id: int = 0, optimizers: Sequence[int] | None = None, *, retain: bool = False
     ) -> None:
-        """Into empty gradients, which are then divided by the scale and added to those that were there."""
+        """Compute new gradients, divide them by the scale and add them to those of the window."""
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         self.sync(chosen)
         scale = self.scales[loss_id]
@@ -215,7 +215,7 @@ class Reference:
             self._recheck(o)
         found = any(self._add(fresh, scale.scale, chosen))
         if self.window == "scaled":
-            # Autograd adds up what is looked at then: a sum may be infinite where no gradient is.
+            # The engine checks the sums that autograd has made, which may overflow although no addend does.
             found = found or not all(bool(grad.isfinite().all()) for o in chosen for grad in self.grads_of(o))
         for o in chosen:
             self.found[o] = self.found[o] or found or bad_loss
@@ -231,14 +231,14 @@ class Reference:
     def _fresh_grads(
         self, losses: Sequence[Tensor], scale: float, *, retain: bool = False
     ) -> Generator[list[Tensor | None]]:
-        """The gradients of some losses, added up as autograd does; those that are there stay."""
+        """The gradients of some losses, summed by autograd; gradients that are already there stay."""
         every = list(self.model.parameters())
         held = [parameter.grad for parameter in every]
         for parameter in every:
             parameter.grad = None
         fresh: list[Tensor | None] = []
         try:
-            # What is recomputed in the backward pass is cast as it was; torch's own casts know that by themselves.
+            # Recomputation in the backward pass needs the same casts; torch.autocast restores its own.
             with self.casts() if self.op_lists == "apex" else nullcontext():
                 for loss in losses:
                     (loss.float() * scale).backward(retain_graph=retain)
@@ -247,7 +247,7 @@ class Reference:
             for parameter, grad in zip(every, held, strict=True):
                 parameter.grad = grad
             if self.window == "scaled" or self.waiting:
-                # Autograd may have added to what earlier passes had left scaled: the window begins anew.
+                # Autograd may have added to scaled gradients of earlier passes, so the window begins again.
                 self.abort()
             raise
         self.waiting = []
@@ -302,7 +302,7 @@ class Reference:
         optimizer.zero_grad()
 
     def _look_at_window(self, chosen: Iterable[int]) -> None:
-        """Before a backward pass: a window whose gradients have been dropped is over."""
+        """Before a backward pass: end a window whose gradients have been dropped."""
         if self.window == "scaled" and self.had_gradients and not self._has_gradients(chosen):
             self.window = "empty"
 
@@ -326,7 +326,7 @@ class Reference:
         norm = self._clip(list({id(g): g for o in chosen for g in self.grads_of(o)}.values()))
         if norm is not None and not math.isfinite(norm):
             if not found:
-                # Finite gradients whose squares are not: all scales answer for it.
+                # Finite gradients with an infinite norm count as an overflow of every loss.
                 self.found_by_loss = dict.fromkeys(self.found_by_loss, True)
             found = True
         for o in chosen if found else ():
@@ -336,7 +336,7 @@ class Reference:
         used, ended = [self.scales[loss_id] for loss_id in self.found_by_loss], list[bool]()
         keep = self.keep.pop("keep gradients", False)
         try:
-            # Without gradients nothing moves, and hooks and schedules see a step.
+            # Called without gradients, too: nothing moves, but hooks and schedules see a step.
             for o in chosen:
                 ended.append(self._call(o))
         except BaseException as error:
@@ -351,7 +351,7 @@ class Reference:
         return Result(True, found, self.scales[0].scale, norm)
 
     def _lay_out(self, optimizer: Optimizer) -> None:
-        """A fused step that is skipped has measured its gradients, and where these were the first has laid memory out."""
+        """Measure the gradients, as a skipped fused step does: the first measurement lays out the flat buffers."""
         hooks = optimizer._optimizer_step_pre_hooks
         by_value = self.config.clip is not None and self.config.clip[0] == "value"
         if isinstance(optimizer, FusedOptimizer) and self.config.is_fused and not hooks and not by_value:
@@ -359,9 +359,9 @@ class Reference:
             optimizer.measure(StepInputs([main.grad for main in mains], mains, torch.ones(())))
 
     def _call(self, o: int, *closure: Callable[[], None]) -> bool:
-        """``optimizer.step()``; an exception says whether it came after the optimizer's own code."""
+        """Call ``optimizer.step()``; set on an exception whether it came after the optimizer's own code."""
         mains, idle = self._mains(o), not self.grads_of(o)
-        # A step may change no bit, and torch's fused kernels count no versions; of zeros they count the step alone.
+        # A step may change no bit. torch's fused kernels raise no version, and with zero gradients only count the step.
         before, counts = [(main.detach().clone(), main._version) for main in mains], self._step_counts(o)
         try:
             self.optimizers[o].step(*closure)
@@ -416,19 +416,19 @@ class Reference:
         self._end([0], False)
 
     def zero_model(self) -> None:
-        """``model.zero_grad()``: what the model's parameters have is dropped, wherever it lies."""
+        """``model.zero_grad()``, which also drops the gradients that masters have."""
         self.model.zero_grad()
         for parameter in self.model.parameters():
             self.main_of(parameter).grad = None
 
     def look(self) -> None:
-        """Nothing to look at."""
+        """Do nothing: the subject reads properties of its engine."""
 
     def other_engine(self, level: str) -> None:
-        """None of ours."""
+        """Do nothing: the subject steps an engine of another model."""
 
     def unscale(self) -> None:
-        """Gradients are never left scaled here; what an exception in the next backward pass does depends on it."""
+        """Note the call. Gradients are never scaled here, but an exception in the next backward pass depends on it."""
         if self.window == "scaled":
             self.window = "read"
 
@@ -440,14 +440,13 @@ class Reference:
         self.found_by_loss, self.bad_losses, self.waiting = {}, set(), []
 
     def sync(self, chosen: Iterable[int] | None = None) -> None:
-        """Before a backward pass weights and masters agree, also on who is trainable; who came lately to an optimizer of
-        the pass gets a master."""
+        """Before a backward pass: create masters of new parameters; make weights and masters agree."""
         self._adopt(chosen=chosen)
         self._follow()
         self._agree_on_flags()
 
     def _follow(self) -> None:
-        """Their values agree."""
+        """Make the values of weights and masters agree."""
         for pair in self.pairs.values():
             pair.sync()
 
@@ -456,7 +455,7 @@ class Reference:
             pair.agree_on_flags()
 
     def main_of(self, parameter: nn.Parameter) -> Tensor:
-        """What the optimizer steps."""
+        """The parameter that the optimizer steps."""
         pair = self.pairs.get(id(parameter))
         return parameter if pair is None else pair.main
 
@@ -465,7 +464,7 @@ class Reference:
         return next((pair.model for pair in self.pairs.values() if pair.main is main), main)
 
     def pairs_of(self, o: int) -> list[Pair]:
-        """Those that stand in the groups of an optimizer."""
+        """The pairs in the groups of an optimizer."""
         mains = self._mains(o)
         by_main = {id(pair.main): pair for pair in self.pairs.values()}
         return [by_main.get(id(main)) or Pair(main, main) for main in mains]
@@ -475,7 +474,7 @@ class Reference:
         return [main.grad for main in self._mains(o) if main.grad is not None]
 
     def values(self) -> dict[str, Tensor]:
-        """What ``model.state_dict()`` gives: float32 values."""
+        """The values of ``model.state_dict()``: float32 at levels that convert the model."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         state = dict(self.model.state_dict())
         for name, value in state.items():
@@ -485,10 +484,10 @@ class Reference:
         return state
 
     def load_values(self, values: dict[str, Tensor], *, assign: bool = False) -> None:
-        """What ``model.load_state_dict()`` does with :meth:`values`: masters take every digit."""
+        """Load :meth:`values`, as ``model.load_state_dict()`` does: masters take every digit."""
         self.model.load_state_dict(values, assign=assign)
         if self.stats is not None:
-            # A skipped step goes back to what was loaded.
+            # A skipped step restores the loaded statistics.
             self.stats = [buffer.clone() for buffer in self._statistics()]
         self._keep(values)
         names = dict(self.model.named_parameters(remove_duplicate=False))
@@ -499,7 +498,7 @@ class Reference:
                 pair.agree()
 
     def state(self) -> dict[str, Any]:
-        """Everything. Looking changes nothing: weights and masters that do not agree yet stay as they are."""
+        """The whole state. Reading it changes nothing: weights and masters that do not agree yet stay as they are."""
         pairs = [pair for pair in self.pairs.values() if pair.model is not pair.main]
         before = [[side.clone() for side in pair.sides()] for pair in pairs]
         self._follow()
@@ -538,7 +537,7 @@ class Reference:
         for o, saved in enumerate(states):
             self.optimizers[o].load_state_dict(saved)
             for i, main in enumerate(self._mains(o)):
-                # Torch casts numbers, too, to the dtype of weights.
+                # torch casts scalars in the state, too, to the dtype of weights.
                 numbers = {
                     k: v
                     for k, v in saved["state"].get(i, {}).items()
@@ -556,28 +555,28 @@ class Reference:
         self._adopt()
         for name, main in self._managed():
             self.model_of(main).grad = None
-            # That of a parameter that has joined in the window is as low as the parameter was.
+            # The gradient of a parameter that joined in the window has the low dtype of the parameter.
             grad = state["grads"].get(name)
             main.grad = None if grad is None else grad.to(main.dtype)
         self.found, self.found_by_loss, self.bad_losses = state["found"]
         self.window, self.had_gradients = state["window"]
         self.stats = state["stats"]
-        # They belong to the window, and nobody has read them yet.
+        # The gradients belong to the window, and no pass has checked them yet.
         self.left = [[] if self.grads_of(o) else None for o in range(len(self.optimizers))]
         self.members = [[] for _ in self.optimizers]
 
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
-        """``load_state_dict()`` of each, which keeps the float32 state of those that are frozen."""
+        """``load_state_dict()`` of each optimizer; the state of frozen parameters stays float32."""
         self._keep_trained(states)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     def structure(self) -> Structure | None:
-        """Which parameters stand where, and which are trainable; None where the optimizers' are not the model's any more."""
+        """Groups and trainable parameters; None if an optimizer has parameters that the model no longer has."""
         return structure_of(self)
 
     def restarted(self) -> Reference:
-        """A new run, which goes on where this one is."""
+        """A new run, loaded with the state of this one."""
         structure = self.structure()
         if structure is None:
             return self
@@ -586,7 +585,7 @@ class Reference:
         return fresh
 
     def copied(self) -> Reference:
-        """An independent run that is where this one is; hooks on optimizers stay here, as in ``copy.deepcopy`` of one."""
+        """An independent copy of the run. It has no hooks on optimizers, as in ``copy.deepcopy`` of an optimizer."""
         if self.structure() is None:
             return self
         self._follow()
@@ -597,15 +596,15 @@ class Reference:
         twin._adopt()
         twin.members = [[] for _ in twin.optimizers]
         for o, left in enumerate(self.left):
-            # What was edited since it was read is read again there, too.
+            # Gradients edited since they were checked are checked again in the copy, too.
             if left is not None:
                 twin.left[o] = twin._seen_grads(o) if left == self._seen_grads(o) else []
         return twin
 
-    # The parts of it.
+    # Parts of the methods above.
 
     def _window_grads(self) -> list[Tensor | None]:
-        """A copy of the gradients of the open window: torch saves and copies none that a step has kept."""
+        """Copies of the open window's gradients, without those that a step has kept: they are not saved or copied."""
         kept = {id(main) for o, left in enumerate(self.left) if left is None for main in self._mains(o)}
         return [None if id(main) in kept else _or_none(main.grad) for _, main in self._managed()]
 
@@ -632,7 +631,7 @@ class Reference:
         self._adopt(exact)
 
     def _cast_state(self, optimizer: Optimizer) -> None:
-        """What an optimizer keeps for a low parameter is low, as ``Optimizer.load_state_dict`` would have it."""
+        """Cast the state of low-precision parameters to their dtype, as ``Optimizer.load_state_dict`` does."""
         for parameter, row in optimizer.state.items():
             for key, value in row.items():
                 if isinstance(value, Tensor) and key not in ("step", "eta", "mu", "mu_product"):
@@ -640,7 +639,7 @@ class Reference:
 
     @property
     def sums_scaled(self) -> bool:
-        """Whether the engine lets autograd add the gradients of a window up, which it may where weights are float32."""
+        """Whether the engine lets autograd sum the gradients of a window, which needs float32 weights."""
         cast = self.properties.cast_model_type
         return self.config.accumulate > 1 and self.config.losses == 1 and cast not in LOW
 
@@ -658,7 +657,7 @@ class Reference:
         chosen: Iterable[int] | None = None,
         joined: bool = False,
     ) -> None:
-        """Masters for the low, trainable parameters in the groups; ``joined``: not where the same stand as in a pass before."""
+        """Create masters of low, trainable parameters in the groups. ``joined``: only in groups that have changed."""
         if not self.properties.master_weights:
             return
         known = {id(pair.main) for pair in self.pairs.values()}
@@ -692,7 +691,7 @@ class Reference:
         return pair
 
     def _keep(self, values: dict[str, Tensor]) -> None:
-        """Frozen parameters in the groups get masters where their dtype cannot hold what they are given."""
+        """Create masters of frozen parameters in the groups whose dtype cannot hold the loaded values."""
         if not self.properties.master_weights:
             return
         members = {
@@ -710,7 +709,7 @@ class Reference:
                 self._pair(parameter, value)
 
     def _keep_trained(self, states: Sequence[dict[str, Any]]) -> None:
-        """The same of those that have been trained, whose state torch would cast to their dtype."""
+        """Create masters of low parameters with optimizer state, which torch would cast to their dtype."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             for i, main in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 if self.properties.master_weights and i in state["state"] and main.dtype in LOW:
@@ -718,14 +717,14 @@ class Reference:
         self._adopt()
 
     def _recheck(self, o: int) -> None:
-        """Gradients that somebody has edited since they were read are read again, before more are added."""
+        """Check gradients again that user code has edited since the last check, before more are added."""
         if not self.left[o]:
             self._look_at_unseen(o)
         elif self.left[o] != self._seen_grads(o):
             self.found[o] = not all(bool(grad.isfinite().all()) for grad in self.grads_of(o))
 
     def _look_at_unseen(self, o: int) -> None:
-        """Gradients that no pass for the optimizer has left: those of a group that has joined are there since long ago."""
+        """Check gradients that no pass of this optimizer has computed, such as old ones of a group that joined."""
         self.found[o] = self.found[o] or not all(bool(grad.isfinite().all()) for grad in self.grads_of(o))
 
     def _seen_grads(self, o: int) -> list[tuple[int, int]]:
@@ -739,7 +738,7 @@ class Reference:
             for grad in grads:
                 grad.clamp_(-limit, limit)
             return None
-        # In float32 whatever they are, as everything that is done with gradients.
+        # In float32 whatever their dtype, like all arithmetic on gradients.
         filled = [grad.float() for grad in grads if grad.numel()]
         if not filled:
             return 0.0
@@ -751,7 +750,7 @@ class Reference:
         return float(norm)
 
     def _end(self, chosen: Iterable[int], found: bool, *, counts: bool = True, keep: bool = False) -> None:
-        """``counts``: without a gradient anywhere it was neither a step nor a skip. ``keep``: gradients stay."""
+        """End the window. ``counts``: a gradient exists, so it is a step or a skip. ``keep``: gradients stay."""
         self.micro += 1
         self.num_skipped += found and counts
         self.num_steps += not found and counts
@@ -769,14 +768,14 @@ class Reference:
         self.found_by_loss, self.bad_losses = {}, set()
 
     def _drop(self, o: int, *, keep: bool = False) -> None:
-        """``keep``: only what masters have."""
+        """Drop the gradients. ``keep``: only those that masters have."""
         for pair in self.pairs_of(o):
             if not (keep and pair.model is pair.main):
                 pair.main.grad = pair.model.grad = None
         self.found[o], self.left[o], self.window = False, None, "empty"
 
     def _forget(self) -> None:
-        # "scaled" where the engine lets autograd add the passes of a window up, "read" where gradients are unscaled.
+        # "scaled": the engine lets autograd sum the passes of the window; "read": its gradients are unscaled.
         self.window, self.had_gradients = "empty", False
         self.found = [False] * len(self.optimizers)
         self.waiting: list[Tensor] = []
@@ -796,14 +795,14 @@ class Reference:
                 yield name, self.pairs[id(parameter)]
 
     def _managed(self) -> list[tuple[str, Tensor]]:
-        """What the optimizers step, by the names of the model."""
+        """The parameters that the optimizers step, with their names in the model."""
         stepped = {id(main) for o in range(len(self.optimizers)) for main in self._mains(o)}
         named = [(name, self.main_of(parameter)) for name, parameter in self.model.named_parameters()]
         return [(name, main) for name, main in named if id(main) in stepped]
 
 
 def critic() -> nn.Module:
-    """The other network, which looks at a loss."""
+    """The other network, whose input is a loss."""
     net = nn.Linear(1, 1)
     nn.init.constant_(net.weight, 0.5)
     nn.init.constant_(net.bias, 0.0)
@@ -811,7 +810,7 @@ def critic() -> nn.Module:
 
 
 class Structure(NamedTuple):
-    """What a script that starts anew must set up as it was: groups by names, and what is frozen."""
+    """What a restarted script must set up as before: groups, by name, and which parameters are trainable."""
 
     groups: list[list[list[str]]]
     trainable: dict[str, bool]
@@ -832,7 +831,7 @@ class Structure(NamedTuple):
 
 
 def first_structure(config: Config, model: nn.Module) -> Structure:
-    """Optimizers have the parameters by turns, and so have the groups of each."""
+    """Deal the parameters in turn to the optimizers, and in each optimizer to its groups."""
     names = [name for name, _ in model.named_parameters()]
     if config.held_out:
         names = [name for i, name in enumerate(names) if i % 3 != 1]
@@ -843,7 +842,7 @@ def first_structure(config: Config, model: nn.Module) -> Structure:
 
 
 def structure_of(run: Any) -> Structure | None:
-    """As a run is now."""
+    """The present structure of a run; None if an optimizer has parameters that the model no longer has."""
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     stepped = [
         main for optimizer in run.optimizers for group in optimizer.param_groups for main in group["params"]
@@ -871,7 +870,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _stepped(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer without rows of parameters that it has never stepped, which it makes by itself."""
+    """An optimizer's state without the rows of parameters that were never stepped, which it creates by itself."""
     return {**state, "state": {i: row for i, row in state["state"].items() if float(row.get("step", 1))}}
 
 

@@ -1,4 +1,4 @@
-"""One run by halfpeak, with the verbs that :class:`fuzz.reference.Reference` has."""
+"""One run by halfpeak, with the methods of :class:`fuzz.reference.Reference`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuzz.reference import Result, Structure, critic, first_structure, losses_of
 
 
 class Subject:
-    """A script that trains with an engine."""
+    """A training run with an engine."""
 
     def __init__(self, config: Config, like: Structure | None = None) -> None:
         self.config = config
@@ -50,7 +50,7 @@ class Subject:
             scaled.backward()
 
     def critic_step(self, at: int) -> None:
-        """A network with an engine of its own, trained by a loss that reaches ours."""
+        """Step a network with its own engine on a loss that reaches this run's model."""
         if "critic" not in self.keep:
             net = critic()
             self.keep["critic"] = halfpeak.prepare(

@@ -22,7 +22,7 @@ TRIES = 40
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_orders_of_calls_change_nothing_that_they_should_not(chunk: int) -> None:
-    """A run for each event of the table, which happens among others."""
+    """One run for each event of the table, which happens among other events."""
     for number, name in list(enumerate(EVENTS))[chunk::CHUNKS]:
         config = next(config for config in drawn(name, number * TRIES) if can_happen(config, name))
         try:
@@ -346,7 +346,7 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         ],
     ),
 }
-"""What each run is, and its events, as :class:`Config` and :class:`Planned` take them."""
+"""Runs that failed once: arguments of :class:`Config`, and of :class:`Planned` for each event."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -358,7 +358,7 @@ def test_what_was_wrong_once(name: str) -> None:
 
 @pytest.mark.parametrize("norm", ["conv and batch norm", "group norm"])
 def test_what_a_norm_takes_away_has_no_gradient(norm: str) -> None:
-    """In float64: what ``fuzz.explained`` says of it. What is left of a gain's comes of the ``eps`` of the norm."""
+    """``fuzz.explained`` relies on this. In float64; the rest of the gain's gradient comes from the norm's ``eps``."""
     assert ("scalar", norm) in GAIN_AND_NORM
     model = models.build(("scalar", norm), 1, seed=0).double()
     x, ids, target = models.batch(0)

@@ -1,4 +1,4 @@
-"""Raising an exception at a chosen line event of the library: the tool of the exhaustive fault tests."""
+"""Raise an exception at a chosen line event of the library, for the exhaustive fault tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH_OPTIM = str(Path(torch.optim.__file__).parent)
 FUSED = str(Path(ROOT) / "fused" / "base.py")
 BATCH_NORM = torch.nn.modules.batchnorm.__file__
 EVERYBODYS = {"wrapper", "zero_grad"}
-"""Functions of torch.optim that call step hooks, before or after an optimizer's own code, or have none."""
+"""Functions of torch.optim outside an optimizer's own step: ``wrapper`` calls the step hooks around it."""
 
 
 class Point(NamedTuple):
@@ -79,7 +79,7 @@ class _Tracer:
 
     def run(self, action: Callable[[], object]) -> None:
         before = sys.gettrace()
-        # What dies in a collection runs lines of its own, and when one begins depends on what was tried before.
+        # A garbage collection runs finalizers, at a moment that depends on what was tried before.
         gc.disable()
         sys.settrace(self._on_call)
         try:
@@ -91,7 +91,7 @@ class _Tracer:
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(ROOT):
             return None
-        # Not None, after which a generator that is resumed elsewhere would be traced as before.
+        # Not None, because a generator that is resumed elsewhere would then keep its former trace function.
         return self._on_nothing if _is_half_done(frame) else self._on_line
 
     def _on_nothing(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -113,8 +113,8 @@ class _Tracer:
 def _is_half_done(frame: FrameType) -> bool:
     """Whether an operation of an optimizer's step or of a batch norm is running, or a fused optimizer is writing.
 
-    Torch leaves those half done when they are interrupted, with halfpeak or without: some parameters moved and others
-    not, the number of batches counted and the mean not. A casting scope may be what passes them on.
+    torch leaves these half done when interrupted, with or without halfpeak: some parameters are moved and others not,
+    or the number of batches is counted and the mean is not. Library lines run in them if a casting scope is open.
     """
     caller: FrameType | None = frame
     while caller is not None and caller.f_code is not _Tracer.run.__code__:
@@ -130,7 +130,7 @@ def _is_half_done(frame: FrameType) -> bool:
 
 
 def _leaves_with(frame: FrameType) -> bool:
-    """Whether this event only says that a ``with`` block is being left.
+    """Whether this line event only reports that a ``with`` block is being left.
 
     Python reports the line of the ``with`` again before it calls ``__exit__``. A tracer that raises there makes Python
     forget ``__exit__``, which no exception of a program and no signal can do: no library code runs between the two.

@@ -1,4 +1,4 @@
-"""What the reliability tests measure by: a digest of a run, a picture of the process, and small nets to run."""
+"""Tools of the reliability tests: a digest of a run, a snapshot of the process, and small nets to train."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _feed(digest: Any, thing: Any) -> None:
     elif isinstance(thing, nn.Module):
         _feed(digest, (dict(thing.named_parameters()), dict(thing.named_buffers())))
     elif isinstance(thing, Optimizer):
-        # As it would be saved: a fused optimizer may hold memory that says nothing yet.
+        # The saved state, because a fused optimizer may hold memory without values yet.
         saved = thing.state_dict()
         _feed(digest, [[saved["state"].get(i) for i in group["params"]] for group in saved["param_groups"]])
         _feed(digest, [[(k, v) for k, v in group.items() if k != "params"] for group in thing.param_groups])
@@ -89,7 +89,7 @@ def _feed(digest: Any, thing: Any) -> None:
 
 
 def global_snapshot(models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
-    """Everything about the process, the models and the optimizers that is no tensor value and must not change."""
+    """Everything in the process, the models and the optimizers that must not change, except tensor values."""
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     spaces = (torch, torch.Tensor, torch.nn.functional, torch.nn.modules.rnn, torch.optim.Optimizer)
@@ -122,7 +122,7 @@ def global_snapshot(models: Iterable[nn.Module] = (), optimizers: Iterable[Optim
 
 def function_modes() -> list[tuple[Any, ...]]:
     """The function modes of this thread, with the rules that casting scopes now follow."""
-    torch.add(torch.zeros(()), 0)  # a pause that an exception has ended is noticed at the next call
+    torch.add(torch.zeros(()), 0)  # ends a suspension of casts that an exception left open
     modes = torch.overrides._get_current_function_mode_stack()
     return [
         (
@@ -136,7 +136,7 @@ def function_modes() -> list[tuple[Any, ...]]:
 
 
 def clean_process() -> None:
-    """Take away what a failed run has left on this thread, so that the next one starts as the first did."""
+    """Remove the modes that a failed run has left on this thread, so that the next run starts as the first did."""
     while torch._C._len_torch_function_stack():
         torch.overrides._pop_mode()
     torch.set_grad_enabled(True)

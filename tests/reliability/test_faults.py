@@ -1,9 +1,9 @@
 """An exception at every line of library code that runs in an iteration leaves the iteration taken, or never begun.
 
-Each point is a run of its own: warm up, raise there, catch outside, do what a caller is told to do after an exception
-(``engine.abort()``, or the front end's ``zero_grad()``), and train on. The process must look as before, and two iterations
-later every bit must be that of a run which took the iteration or of one which never had it. The engine's own lines are tried
-with the engine and with amp; of the other front ends, which call it, those of their own.
+Each point has its own run: warm up, raise there, catch outside, do what a caller must do after an exception
+(``engine.abort()``, or the front end's ``zero_grad()``), and train on. The process must be unchanged, and two
+iterations later every bit must be that of a run that took the iteration or of one that never began it. Lines of the
+engine are tried with the engine and with amp. Of the other front ends, which call it, only their own lines are tried.
 
 By default each line is tried in one of every five set-ups that run it, with the classes of exception in turn.
 ``HALFPEAK_THOROUGH=1`` tries it in all of them, every time it is reached.
@@ -92,7 +92,7 @@ def loss_of(run: Run, number: int, factor: float = 1.0) -> Callable[[], Tensor]:
 
 
 def iterate(run: Run, step: int, factor: float = 1.0) -> None:
-    """The passes of a window."""
+    """Train the passes of one window."""
     for number in range(run.every):
         run.take(loss_of(run, 10 * step + number, factor))
         run.done += 1
@@ -110,7 +110,7 @@ def faulty(setup: Setup, run: Run) -> None:
 
 
 def end_of(setup: Setup, run: Run) -> str:
-    """Where two iterations more lead."""
+    """The state after two more iterations."""
     if setup.drops:
         run.drop()
     for step in AFTER:
@@ -121,7 +121,7 @@ def end_of(setup: Setup, run: Run) -> str:
 
 
 def forward(run: Run) -> None:
-    """The iteration up to its loss."""
+    """Run the faulty iteration up to its loss."""
 
     def interrupted() -> Tensor:
         loss_of(run, 10 * FAULTY)()
@@ -132,7 +132,7 @@ def forward(run: Run) -> None:
 
 
 def outcomes(setup: Setup) -> dict[str, str]:
-    """What a run may end with, and what that means."""
+    """The states in which a run may end, and what each means."""
     allowed: dict[str, str] = {}
 
     def allow(name: str, act: Callable[[Run], object]) -> None:
@@ -152,7 +152,7 @@ def outcomes(setup: Setup) -> dict[str, str]:
 
 
 def points_of(setup: Setup) -> list[Point]:
-    """Where an exception can come in the faulty iteration, once caches of the process are filled."""
+    """The line events of the faulty iteration, after a first run has filled the caches of the process."""
     points_of_one(setup)
     return points_of_one(setup)
 
@@ -169,7 +169,7 @@ Line = tuple[str, int]
 
 @functools.cache
 def set_ups_that_run() -> dict[Line, list[Setup]]:
-    """Each line, and who runs it."""
+    """Each line, and the set-ups that run it."""
     found: dict[Line, list[Setup]] = {}
     for setup in SETUPS:
         for file, line in {point[:2] for point in points_of(setup) if point.file.startswith(setup.folder)}:
@@ -178,7 +178,7 @@ def set_ups_that_run() -> dict[Line, list[Setup]]:
 
 
 def chosen(setup: Setup, points: list[Point], turn: int) -> list[int]:
-    """The points to try: all of them, or a fifth of the lines once, now at its first hit and now at a later one."""
+    """The points to try, as ordinals: all, or a fifth of the lines, each once, at an earlier or a later hit."""
     where: dict[Line, list[int]] = {}
     for ordinal, point in enumerate(points):
         if point.file.startswith(setup.folder):

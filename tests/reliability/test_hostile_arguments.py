@@ -1,4 +1,4 @@
-"""Values that a configuration file can hold, in every argument: accepted, or one short error; never a raw one."""
+"""Every argument accepts each value that a configuration file can hold, or raises one short ``HalfpeakError``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfpeak.core.short_repr import LONGEST
 
 
 def shared(levels: int) -> list[Any]:
-    """What YAML's anchors make of a few lines: 3**levels values to whoever writes them out."""
+    """Nested lists of shared values, as YAML anchors make from a few lines: 3**levels values if written out."""
     value: Any = "x"
     for _ in range(levels):
         value = [value] * 3
@@ -63,7 +63,7 @@ GIVEN = {
     "fn_name": "print",
     "max_lr": 1,
 }
-"""Arguments that have no default."""
+"""Values of arguments that have no default."""
 
 Case = Callable[[str, Any], object]
 """Call something with one argument of that name and value."""

@@ -1,4 +1,4 @@
-"""Long runs grow nothing, and a run that is over leaves nothing behind.
+"""Objects and open files do not grow in a long run, and a run that is over leaves nothing behind.
 
 A thousand steps by default; ``HALFPEAK_THOROUGH=1`` takes a hundred thousand.
 """
@@ -47,7 +47,7 @@ def iterate_amp(model: Any, optimizer: Any, step: int, factor: float) -> None:
     ],
 )
 def test_a_long_run_with_overflows_grows_nothing(front_end: str, level: str, kind: str) -> None:
-    """An overflow in 37 steps and, where the scale grows, a growth in 37: 20 objects more at the most."""
+    """With an overflow in every 37 steps, and a growth of a dynamic scale. At most 20 objects more."""
     model = net(norm="batch")
     optimizer = OPTIMIZERS[kind](model.parameters())
     scale = halfpeak.ScaleConfig(interval=20)
@@ -83,7 +83,7 @@ def no_collector() -> Iterator[None]:
 
 
 def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.ref[Any]]:
-    """Build, prepare, train (a skip among it), evaluate, forget; what should be dead afterwards."""
+    """Build, prepare, train with a skip, evaluate; return what must be dead when this function has returned."""
     model = net(norm="batch")
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
@@ -103,7 +103,7 @@ def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.re
             iterate_amp(model, optimizer, step, factor)
     with torch.no_grad():
         model.eval()(batch(0))
-    if front_end == "native" and "Fused" in optimizer_name:  # Its gradients wait for a step that never comes.
+    if front_end == "native" and "Fused" in optimizer_name:  # Pending gradients, whose step never comes.
         with engine.forward():
             loss = model(batch(0)).float().mean()
         engine.backward(loss)
@@ -120,7 +120,7 @@ def test_two_hundred_lives_without_a_garbage_collector(front_end: str, no_collec
         names = list(OPTIMIZERS)
         refs = one_life(front_end, LEVELS[number % len(LEVELS)], names[number % len(names)])
         assert [ref() for ref in refs] == [None] * len(refs)
-        # amp holds on to what was made last, so that scripts can read it: nothing that grows, and no casts.
+        # amp keeps the state of the last run, which scripts may read: it must not grow, nor leave casts on.
         assert function_modes() == before["function modes"]
     after = global_snapshot()
     assert {key for key in before if before[key] != after[key]} == set()

@@ -1,5 +1,4 @@
-"""Forty kinds of parameters at every level: trained like plain float32 torch trains them, or refused before anything
-has changed."""
+"""Each kind of parameter at every level: trained as plain float32 torch trains it, or refused before a change."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import halfpeak
 from reliability.support import LEVELS, batch
 
 TOLERANCE = {"O0": 1e-6, "O1": 4e-3, "O2": 4e-3, "O3": 2e-2, "O4": 3e-2, "O5": 3e-2}
-"""Of parameters of size one after four steps: a few roundings in float16 or bfloat16."""
+"""Absolute error of parameters of size one after four steps: a few roundings in float16 or bfloat16."""
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -332,7 +331,7 @@ def test_without_storage(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_lazy_modules(level: str) -> None:
-    """Without a shape there can be no master; without masters torch fills them in as ever."""
+    """A lazy parameter has no shape yet, so it can have no master; without masters torch fills it in as ever."""
     model = nn.LazyLinear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if level in ("O2", "O5"):
@@ -357,7 +356,7 @@ def test_a_tensor_that_is_no_leaf(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_spectral_norm(level: str) -> None:
-    """Its power iteration moves buffers in every forward pass, so only soundness is compared."""
+    """Its power iteration moves buffers in every forward pass, so the test checks only that the loss falls."""
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
     engine = prepare(model, level)
     before = F.mse_loss(model(batch(0)).float(), torch.full((8, 2), 0.5))
