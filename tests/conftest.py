@@ -31,7 +31,7 @@ if not torch.accelerator.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Write yapf's grammar, which mmengine reads, into its cache before any worker reads the cache.
 
-    yapf 0.43 creates the file before it fills it: of two processes that import it, one may read an empty file (EOFError).
+    yapf 0.43 creates the file before it fills it, so a second process may read an empty file (EOFError).
     """
     if not hasattr(config, "workerinput"):
         import yapf  # noqa: F401

@@ -32,7 +32,7 @@ CLIPS: dict[str, tuple[Mapping[str, Any] | None, Clipping]] = {
 }
 
 WINDOWS = [(1, 4), (3, 6), (3, 7), (3, 8), (4, 2)]
-"""Accumulation and the number of backward passes: without a rest, with a rest of one and two, shorter than a window."""
+"""Accumulation and the number of backward passes: no remainder, a remainder of one or two, fewer than a window."""
 
 
 def divisor(i: int, every: int, total: int) -> int:

@@ -44,7 +44,7 @@ class Run(support.triton.Run):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_captured_has_run_before(level: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a kernel would be compiled and loaded during the capture."""
+    """A kernel whose first launch is captured would be compiled and loaded during the capture."""
     module = kernels()
     control, keeps_books = module.control, list[bool]()
 

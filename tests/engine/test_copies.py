@@ -99,7 +99,7 @@ def test_an_ema_of_the_model(level: str) -> None:
 
 
 def average_values(average: nn.Module, model: nn.Module) -> None:
-    """Average in place through ``state_dict``, as timm's ModelEma does: in torch its values are the weights themselves."""
+    """Average in place through ``state_dict``, as timm's ModelEma does: in torch its values are the weights."""
     now = model.state_dict()
     for name, value in average.state_dict().items():
         if value.is_floating_point():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from halfpeak import amp
 
-# Networks. Each has a slot (an Identity, for a faulty module), two places (low-precision outputs at all levels), a head.
+# Networks. Each has a slot (Identity, for a faulty module), two places (low-precision outputs at all levels), a head.
 
 
 class Mlp(nn.Module):

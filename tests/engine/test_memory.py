@@ -21,7 +21,7 @@ SIZES = (300_000,) * 6 + (16,)
 COUNT = sum(SIZES)
 
 FIXED = 2**21
-"""Bytes. Scratch memory is less, and does not grow with the model."""
+"""Upper bound of scratch memory, in bytes. It does not grow with the model."""
 
 
 class Sum(nn.Module):

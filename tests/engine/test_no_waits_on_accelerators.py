@@ -1,4 +1,4 @@
-"""On an accelerator a step makes the host wait only for ``found_inf``, once, and only if the optimizer cannot take it."""
+"""On an accelerator a step makes the host wait only for ``found_inf``, once, if the optimizer cannot take it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def waits_of(
     device: Device, build: Callable[[Any], Optimizer], level: str, *, start: int = START, **settings: Any
 ) -> list[list[str]]:
-    """What makes the host wait in each of the two steps after the first ``start``."""
+    """What makes the host wait in each of two steps, after the first ``start`` steps."""
     engine = prepared(device, build, level, **settings)
     waits: list[list[str]] = []
     for _ in range(start + 2):

@@ -26,7 +26,7 @@ def build(
 
 
 def with_a_weight_that_froze(level: str) -> halfpeak.Engine:
-    """Its gradient still belongs to the step, and the parameters after it keep their gradients."""
+    """The frozen weight's gradient still belongs to the step, and the parameters after it keep their gradients."""
     engine = build(level, every=2)
     train(engine, range(3))
     next(iter(engine.models[0].parameters())).requires_grad_(False)

@@ -107,7 +107,7 @@ def test_who_gets_kernels() -> None:
     [*((level, how) for level in ("O2", "O5") for how in ("", "load", "copy")), ("O5", "edit")],
 )
 def test_passes_that_wait_scaled_are_rounded_once(level: str, how: str) -> None:
-    """As under ``no_sync``, where a later pass reduces low-precision gradients: they are a float32 sum, rounded once."""
+    """As under ``no_sync``, where a later pass reduces the low gradients: they are a float32 sum, rounded once."""
 
     def build() -> halfpeak.Engine:
         model = make_net()

@@ -78,7 +78,7 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
 
 
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
-    """The result of ``trained_here`` keeps optimizers alive, although else only a reference cycle refers to them."""
+    """The result of ``trained_here`` keeps optimizers alive to which otherwise only a reference cycle refers."""
     forgotten = nn.Linear(2, 2)
     forgotten.engine = halfpeak.prepare(forgotten, sgd(forgotten), "O0")  # type: ignore[assignment]
     found = trained_here()

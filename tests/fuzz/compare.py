@@ -240,7 +240,7 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # A frozen one gets its master, and what was written into its weight, in its optimizer's next own pass.
+                # Not if frozen: it gets its master, with the value of its weight, in the optimizer's next own pass.
                 if one.requires_grad:
                     value = ours.engine.masters.fp32_value(ours.model_of(one))
                     pair = theirs.pairs.get(id(theirs.model_of(other)))

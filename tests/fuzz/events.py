@@ -701,7 +701,7 @@ WHILE_IT_WAITS = {
         and not config.in_turns
         and "checkpointed" not in config.parts
         and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events)
-        # By hand it is computed with the next pass, so a hook added between sees gradients that only it has.
+        # By hand it is computed with the next pass, so a hook added between sees the delayed gradients, too.
         and not (
             "sometimes" in config.parts and any(one.name == "inf in a gradient" for one in config.events)
         )

@@ -1,8 +1,8 @@
 """The other side of the comparison: mixed precision by hand, in plain torch.
 
 It is slow. Where halfpeak compares versions, it keeps whole copies: their values show whether user code has written a
-weight or its master. Of halfpeak it uses the table of levels (:mod:`halfpeak.core.levels`) and, at O1 and O4, the scope of
-casts, because the fuzzer tests orders of calls and not the dtypes of single operations.
+weight or its master. Of halfpeak it uses the table of levels (:mod:`halfpeak.core.levels`) and, at O1 and O4, the scope
+of casts, because the fuzzer tests orders of calls and not the dtypes of single operations.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Reference:
         yield fresh
 
     def _add(self, fresh: Sequence[Tensor | None], scale: float, chosen: Iterable[int]) -> list[bool]:
-        """Unscale gradients and add them to those of the window; for each of ``chosen`` whether one is not finite."""
+        """Unscale gradients and add them to the window's; return for each of ``chosen`` whether one is not finite."""
         owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
         found = dict.fromkeys(chosen, False)
         for parameter, grad in zip(self.model.parameters(), fresh, strict=True):
@@ -670,7 +670,7 @@ class Reference:
                     if id(parameter) in known or parameter.dtype not in LOW:
                         continue
                     pair = self.pairs.get(id(parameter))
-                    # What is prepared with a state was trained before, and keeps its float32 value where it is frozen.
+                    # A parameter prepared with optimizer state may have been trained: if frozen, it stays float32.
                     was_trained = exact is not None and parameter in optimizer.state
                     if pair is None and not (parameter.requires_grad or was_trained):
                         continue

@@ -741,7 +741,7 @@ def cases(
         for number, (every, clip) in enumerate(windows)
         if name == "native"
         or (number == (row + column) % len(windows) and (len(windows) > 1 or column == row % len(optimizers)))
-        # A fused optimizer clips in its step, with one rounding less; accelerate computes norms in the gradients' dtype.
+        # A fused optimizer clips in its step, with one rounding less; accelerate takes norms in the gradients' dtype.
         if clip is None or (optimizer != "FusedAdamW" and not (name == "accelerate" and level in PURE))
     ]
 

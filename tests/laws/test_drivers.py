@@ -1,9 +1,9 @@
 """Laws that every way to train obeys. The table of drivers is in ``drivers.py``.
 
-A skip moves nothing, and a run that only skips raises. A front end takes the engine's steps bit for bit. A resume at any
-pass is bitwise, and so is a load of an earlier state. A copy is independent. A dropped window leaves no trace. The passes
-of a window add up to the whole batch. A closure equals an ordinary step. After an exception the run continues as if the
-iteration had ended or had never begun.
+A skip moves nothing, and a run that only skips raises. A front end takes the engine's steps bit for bit. A resume at
+any pass is bitwise, and so is a load of an earlier state. A copy is independent. A dropped window leaves no trace. The
+passes of a window add up to the whole batch. A closure equals an ordinary step. After an exception the run continues
+as if the iteration had ended or had never begun.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_resume_is_bitwise_at_every_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases(windows=((3, None),)) + EVERY_KIND, ids=ids)
 def test_going_back_in_the_same_objects_is_bitwise(case: Case) -> None:
-    """Twice each, to a state between two windows and to one inside a window, while another window is open."""
+    """Twice each: to a state between two windows and to one inside a window, from inside another window."""
     run = case.run()
     for at in (3, 4) if DRIVERS[case.driver].saves_windows else (3,):
         for number in range(run.done, at):
@@ -276,7 +276,7 @@ def stepped(run: Run) -> list[Any]:
 
 @pytest.mark.parametrize("case", cases(windows=((1, None),)) + EVERY_KIND, ids=ids)
 def test_the_default_dtype_of_torch_is_that_of_no_scalar_of_a_step(case: Case) -> None:
-    """Scripts set it to build models. A bfloat16 step count would stay 256, and torch's kernels refuse bfloat16 flags."""
+    """Scripts set it to build models. A bfloat16 step count would stay 256; kernels refuse a bfloat16 ``found_inf``."""
 
     def under(dtype: torch.dtype, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any) -> Any:

@@ -88,8 +88,8 @@ class EngineRun:
         level: the opt level.
         optimizers: names in ``OPTIMIZERS``; two of them share the weights.
         losses: number of losses.
-        wrapped: which passes use :class:`Unreduced`, so that gradients wait scaled inside a window: none, ``all``, or from
-            the second on the ``later`` ones, which find unscaled gradients of the first.
+        wrapped: which passes use :class:`Unreduced`, so that gradients wait scaled inside a window: none, ``all``, or
+            the ``later`` ones. These find unscaled gradients of the first pass.
         clean: save between two windows.
         overflows: the passes with a loss of infinity.
     """
