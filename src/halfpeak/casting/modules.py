@@ -158,22 +158,14 @@ class CastOutput:
         return cast_tree(output, self.dtype)
 
 
-@dataclass(frozen=True)
-class SuspendCasts:
-    """A forward pre-hook after which operations are not cast, until :class:`ResumeCasts` or an exception ends the call."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Suspend."""
-        suspend_until_return(sys._getframe(1))
+def suspend_casts(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook after which operations are not cast, until :func:`resume_casts` or an exception ends the call."""
+    suspend_until_return(sys._getframe(1))
 
 
-@dataclass(frozen=True)
-class ResumeCasts:
-    """A forward hook that ends the suspension of :class:`SuspendCasts`."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Resume."""
-        resume()
+def resume_casts(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """A forward hook that ends the suspension of :func:`suspend_casts`."""
+    resume()
 
 
 def is_prepared(module: nn.Module) -> bool:
@@ -206,8 +198,8 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     if policy.per_op:
         for module in kept:
             handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
-            handles.append(module.register_forward_pre_hook(SuspendCasts(), with_kwargs=True))
-            handles.append(module.register_forward_hook(ResumeCasts(), prepend=True))
+            handles.append(module.register_forward_pre_hook(suspend_casts))
+            handles.append(module.register_forward_hook(resume_casts, prepend=True))
     if policy.param is None or policy.param not in LOW:
         return handles
     inside = {id(part) for module in kept for part in module.modules()}

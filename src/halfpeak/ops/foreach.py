@@ -16,6 +16,7 @@ from typing import Final, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.torch_compat import host_values
 from halfpeak.ops import reference, shards
 
@@ -311,9 +312,7 @@ def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) ->
         if _has_amp_kernel(device, dtype):
             _amp_(group, inv_scale, found_inf)
         else:
-            wide = [grad.float() for grad in group]
-            torch._foreach_mul_(wide, inv_scale.to(device))
-            torch._foreach_copy_(group, wide)
+            _scale_in_fp32_(group, inv_scale.to(device))
         if not cannot_overflow(inv_scale):
             # The kernel above checks the values that it reads. With a scale below 1, those that it writes may overflow.
             _check_group_(group, device, dtype, found_inf)
@@ -324,7 +323,7 @@ def _norm(
 ) -> Tensor:
     norms: list[Tensor] = []
     for _, dtype, group in groups:
-        wide = [g.float() for g in group] if dtype in (torch.float16, torch.bfloat16) else group
+        wide = [g.float() for g in group] if dtype in LOW else group
         each = torch._foreach_norm(wide, norm_type)
         norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
     norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
@@ -337,14 +336,19 @@ def _norm(
 
 def _scale_(groups: Sequence[_Group], rest: Sequence[Tensor], factor: Tensor) -> None:
     for device, dtype, group in groups:
-        if dtype in (torch.float16, torch.bfloat16):
-            wide = [grad.float() for grad in group]
-            torch._foreach_mul_(wide, factor.to(device))
-            torch._foreach_copy_(group, wide)
+        if dtype in LOW:
+            _scale_in_fp32_(group, factor.to(device))
         else:
             torch._foreach_mul_(group, factor.to(device))
     if rest:
         reference.scale_(rest, factor)
+
+
+def _scale_in_fp32_(group: list[Tensor], factor: Tensor) -> None:
+    """``tensor = tensor * factor`` for low tensors: the product in float32, rounded once."""
+    wide = [tensor.float() for tensor in group]
+    torch._foreach_mul_(wide, factor)
+    torch._foreach_copy_(group, wide)
 
 
 def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -375,7 +379,7 @@ def _has_amp_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``grad`` can be copied to ``dtype`` before the product, because that is the dtype of the product."""
-    wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
+    wide = torch.float32 if grad.dtype in LOW else grad.dtype
     return grad.layout is torch.strided and dtype is wide and not grad.is_complex()
 
 

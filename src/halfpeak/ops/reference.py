@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfpeak.core.dtypes import LOW
+
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """``grad = grad * inv_scale`` in place.
@@ -131,7 +133,7 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in LOW else tensor
 
 
 def _coalesced(grad: Tensor) -> Tensor:
