@@ -129,12 +129,12 @@ def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
     state["scaler"]["growth_interval"] = 100
     save(tmp_path / "a.pt", state)
     with pytest.raises(
-        StateError, match=r"no place for 'lr_scheduler' \(a dict of 1\); 'best' \(the number 0.5\)"
+        StateError, match=r"cannot hold 'lr_scheduler' \(a dict of 1\); 'best' \(the number 0.5\)"
     ):
         convert(tmp_path / "a.pt", "mmengine", tmp_path / "b.pt")
     with pytest.raises(StateError, match=r"'rule' \(growth 2, backoff 0.5, interval 100\).*--drop rule"):
         convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
-    with pytest.raises(ConfigError, match=r"drop names \['typo'\].*would be is 'rule'"):
+    with pytest.raises(ConfigError, match=r"drop names \['typo'\].*cannot hold is 'rule'"):
         convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt", drop=["typo"])
     with pytest.raises(ConfigError, match=r"must be a list of names"):
         convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt", drop="rule")
@@ -149,7 +149,7 @@ def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
 def test_weights_under_the_name_of_a_version_are_not_lost_in_silence(tmp_path: Path) -> None:
     model = AmpLoop().save()["model"]
     save(tmp_path / "a.pt", {"model": model, "model_version": model, "code_version": "3"})
-    with pytest.raises(StateError, match=r"no place for 'model_version' \(weights\). To go"):
+    with pytest.raises(StateError, match=r"cannot hold 'model_version' \(weights\); to leave it out"):
         convert(tmp_path / "a.pt", "lightning", tmp_path / "b.pt")
 
 
@@ -235,7 +235,7 @@ def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
 def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
     zoo.run(zoo.build("EpochBasedRunner", tmp_path / "run", "fp16"))
     source = tmp_path / "run" / "iter_8.pth"
-    with pytest.raises(StateError, match=r"no place for 'hooks' \(a dict of 1\); 'loop' .*; 'random' "):
+    with pytest.raises(StateError, match=r"cannot hold 'hooks' \(a dict of 1\); 'loop' .*; 'random' "):
         convert(source, "apex", tmp_path / "a.pt")
     convert(source, "apex", tmp_path / "a.pt", drop=["all"])
     convert(tmp_path / "a.pt", "mmcv", tmp_path / "b.pth")
@@ -248,6 +248,18 @@ def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
         back["optimizer"], {key: saved["optimizer"][key] for key in ("state", "param_groups")}
     )
     assert back["meta"]["fp16"]["loss_scaler"]["scale"] == saved["meta"]["fp16"]["loss_scaler"]["cur_scale"]
+
+
+def test_masters_need_one_model(tmp_path: Path) -> None:
+    parts = Fp16Loop().save()
+    del parts["model"]
+    save(tmp_path / "a.pt", parts)
+    name = "optimizer.fp32_from_fp16"
+    with pytest.raises(StateError, match=f"masters in {name}, and no weights .* --drop {name}"):
+        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
+    save(tmp_path / "c.pt", {**parts, "g": AMP["model"], "d": AMP["model"]})
+    with pytest.raises(StateError, match=f"2 models, .* masters in {name} .* all models but one of g, d"):
+        convert(tmp_path / "c.pt", "apex", tmp_path / "b.pt")
 
 
 def test_several_losses_need_room(tmp_path: Path) -> None:
@@ -263,12 +275,12 @@ def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
     state = AmpLoop().save()
     del state["amp"]
     save(tmp_path / "a.pt", state)
-    with pytest.raises(StateError, match=r"no loss scale.*write --scale 65536"):
+    with pytest.raises(StateError, match=r"format 'engine' needs a loss scale.*pass --scale 65536"):
         convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt")
     convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", scale=1024.0, level="O2")
     state = load(tmp_path / "b.pt")
     assert (state["scalers"][0]["scale"], state["level"]) == (1024.0, "O2")
-    with pytest.raises(ConfigError, match=r"scale=8.0: the file has a loss scale of its own, in scalers"):
+    with pytest.raises(ConfigError, match=r"scale=8.0 .* this one has it in scalers.* --drop scalers"):
         convert(tmp_path / "b.pt", "apex", tmp_path / "c.pt", scale=8.0)
 
 
@@ -276,11 +288,11 @@ def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
 def test_a_file_with_nothing_in_it_wants_no_scale(form: str, tmp_path: Path) -> None:
     """A scale would help nobody. Some frameworks keep the recipe one level deeper."""
     save(tmp_path / "a.pt", {"seed": 3})
-    with pytest.raises(StateError, match=r"holds nothing that could be converted$"):
+    with pytest.raises(StateError, match=r"no model weights, optimizer state or loss scale to convert$"):
         convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
     save(tmp_path / "c.pt", {"classy_state_dict": AmpLoop().save(), "loss": 0.5})
     with pytest.raises(
-        StateError, match=r"nothing.*if 'classy_state_dict' \(a dict of 3\) is the checkpoint"
+        StateError, match=r"no model weights.*if 'classy_state_dict' \(a dict of 3\) is the checkpoint"
     ):
         convert(tmp_path / "c.pt", form, tmp_path / "b.pt")
 

@@ -79,7 +79,7 @@ def test_the_nth_write_fails(path: Path, code: int) -> None:
     writes = -files[0].left
     assert writes > 20
     for number in range(1, writes + 1):
-        message = f"was not written, and what stood there still does: .*{os.strerror(code)}"
+        message = f"was not written, and a file that was there is unchanged: .*{os.strerror(code)}"
         with (
             failing_write(number, OSError(code, os.strerror(code))),
             pytest.raises(CheckpointError, match=message),

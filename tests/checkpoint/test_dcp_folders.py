@@ -98,12 +98,15 @@ def doubled(metadata: Metadata) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a file elsewhere": (lambda m: moved(m, relative_path="../run/__0_0.distcp"), "impossible place"),
+    "a file elsewhere": (
+        lambda m: moved(m, relative_path="../run/__0_0.distcp"),
+        "impossible file name or offset",
+    ),
     "a file that is missing": (lambda m: moved(m, relative_path="__1_0.distcp"), "cannot be opened"),
     "beyond the end": (lambda m: moved(m, offset=10**9), "cut off"),
     "before the start": (lambda m: moved(m, offset=-1), "reach beyond its end"),
     "longer than the file": (lambda m: moved(m, length=10**12), "reach beyond its end"),
-    "another part": (lambda m: moved(m, offset=0), "archive is broken|something else|overlap|not whole"),
+    "another part": (lambda m: moved(m, offset=0), "archive is broken|not a tensor|overlap|not whole"),
     "compressed": (lambda m: moved(m, transform_descriptors=["zstd"]), "compressed"),
     "a huge tensor": (
         lambda m: vars(m.state_dict_metadata["model.w"]).update(size=torch.Size((2**40, 2**20))),
@@ -116,7 +119,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parts that overlap": (doubled, "overlap"),
     "a part that is missing": (
         lambda m: m.storage_data.pop(MetadataIndex("model.w", (0, 0))),
-        "parts are missing",
+        "another number of elements",
     ),
     "a list with gaps": (lambda m: m.planner_data.update({"mixed.0": ("mixed", 10**9)}), "list with gaps"),
     "a path through a value": (
@@ -124,7 +127,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "through a value|two values",
     ),
     "a path that is none": (lambda m: m.planner_data.update({"epoch": 7}), "impossible path"),
-    "no names": (lambda m: setattr(m, "state_dict_metadata", None), "does not say what is where"),
+    "no names": (lambda m: setattr(m, "state_dict_metadata", None), "has no table of entries and files"),
 }
 
 
@@ -203,7 +206,7 @@ def test_names_that_cannot_be_told_are_asked_for(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     save(tmp_path / "a.pt", state)
-    with pytest.raises(StateError, match=r"which weight each is cannot be told.*dcp.save"):
+    with pytest.raises(StateError, match=r"unclear which weight each number is.*dcp.save"):
         convert(tmp_path / "a.pt", "dcp", tmp_path / "folder", scale=1.0)
     assert os.listdir(tmp_path) == ["a.pt"]
 

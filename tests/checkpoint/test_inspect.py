@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         script(model={"w": W.half()}, master_params=[W + 1]),
         "the masters in master_params do not fit the weights: master 0 of shape (8, 10) rounds to none",
     ),
-    "masters without weights": (script(model=None, master_params=[W]), "and no weights that name them"),
+    "masters without weights": (script(model=None, master_params=[W]), "and no weights to match them with"),
     "no optimizer": (script(optimizer=None), "there is no optimizer state in it"),
     "no weights": (script(model=None), "there are no weights in it"),
     "no scaler at O1": (
@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too many parameters": (
         script(optimizer=sgd(W, W)),
-        "speak of 2 parameters, and the weights are 1 tensors",
+        "list 2 parameters, and the weights have 1 floating-point tensors",
     ),
     "state of strangers": (
         script(optimizer={"state": {5: {}}, "param_groups": [{"lr": 0.1, "params": [0]}]}),
@@ -358,7 +358,7 @@ def test_safetensors(tmp_path: Path) -> None:
     assert report.models[0].dtypes == {"float32": 80, "float16": 80, "bfloat16": 80, "int64": 1, "bool": 1}
     header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 99]}}).encode()
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    assert "declares other bytes than it has" in inspect(tmp_path / "m.safetensors").findings[0]
+    assert "offsets that do not fit its shape and dtype" in inspect(tmp_path / "m.safetensors").findings[0]
 
 
 def test_a_folder_of_accelerate(tmp_path: Path) -> None:
@@ -427,11 +427,11 @@ def test_unusual_tensors_are_described(make: Callable[[], torch.Tensor], tmp_pat
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}, "an impossible shape or place"),
-        ({"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}, "an impossible shape or place"),
-        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "an impossible shape or place"),
-        ({"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}, "an impossible shape or place"),
-        ({"dtype": "F32", "shape": [0, 2**80], "data_offsets": [0, 0]}, "an impossible shape or place"),
+        ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}, "an impossible shape or offset"),
+        ({"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}, "an impossible shape or offset"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "an impossible shape or offset"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}, "an impossible shape or offset"),
+        ({"dtype": "F32", "shape": [0, 2**80], "data_offsets": [0, 0]}, "an impossible shape or offset"),
         ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "is broken"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "overlap"),
         (3, "is broken"),

@@ -115,7 +115,7 @@ def test_a_folder_with_a_damaged_file_is_status_1(change: str, capsys: pytest.Ca
         for line in capsys.readouterr().out.splitlines()
         if "pytorch_model.bin:" in line and "suspicious" in line
     ]
-    assert ("is damaged" if change == "flip" else "is no checkpoint") in told
+    assert ("is damaged" if change == "flip" else "is not a checkpoint") in told
     assert main(["inspect", "--json", "folder"]) == 1
     assert json.loads(capsys.readouterr().out)["readable"] is False
 
@@ -162,11 +162,11 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["convert", "a.pt", "-o", "b.pt"], "the following arguments are required: --to"),
         (["convert", "a.pt", "--to", "deepspeed", "-o", "b.pt"], "form='deepspeed' must be one of engine"),
         (["convert", "a.pt", "--to", "apex", "-o", "a.pt"], "output 'a.pt' exists already"),
-        (["convert", "a.pt", "--to", "mmcv", "-o", "b.pt"], "no place for 'best' (the number 0.5)"),
+        (["convert", "a.pt", "--to", "mmcv", "-o", "b.pt"], "cannot hold 'best' (the number 0.5)"),
         (["convert", "a.pt", "--to", "mmcv", "-o", "b.pt", "--drop", "bset"], "drop names ['bset']"),
         (
             ["convert", "a.pt", "--to", "apex", "-o", "b.pt", "--scale", "8"],
-            "a loss scale of its own, in amp",
+            "this one has it in amp",
         ),
         (["convert", "a.pt", "--to", "apex", "-o", "b.pt", "--scale", "x"], "invalid float value: 'x'"),
         (["convert", "absent.pt", "--to", "apex", "-o", "b.pt"], "'absent.pt' cannot be opened"),

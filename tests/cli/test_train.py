@@ -178,7 +178,7 @@ def test_resume_auto_begins_a_run_goes_on_with_it_and_leaves_a_finished_one(
     assert "continuing" not in run(*again, stop_after=2)
     assert "continuing out after step 2" in run(*again)
     assert_same_run("out", "whole")
-    assert "the run in out is over: it took its 4 steps" in run(*again)
+    assert "the run in out has finished all 4 steps" in run(*again)
     assert main(["train", "--resume", "auto"]) == 2
     assert "--resume auto needs --output" in capsys.readouterr().err
 

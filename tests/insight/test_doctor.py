@@ -176,7 +176,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for task, said in (
         ("own.py:none", "no function"),
         ("own.py:wrong", "must return"),
-        ("no.py:task", "is none of"),
+        ("no.py:task", "is neither a recipe"),
     ):
         assert main(["doctor", str(tmp_path / task), *few]) == 2
         assert said in capsys.readouterr().err

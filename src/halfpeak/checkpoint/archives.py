@@ -73,7 +73,9 @@ def read_zip(file: BinaryIO) -> Content:
         if byteorder in archive.NameToInfo:
             order = _record(archive, byteorder).decode("ascii", "replace")
             if order and order != sys.byteorder:
-                raise CheckpointError("the file was written with another byte order")
+                raise CheckpointError(
+                    f"the file has the byte order {order!r:.20}, and this machine {sys.byteorder!r}"
+                )
         pickled = _record(archive, name)
         return _read(
             io.BytesIO(pickled), len(pickled), lambda key: bytearray(_record(archive, f"{root}data/{key}"))
@@ -130,7 +132,7 @@ def read_bare(file: BinaryIO) -> Content:
     """
 
     def refuse(key: str) -> bytearray:
-        raise CheckpointError("a pickle without an archive names a storage")
+        raise CheckpointError("the plain pickle refers to tensor data that it does not contain")
 
     return _read(file, _left(file), refuse)
 
@@ -151,7 +153,10 @@ def check_pickles(file: BinaryIO) -> None:
             for entry in archive.infolist():
                 if entry.filename.rpartition("/")[2] == "data.pkl":
                     if entry.file_size > 64 * entry.compress_size + 2**20:
-                        raise CheckpointError(f"the record {entry.filename!r:.200} is a packed bomb")
+                        raise CheckpointError(
+                            f"the record {entry.filename!r:.200} expands to more than 64 times its compressed size, "
+                            "and is refused as a possible decompression bomb"
+                        )
                     pickled = archive.read(entry)
                     SafeUnpickler(io.BytesIO(pickled), len(pickled)).read_value()
     else:
@@ -167,12 +172,14 @@ def read_safetensors(file: BinaryIO) -> Content:
         CheckpointError: the header is broken, or declares bytes that the file does not hold.
     """
     length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER or sys.byteorder != "little":
-        raise CheckpointError(f"a safetensors header of {length} bytes cannot be read here")
+    if sys.byteorder != "little":
+        raise CheckpointError("safetensors files can be read on little-endian machines only")
+    if length > MAX_HEADER:
+        raise CheckpointError(f"the safetensors header has {length} bytes; at most {MAX_HEADER} are read")
     try:
         header = json.loads(file.read(length))
     except (ValueError, RecursionError):
-        raise CheckpointError("the safetensors header is no JSON") from None
+        raise CheckpointError("the safetensors header is not valid JSON") from None
     data = bytearray(file.read())
     entries = header.items() if isinstance(header, dict) else ()
     tensors: dict[str, Tensor] = {}
@@ -195,14 +202,14 @@ def _scan_legacy(file: BinaryIO) -> tuple[int, list[str], dict[str, int]]:
     """The offset of the pickle with the content, the keys of the storages, and the bytes per element of each."""
     reader = SafeUnpickler(file, _left(file))
     if reader.read_value() != MAGIC_NUMBER:
-        raise CheckpointError("this is no file of torch.save")
+        raise CheckpointError("the file was not written by torch.save")
     reader.read_value()
     reader.read_value()
     start = file.tell()
     reader.read_value()
     keys = reader.read_value()
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointError("the file does not say where its storages are")
+        raise CheckpointError("the file has no list of its storages")
     return start, keys, reader.item_sizes
 
 
@@ -225,7 +232,7 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     entry = archive.getinfo(name)
     # torch never compresses: a compressed record may be a decompression bomb.
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-        raise CheckpointError(f"the record {name!r:.200} is packed; torch.save packs nothing")
+        raise CheckpointError(f"the record {name!r:.200} is compressed, which torch.save never does")
     return archive.read(entry)
 
 
@@ -237,14 +244,16 @@ def _entry(name: str, entry: Any, data: bytearray) -> Tensor:
             f"the safetensors entry {name!r:.200} is broken, or of an unknown dtype"
         ) from None
     if type(shape) is not list or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
-        raise CheckpointError(f"the safetensors entry {name!r:.200} has an impossible shape or place")
+        raise CheckpointError(f"the safetensors entry {name!r:.200} has an impossible shape or offset")
     if end - begin != prod(shape) * dtype.itemsize or end > len(data):
-        raise CheckpointError(f"the safetensors entry {name!r:.200} declares other bytes than it has")
+        raise CheckpointError(
+            f"the safetensors entry {name!r:.200} has offsets that do not fit its shape and dtype, or the file"
+        )
     # Copy the bytes, because the offset of a tensor may not be aligned to its dtype.
     raw = data[begin:end]
     try:
         return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
     except (RuntimeError, TypeError, OverflowError):
         raise CheckpointError(
-            f"the safetensors entry {name!r:.200} has an impossible shape or place"
+            f"the safetensors entry {name!r:.200} has an impossible shape or offset"
         ) from None

@@ -92,7 +92,8 @@ def convert(
     lost |= _drop_parts(contents, drop)
     if not (contents.models or contents.optimizers or contents.scalers):
         raise StateError(
-            f"the file ({FORMS[contents.form]}) holds nothing that could be converted{_deeper(contents)}"
+            f"the file ({FORMS[contents.form]}) has no model weights, optimizer state or loss scale to convert"
+            f"{_deeper(contents)}"
         )
     notes = _merge_masters(contents)
     contents.level = contents.level or level
@@ -102,7 +103,7 @@ def convert(
         for name, value in contents.rest.items()
         if isinstance(value, (str, int)) and (name == "meta.time" or name.endswith("_version"))
     }
-    lost |= _fit(contents, target, scale)
+    lost |= _fit(contents, form, scale)
     _check_losses(lost, drop, free, form)
     target.store(place, _as_plain(target.write(contents), opened))
     return Conversion(contents.form, form, place, _describe(contents, target), lost, tuple(notes))
@@ -127,8 +128,8 @@ def _as_plain(files: dict[str, Any], opened: Opened) -> dict[str, Any]:
             raise
         found = str(error).partition(";")[0]
         raise CheckpointError(
-            f"{found}: {opened.path} is not plain data. Leave that out with drop, or load the file where its classes are and "
-            "you trust it, and save dicts, lists, numbers and tensors in their place"
+            f"{found}, and {opened.path} holds more than plain data; leave the entry out with --drop, or load the file in the "
+            "program that wrote it, and save dicts, lists, numbers and tensors in place of objects"
         ) from None
 
 
@@ -153,11 +154,13 @@ def _check_losses(lost: Mapping[str, str], drop: frozenset[str], free: Set[str],
     unknown = sorted(drop - {ALL} - lost.keys())
     if unknown:
         names = ", ".join(map(repr, refused)) or "nothing"
-        raise ConfigError(f"drop names {unknown}, which is not lost; what would be is {names}")
+        raise ConfigError(
+            f"drop names {unknown}, which is no entry to leave out; what format {form!r} cannot hold is {names}"
+        )
     if refused:
         listed = "; ".join(f"{name!r} ({what})" for name, what in refused.items())
         raise StateError(
-            f"the form {form!r} has no place for {listed}. To go without, write --drop {','.join(refused)} "
+            f"format {form!r} cannot hold {listed}; to leave it out, pass --drop {','.join(refused)} "
             f"(drop={list(refused)}), or --drop all"
         )
 
@@ -193,10 +196,16 @@ def _merge_masters(contents: Contents) -> list[str]:
     """
     if not contents.masters:
         return []
-    if len(contents.models) != 1:
+    lists, models = ", ".join(contents.masters), ", ".join(contents.models)
+    if not models:
         raise StateError(
-            f"the file holds masters and {len(contents.models)} models, and whose they are cannot be told; drop all models but "
-            "one"
+            f"the file has masters in {lists}, and no weights to match them with; to leave the masters out, pass --drop "
+            f"{','.join(contents.masters)}"
+        )
+    if len(contents.models) > 1:
+        raise StateError(
+            f"the file has {len(contents.models)} models, and it is unclear which of them the masters in {lists} belong to; "
+            f"pass --drop with all models but one of {models}"
         )
     ((where, weights),) = contents.models.items()
     notes: list[str] = []
@@ -208,16 +217,17 @@ def _merge_masters(contents: Contents) -> list[str]:
     return notes
 
 
-def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, str]:
-    """Reduce the contents to what the target can hold, in its form; return descriptions of the losses by name.
+def _fit(contents: Contents, form: str, scale: float | None) -> dict[str, str]:
+    """Reduce the contents to what the format ``form`` can hold, as it holds it; return descriptions of the losses by name.
 
     Raises:
         StateError: an entry that the target needs is missing, or a loss scale is invalid.
         ConfigError: ``scale`` is given, and the file has a loss scale.
     """
+    target = TARGETS[form]
     lost = _take_from(contents.models, target.models, "weights")
     if not contents.models and target.models is not None:
-        raise StateError("the file holds no weights, and this form cannot do without")
+        raise StateError(f"format {form!r} needs model weights, and the file has none")
     if target.weights_only:
         return lost
     lost |= _take_from(contents.optimizers, target.optimizers, "optimizer state")
@@ -230,7 +240,7 @@ def _fit(contents: Contents, target: Target, scale: float | None) -> dict[str, s
     contents.scalers = [FoundScaler(where, "halfpeak", state) for where, state in scalers.items()]
     if target.needs_scale and not scalers:
         raise StateError(
-            "the file has no loss scale, and this form is made around one; write --scale 65536 (scale=65536.0)"
+            f"format {form!r} needs a loss scale, and the file has none; pass --scale 65536 (scale=65536.0)"
         )
     lost |= _fit_rest(contents, target)
     lost |= _overwritten(contents, target)
@@ -273,8 +283,10 @@ def _take_from(things: dict[str, Any], most: int | None, what: str) -> dict[str,
 def _scalers(contents: Contents, scale: float | None) -> dict[str, ScalerState]:
     found = {where: state for scaler in contents.scalers for where, state in scaler.states().items()}
     if scale is not None and found:
+        places = [scaler.where for scaler in contents.scalers]
         raise ConfigError(
-            f"scale={short_repr(scale)}: the file has a loss scale of its own, in {', '.join(found)}"
+            f"scale={short_repr(scale)} is for a file without a loss scale, and this one has it in {', '.join(places)}; "
+            f"leave out --scale, or replace what the file has with --drop {','.join(places)}"
         )
     if scale is not None:
         found["scale"] = ScalerState(scale=require_scale("scale", scale), clean=0, grace=1, stuck=0)

@@ -40,7 +40,7 @@ def read_dcp(folder: Path) -> archives.Content:
         known.get(key) for key in ("state_dict_metadata", "storage_data", "planner_data")
     )
     if type(entries) is not dict or type(places) is not dict:
-        raise CheckpointError(f"the {METADATA} of the folder does not say what is where")
+        raise CheckpointError(f"the {METADATA} of the folder has no table of entries and files")
     parts: dict[str, list[tuple[Any, Any]]] = {}
     left: dict[str, int] = {}
     for index, place in places.items():
@@ -79,7 +79,7 @@ def _fields(record: Any, name: str) -> Mapping[Any, Any]:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise CheckpointError(f"the {METADATA} of the folder has a name that is no text")
+        raise CheckpointError(f"the {METADATA} of the folder has a name that is not a string")
     return value
 
 
@@ -87,7 +87,7 @@ def _slice(folder: Path, place: Mapping[Any, Any], left: dict[str, int]) -> byte
     """The bytes of one part. All parts in a file together may not declare more bytes than the file has."""
     name, offset, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
     if name != Path(name).name or type(offset) is not int or type(length) is not int:
-        raise CheckpointError(f"a part of the folder has an impossible place in {name!r:.200}")
+        raise CheckpointError(f"a part of the folder has an impossible file name or offset: {name!r:.200}")
     if place.get("transform_descriptors"):
         raise CheckpointError("the parts of the folder are compressed; save them without extensions")
     with trailer.open_regular(folder / name) as file:
@@ -112,9 +112,13 @@ def _whole(name: str, entry: Any, parts: Sequence[tuple[Any, Any]]) -> Any:
         return torch.empty(size, dtype=_dtype(known.get("properties")))
     tensors = [tensor for _, tensor in parts]
     if not all(type(tensor) is Tensor and tensor.dtype == tensors[0].dtype for tensor in tensors):
-        raise CheckpointError(f"tensor {name!r:.200} has parts that are something else")
+        raise CheckpointError(
+            f"tensor {name!r:.200} has a part that is not a tensor, or parts of different dtypes"
+        )
     if sum(tensor.numel() for tensor in tensors) != prod(size) or not tensors:
-        raise CheckpointError(f"tensor {name!r:.200} of shape {size} is not whole: parts are missing")
+        raise CheckpointError(
+            f"tensor {name!r:.200} of shape {size} is not whole: its parts have another number of elements"
+        )
     if len(parts) == 1 and tuple(tensors[0].shape) == size:
         return tensors[0]
     whole, seen = torch.empty(size, dtype=tensors[0].dtype), torch.zeros(size, dtype=torch.bool)
@@ -159,9 +163,11 @@ def _put(branch: _Branch, path: Any, value: Any) -> None:
     for key in path[:-1]:
         branch = branch.setdefault(key, _Branch())
         if type(branch) is not _Branch:
-            raise CheckpointError(f"the {METADATA} of the folder has a path through a value")
+            raise CheckpointError(
+                f"the {METADATA} of the folder has a path that leads through a value which is no dict or list"
+            )
     if path[-1] in branch:
-        raise CheckpointError(f"the {METADATA} of the folder has two values in one place")
+        raise CheckpointError(f"the {METADATA} of the folder has two values at one path")
     branch[path[-1]] = value
 
 

@@ -59,7 +59,7 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
             _publish(Path(file.name), target, keep_previous)
     except Exception as error:  # OSError, or any exception of torch for a tensor that it cannot write
         raise CheckpointError(
-            f"{target} was not written, and what stood there still does: {error}"
+            f"{target} was not written, and a file that was there is unchanged: {error}"
         ) from error
     _sync_directory(target)
 

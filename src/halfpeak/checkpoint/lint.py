@@ -110,8 +110,8 @@ def _lost_masters(contents: Contents) -> Iterator[str]:
         low = next((dtype for dtype in LOW if dtype in dtypes), None)
         if low is not None and contents.level in _WITH_MASTERS:
             yield (
-                f"the file says {contents.level}, but the weights in {where} are {str(low)[6:]} and there are no masters: what "
-                "float32 knew of them is lost"
+                f"the file says {contents.level}, but the weights in {where} are {str(low)[6:]} and there are no masters: "
+                "their float32 precision is lost"
             )
         elif low is not None and contents.optimizers:
             yield f"the weights in {where} are {str(low)[6:]} without masters: a resume begins from rounded weights"
@@ -130,7 +130,7 @@ def _contradicting_masters(contents: Contents) -> Iterator[str]:
             if not fits:
                 yield f"the masters in {where} do not fit the weights: {words}"
         else:
-            yield f"there are masters in {where}, and no weights that name them"
+            yield f"there are masters in {where}, and no weights to match them with"
 
 
 def _optimizers(contents: Contents) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _optimizers(contents: Contents) -> Iterator[str]:
         yield from _odd_steps(where, read_steps(optimizer))
         yield from _odd_entries(where, entries, shapes)
     if contents.models and listed > tensors:
-        yield f"the optimizers speak of {listed} parameters, and the weights are {tensors} tensors"
+        yield f"the optimizers list {listed} parameters, and the weights have {tensors} floating-point tensors"
 
 
 def _odd_steps(where: str, steps: Sequence[float]) -> Iterator[str]:
@@ -182,7 +182,7 @@ def _missing(contents: Contents) -> Iterator[str]:
     if not contents.optimizers:
         yield "there is no optimizer state in it: training cannot be resumed from it"
     if not contents.scalers and contents.level in _DYNAMIC:
-        yield f"the file says {contents.level}, and there is no loss scale in it: a resume begins at the first scale"
+        yield f"the file says {contents.level}, and there is no loss scale in it: a resume begins at the initial scale"
 
 
 def _counters(contents: Contents) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _counters(contents: Contents) -> Iterator[str]:
         if value < 0:
             yield f"the counter {name} is {value}"
     if contents.window is not None:
-        yield "it was saved inside an accumulation window: gradients are in it, which only halfpeak can take up"
+        yield "it was saved inside an accumulation window: gradients are in it, which only halfpeak can load"
 
 
 def _off_by_one(contents: Contents, path: Path) -> Iterator[str]:

@@ -113,7 +113,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _no_weight(number: int, master: Tensor, of_that_shape: int) -> str:
     shape = tuple(master.shape)
     if of_that_shape == 0:
-        return f"master {number} has shape {shape}, and no weight of the file has"
+        return f"master {number} has shape {shape}, and no weight of the file has this shape"
     return (
         f"master {number} of shape {shape} rounds to none of the {of_that_shape} weights of that shape: masters and weights "
         "are not from the same step"

@@ -108,7 +108,7 @@ def _read(opened: Opened, file: BinaryIO) -> None:
         _read_pickled(opened, file, archives.read_bare)
     else:
         opened.container = _name_foreign(file, head)
-        raise CheckpointError("it is no checkpoint")
+        raise CheckpointError("it is not a checkpoint")
 
 
 def _read_sealed(opened: Opened) -> None:
@@ -128,10 +128,10 @@ def _read_zip(opened: Opened, file: BinaryIO) -> None:
     parts = {name.rpartition("/")[2] for name in names}
     if "data.pkl" not in parts:
         opened.container = "a zip file"
-        raise CheckpointError("it has no data.pkl, as torch writes it")
+        raise CheckpointError("it has no data.pkl, which every file of torch.save has")
     if "constants.pkl" in parts:
         opened.container = "a TorchScript archive"
-        raise CheckpointError("it holds a program, not a state")
+        raise CheckpointError("it holds a program, not a checkpoint")
     if twice := len(names) - len(set(names)):
         opened.notes = (f"{twice} record names occur twice: readers differ in which one they take",)
     if not trailer.ends_with_archive(file):
@@ -150,7 +150,7 @@ def _read_pickled(opened: Opened, file: BinaryIO, read: Callable[[BinaryIO], arc
         try:
             opened.tree, opened.symbols = read(file)
         except CheckpointError as error:
-            raise CheckpointError(f"{refusal}; read as data, {error}") from None
+            raise CheckpointError(f"{refusal}; nor can it be read as data: {error}") from None
 
 
 def _open_dcp(path: Path) -> Opened:
@@ -180,7 +180,7 @@ def _open_folder(path: Path) -> Opened:
         symbols=tuple(dict.fromkeys(symbol for one in opened for symbol in one.symbols)),
         unread="; ".join(f"{one.path.name}: {one.unread}" for one in broken)
         if files
-        else "no file in it is a checkpoint",
+        else f"no file in it ends in {', '.join(sorted(_SUFFIXES))}",
         left_out={one.path.name: one.unread for one in opened if one.unread and not one.damaged},
         notes=tuple(f"{one.path.name}: {note}" for one in opened for note in one.notes),
     )

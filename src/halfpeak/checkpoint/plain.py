@@ -51,7 +51,7 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
         return _check_scalar(value, where)
     if id(value) in seen:
         if seen[id(value)] is _OPEN:
-            raise CheckpointError(f"{where} contains itself; a checkpoint holds trees")
+            raise CheckpointError(f"{where} contains itself; checkpoints cannot hold reference cycles")
         return seen[id(value)]
     if depth == MAX_DEPTH:
         raise CheckpointError(f"{where[:200]}... is nested more than {MAX_DEPTH} levels deep")
@@ -77,7 +77,7 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
 def _check_scalar(value: Any, where: str) -> Any:
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         raise CheckpointError(
-            f"{where} is an integer of {value.bit_length()} bits; {MAX_INT_BITS} can be read back"
+            f"{where} is an integer of {value.bit_length()} bits, and torch reads back at most {MAX_INT_BITS}; write a str"
         )
     if value == b"":
         raise CheckpointError(f"{where} is b'', which torch cannot read back as plain data; write None")
@@ -87,7 +87,7 @@ def _check_scalar(value: Any, where: str) -> Any:
 def _check_key(key: Any, where: str) -> Any:
     if type(key) not in SCALARS:
         raise CheckpointError(
-            f"{where} has a key of type {type(key).__qualname__}; keys are str, int or another scalar"
+            f"{where} has a key of type {type(key).__qualname__}; keys are None, bool, int, float, str or bytes"
         )
     return _check_scalar(key, f"a key of {where}")
 

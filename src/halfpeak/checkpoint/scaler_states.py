@@ -61,7 +61,7 @@ def recognise(state: Mapping[str, Any]) -> Format:
     if keys and all(_APEX_KEY.fullmatch(str(key)) for key in keys):
         return "apex"
     raise StateError(
-        f"the keys {_show_keys(state)} are of no known loss-scaler state; known are halfpeak's, apex's "
+        f"the keys {_show_keys(state)} match no known loss-scaler format; known are halfpeak's, apex's "
         "amp.state_dict(), torch's GradScaler, mmengine's OptimWrapper and mmcv's LossScaler or checkpoint"
     )
 
@@ -156,7 +156,7 @@ def from_mmengine(state: Mapping[str, Any]) -> list[ScalerState]:
         return from_apex(state["apex_amp"])
     if "loss_scaler" in state:
         return [from_grad_scaler(state["loss_scaler"])]
-    raise StateError(f"no 'loss_scaler' and no 'apex_amp' among the keys {_show_keys(state)}")
+    raise StateError(f"the state needs a key 'loss_scaler' or 'apex_amp', and has {_show_keys(state)}")
 
 
 def to_mmengine(
@@ -198,7 +198,7 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     last = require_count(values["last_overflow_iter"], "last_overflow_iter", -1)
     window = require_count(values["scale_window"], "scale_window", 1)
     if last >= passed:
-        raise StateError(f"last_overflow_iter={last} must lie before cur_iter={passed}")
+        raise StateError(f"last_overflow_iter={last} must be less than cur_iter={passed}")
     return _start(values["cur_scale"], (passed - last - 1) % window, "cur_scale", "clean")
 
 
@@ -284,7 +284,7 @@ def _require_mapping(state: object) -> Mapping[str, Any]:
 
 def _require_keys(state: Any, keys: frozenset[str], what: str) -> Mapping[str, Any]:
     if frozenset(_require_mapping(state)) != keys:
-        raise StateError(f"the state of {what} has the keys {sorted(keys)}, not {_show_keys(state)}")
+        raise StateError(f"the state of {what} must have the keys {sorted(keys)}, not {_show_keys(state)}")
     return state
 
 

@@ -177,7 +177,7 @@ def _describe_foreign(file: io.BufferedReader, size: int) -> str:
         return "is damaged: it is empty"
     if ends_with_archive(file):
         return (
-            "is foreign: a torch file without the trailer that halfpeak writes, which does not notice damage. "
+            "is foreign: a torch file without the trailer that halfpeak writes, so that damage in it goes unnoticed. "
             "Write load_plain(path) to read it, which is torch.load(path, weights_only=True)"
         )
     return "is damaged or foreign: it does not end with the trailer that halfpeak writes"

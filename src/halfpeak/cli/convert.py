@@ -29,10 +29,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Arguments:
     forms = "\n".join(f"  {name.replace('_', '-'):<15}{target.brief}" for name, target in TARGETS.items())
     parser = Arguments(
-        "convert", f"Write a checkpoint in another form. The input is not changed.\n\nforms:\n{forms}"
+        "convert", f"Write a checkpoint in another format. The input is not changed.\n\nformats:\n{forms}"
     )
     parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate or DCP")
-    parser.add_argument("--to", metavar="FORM", required=True, help="the form to write, see above")
+    parser.add_argument("--to", metavar="FORMAT", required=True, help="the format to write, see above")
     parser.add_argument(
         "-o", "--output", metavar="OUT", required=True, help="a file or folder that does not exist yet"
     )
@@ -41,12 +41,12 @@ def _parser() -> Arguments:
         metavar="NAMES",
         action="append",
         default=[],
-        help="what may be lost, or is to be left out, with commas; all for everything that has no place",
+        help="entries to leave out, separated by commas; all: every entry that the format cannot hold",
     )
     parser.add_argument(
-        "--scale", type=float, metavar="NUMBER", help="the loss scale to begin with, where there is none"
+        "--scale", type=float, metavar="NUMBER", help="the initial loss scale, for a file without one"
     )
-    parser.add_argument("--level", metavar="LEVEL", help="the opt level to note, where the file names none")
+    parser.add_argument("--level", metavar="LEVEL", help="the opt level to write, for a file that names none")
     return parser
 
 

@@ -72,7 +72,8 @@ def _own(task: str) -> tuple[Any, ...]:
     file, _, function = task.rpartition(":")
     if not file or not Path(file).is_file():
         raise ConfigError(
-            f"{task!r} is none of {', '.join(RECIPES)}; write train.py:task for a file of your own"
+            f"{task!r} is neither a recipe ({', '.join(RECIPES)}) nor FILE.py:FUNCTION with an existing file; write a "
+            "recipe, or train.py:task for the function task in the file train.py"
         )
     sys.path.insert(0, str(Path(file).resolve().parent))
     try:

@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "doctor": "train a little at each level, and say which one to use and why",
         "run": "run a script that imports apex, unedited, on a GPU or on the CPU",
         "inspect": "say what is in a checkpoint, and execute nothing in it",
-        "convert": "write a checkpoint of one library in the form of another",
+        "convert": "write a checkpoint of one library in the format of another",
         "migrate": "rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak",
         "env": "say what a report of a fault needs: versions, devices, backends, compiler",
     }

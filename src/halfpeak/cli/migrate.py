@@ -65,7 +65,7 @@ def _write(one: Migrated, project: Any) -> bool:
     try:
         project.replace(one.path, one.result.source)
     except OSError as error:
-        sys.stderr.write(f"{one.path}: it is left as it was: {error.strerror}\n")
+        sys.stderr.write(f"{one.path}: not written (unchanged): {error.strerror}\n")
         return False
     sys.stdout.write(f"rewritten {one.path}\n")
     return True

@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
             raise ConfigError(f"unknown option {option!r}; options of the script come after its name")
         if not separator:
             if not rest:
-                raise ConfigError(f"{option} wants a value; halfpeak run --help lists the options")
+                raise ConfigError(f"{option} needs a value; halfpeak run --help lists the options")
             value = rest.pop(0)
         if option == "-m":
             return Request(Program(value, True, tuple(rest)), tuple(shims) or ("apex",), cpu)
@@ -92,8 +92,8 @@ def parse(arguments: Sequence[str]) -> Request | None:
 def _device(value: str) -> bool:
     if value != "cpu":
         raise ConfigError(
-            f"--device {value!r} is none to move a script to; write --device cpu, or leave it out to run the script where "
-            "it wants to run"
+            f"--device {value!r}: --device accepts only cpu; write --device cpu, or leave it out to run the script on the device "
+            "that it names"
         )
     return True
 
@@ -108,4 +108,4 @@ def _emulated(request: Request) -> str:
 def _role(name: str) -> str:
     found = find_spec(name)
     is_real = found is not None and found.origin != SHIMS[name].table
-    return f"completes the installed {name}" if is_real else f"answers for {name}"
+    return f"completes the installed {name}" if is_real else f"replaces {name} (not installed)"

@@ -108,7 +108,7 @@ def train(
         else:
             training.load_state_dict(saved)
             if request.resume == AUTO and training.step >= (training.config.steps or 0):
-                say(f"the run in {folder.path} is over: it took its {training.step} steps")
+                say(f"the run in {folder.path} has finished all {training.step} steps")
                 return True
             _resume(training, folder, saved, say)
             resumed_at = training.step
@@ -179,8 +179,8 @@ def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say
     config = training.config
     if training.step >= (config.steps or 0):
         raise ConfigError(
-            f"the run in {folder.path} is over: it took its {training.step} steps. Write --steps with a larger number to "
-            "go on"
+            f"the run in {folder.path} has finished all {training.step} steps; to continue it, write --steps with a larger "
+            "number"
         )
     now = training.environment()
     for name, before in saved["environment"].items():

@@ -32,9 +32,9 @@ def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
     wrapper = next((node for node in walk(tree.module) if _is_apex_wrapper(node)), None)
     findings: list[Finding] = []
     if wrapper is not None:
-        write = "the config stays; before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
+        write = "keep the config, and before the Runner is made, write import halfpeak.shim; halfpeak.shim.install('mmengine')"
         findings.append(
-            Finding(tree.line(wrapper), "ApexOptimWrapper", "mmengine's own needs apex.amp", write)
+            Finding(tree.line(wrapper), "ApexOptimWrapper", "mmengine's own wrapper needs apex.amp", write)
         )
     if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(tree.module):
         return findings

@@ -122,7 +122,7 @@ _REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
         "apex.mlp": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
         "apex.fused_dense": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
         "apex.reparameterization": Refusal(_GONE, "use torch.nn.utils.parametrizations.weight_norm"),
-        "apex": Refusal("halfpeak does not answer to this name", "import what you need by its full name"),
+        "apex": Refusal("halfpeak has no replacement for this name", "import what you need by its full name"),
         "amp_C": Refusal(_GONE, "use torch._foreach_* functions"),
         "apex_C": Refusal(_GONE, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
         "torch.cuda.amp": Refusal("torch.amp has no such name", "write the code without it"),

@@ -27,8 +27,8 @@ _SAME_NAMES: Final = frozenset({"apex.fp16_utils"})
 """Modules whose replacement has every name that ``import *`` takes from them."""
 
 _ASKS_FOR_APEX: Final = Refusal(
-    "it asks for an installed apex, which rewritten code does not need",
-    "ask for halfpeak, or leave out the question",
+    "it checks for an installed apex, which rewritten code does not need",
+    "check for halfpeak, or remove the check",
 )
 
 
@@ -192,7 +192,7 @@ class _Renaming:
                 return _Meaning(node, name, module)
         found = look_up(use.name, self._target)
         return _Meaning(
-            use.node, use.name, found or Refusal("nothing answers to it here", "rewrite it by hand")
+            use.node, use.name, found or Refusal("it has no known replacement", "rewrite it by hand")
         )
 
     def _check(self, use: Use, meaning: _Meaning) -> Edit | None:
@@ -232,7 +232,8 @@ class _Renaming:
             partial if replacement.arguments in (calls.for_autocast, calls.with_device) else replacement.path
         )
         return Refusal(
-            f"it is passed on, and {replacement.path} takes other arguments", f"write {write} if they fit"
+            f"it is not called here, and {replacement.path} takes other arguments",
+            f"write {write} if they fit",
         )
 
     def _is_type(self, node: cst.BaseExpression) -> bool:
@@ -278,7 +279,9 @@ class _Renaming:
                     self._edits.replace(node, lambda updated, new=written: updated.with_changes(module=new))
                 elif not node.relative and is_old(module):
                     self._find(
-                        node, f"from {module} import *", Refusal("it hides what it imports", "name each")
+                        node,
+                        f"from {module} import *",
+                        Refusal("it does not say which names it imports", "import each name"),
                     )
 
     def _find_lookups(self) -> None:

@@ -41,7 +41,7 @@ FORMATS: Final[tuple[Format, ...]] = (
 """Every format. ``is_form`` is tried in this order, so the most specific formats come first."""
 
 FORMS: Final[Mapping[str, str]] = MappingProxyType(
-    {**{one.name: one.brief for one in FORMATS}, "unknown": "no form that halfpeak knows"}
+    {**{one.name: one.brief for one in FORMATS}, "unknown": "no format that halfpeak knows"}
 )
 """A description of each format, by name."""
 

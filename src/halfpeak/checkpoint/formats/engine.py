@@ -69,8 +69,9 @@ def _named(contents: Contents, optimizer: dict[str, Any]) -> dict[str, Any]:
         known = [name for name, other in weights.items() if other == shape]
         if len(contents.models) != 1 or len(same) != len(known) or any(g is not same[0][1] for _, g in same):
             raise StateError(
-                "an optimizer numbers its parameters, and which weight each is cannot be told: this form has them by name. "
-                "Load the file with engine.load_state_dict after init_process_group, and write dcp.save({'engine': engine})"
+                "format 'dcp' names the parameters of an optimizer, the file numbers them, and it is unclear which weight each "
+                "number is; load the file with engine.load_state_dict after init_process_group, and write "
+                "dcp.save({'engine': engine})"
             )
         names.update(zip((number for number, _ in same), known, strict=True))
     return renamed(optimizer, names)

@@ -133,7 +133,7 @@ def match_loop(tree: Tree) -> LoopMatch | None:
             if use.doubt:
                 raise not_supported(use, use.doubt, "import it in one place")
             if name not in _KNOWN:
-                reason = "the code does more with amp than train"
+                reason = "it is not part of a training loop that can be rewritten"
                 raise not_supported(use, reason)
     calls = uses.get("initialize", [])
     if len(calls) != 1:
@@ -173,11 +173,16 @@ def _initialize(tree: Tree, use: Use) -> Initialize:
     positional = [arg.value for arg in call.args if arg.keyword is None]
     keywords = {name: arg for arg in call.args if (name := keyword_of(arg)) is not None}
     if any(arg.star for arg in call.args) or len(positional) > 2:
-        raise NotSupported(call, use.name, "its arguments cannot be told apart", "write them as keywords")
+        raise NotSupported(
+            call,
+            use.name,
+            "its arguments are unpacked, or more than two are positional",
+            "write them as keywords",
+        )
     for name in ("models", "optimizers")[len(positional) :]:
         if name not in keywords:
             write = "keep halfpeak.amp, or cast the model yourself"
-            raise NotSupported(call, use.name, "there is no optimizer", write)
+            raise NotSupported(call, use.name, "it is called without an optimizer", write)
         positional.append(keywords.pop(name).value)
     models, optimizers = positional
     _check_unconditional(tree, statement, use)
@@ -248,7 +253,11 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
     given.pop("model", None)
     unknown = [name for name in given if name not in ("loss", "optimizers", "loss_id")]
     if unknown or any(arg.star for arg in call.args) or not {"loss", "optimizers"} <= given.keys():
-        reason = f"it is called with {', '.join(unknown) or 'other arguments'}"
+        reason = (
+            f"the rewritten loop has nothing for its argument {', '.join(unknown)}"
+            if unknown
+            else "its arguments are unpacked, or have no loss or no optimizer"
+        )
         raise NotSupported(call, use.name, reason, _KEEP_AMP)
     scaled = tree.code(item.asname.name)
     args = _backward_args(statement, scaled)
@@ -256,7 +265,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
         raise not_supported(use, f"the block does more than {scaled}.backward()")
     number = initialize.numbers.get(tree.code(given["optimizers"]))
     if number is None:
-        raise NotSupported(call, use.name, "its optimizer is not one of amp.initialize's by name", _KEEP_AMP)
+        raise NotSupported(call, use.name, "its optimizer has another name than in amp.initialize", _KEEP_AMP)
     around = tree.function(statement) or tree.module
     mentions = sum(one.value == scaled for one in names_in(around))
     passes = sum(
@@ -302,13 +311,13 @@ def _steps(tree: Tree, initialize: Initialize, blocks: Sequence[Block]) -> Itera
             write = "write engine.step(closure), with engine.backward inside"
             raise NotSupported(call, code, "the step has a closure", write)
         if not isinstance(tree.parent(call), cst.Expr):
-            write = "write result = engine.step() and ask result.stepped()"
+            write = "write result = engine.step() and read result.stepped()"
             raise NotSupported(call, code, "its result is used", write)
         if statement is None or not any(tree.parent(statement) is block for block in blocks):
             raise NotSupported(
                 call,
                 code,
-                "the step is not taken beside the backward pass, as when gradients are accumulated",
+                "the step is not in the same block as the backward pass, as when gradients are accumulated",
                 "keep halfpeak.amp, or write halfpeak.prepare(..., accumulate=n), engine.backward(loss) with the loss "
                 "undivided, and engine.step() after each",
             )
@@ -333,8 +342,8 @@ def _check_order(tree: Tree, match: LoopMatch, block: Block) -> None:
         if isinstance(event, BackwardPass):
             loss_id = "0" if event.loss_id is None else tree.code(event.loss_id)
             if loss_id in waiting.setdefault(event.number, []):
-                reason = f"the loss scale of loss_id={loss_id} moves twice for one step"
-                write = "keep halfpeak.amp, or add the losses up"
+                reason = f"two backward passes with loss_id={loss_id} come before one step"
+                write = "keep halfpeak.amp, or add the losses and call backward once"
                 raise NotSupported(event.statement, "amp.scale_loss", reason, write)
             waiting[event.number].append(loss_id)
         elif not waiting.pop(event.number, []):
@@ -343,7 +352,7 @@ def _check_order(tree: Tree, match: LoopMatch, block: Block) -> None:
     first, last = (choose(one.index for one in events) for choose in (min, max))
     for node in (one for statement in block.body[first:last] for one in walk(statement)):
         if isinstance(node, cst.Break | cst.Continue | cst.Return):
-            reason = "the step may be left out after a backward pass"
+            reason = "it may skip the step after a backward pass"
             raise NotSupported(node, tree.code(node), reason, _KEEP_AMP)
     if waiting:
         raise NotSupported(block.body[-1], "amp.scale_loss", "no step follows in the same block", _KEEP_AMP)

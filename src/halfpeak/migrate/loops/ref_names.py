@@ -103,7 +103,7 @@ class RefNames:
         assignments = list(scope[name]) if scope is not None else []
         if code not in positions or len(assignments) != 1 or self._tree.class_of(function) is not None:
             raise self._unsupported(
-                function.name, f"it is not seen from where {name} is called that it gets {code}"
+                function.name, f"it is not certain that every call of {name} passes {code}"
             )
         calls: list[cst.Call] = []
         for access in assignments[0].references:

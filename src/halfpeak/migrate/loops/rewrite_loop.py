@@ -55,8 +55,10 @@ def require_named_loss(one: BackwardPass) -> None:
         NotSupported: the loss is computed in the head of ``with amp.scale_loss(...)``.
     """
     if computes(one.loss):
-        reason = "the loss is computed in its head"
-        raise NotSupported(one.loss, "amp.scale_loss", reason, "give it a name in a line before")
+        reason = "the loss is computed in the with statement itself"
+        raise NotSupported(
+            one.loss, "amp.scale_loss", reason, "compute it in a line before, and give it a name"
+        )
 
 
 def wrap_forward(edits: Edits, match: LoopMatch, block: Block, context: str, *, required: bool) -> None:

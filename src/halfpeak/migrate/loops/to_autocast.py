@@ -74,10 +74,10 @@ def write_autocast(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
             write = (
                 f"write scaler.{name} yourself; halfpeak.checkpoint.scaler_states translates states of apex"
             )
-            raise not_supported(use, "checkpoints of apex have another form than GradScaler's", write)
+            raise not_supported(use, "checkpoints of apex have another format than GradScaler's", write)
     for use in match.uses.get("disable_casts", ()):
         write = 'write with torch.autocast("cuda", enabled=False), and cast its inputs'
-        raise not_supported(use, "torch casts no input back inside it", write)
+        raise not_supported(use, "torch does not cast inputs back to float32 there", write)
     refs.pass_on(edits)
     return edits, left
 
@@ -94,7 +94,7 @@ def _check(tree: Tree, initialize: Initialize) -> None:
     for name, arg in initialize.keywords.items():
         value = tree.code(arg.value).replace("'", '"')
         if name not in _DEFAULTS or _DEFAULTS[name] not in (None, value):
-            raise not_supported(use, f"torch.amp has nothing for {name}={value}", write)
+            raise not_supported(use, f"torch.amp has no equivalent of {name}={value}", write)
 
 
 def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, scaler: str) -> list[str]:

@@ -138,7 +138,9 @@ def _prepare(match: LoopMatch, refs: RefNames, edits: Edits):
     unknown = initialize.keywords.keys() - _KEPT - _GONE
     if unknown:
         use = initialize.use
-        raise not_supported(use, f"prepare has no {', '.join(sorted(unknown))}", "keep halfpeak.amp")
+        raise not_supported(
+            use, f"halfpeak.prepare has no argument {', '.join(sorted(unknown))}", "keep halfpeak.amp"
+        )
 
     def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
         call = updated.body[0].value  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,7 +196,10 @@ def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, engine: str) ->
     for arg in one.args:
         if keyword_of(arg) not in ("retain_graph", "create_graph"):
             raise NotSupported(
-                one.statement, "backward", "it takes other arguments than a graph's", "keep halfpeak.amp"
+                one.statement,
+                "backward",
+                "it has other arguments than retain_graph and create_graph",
+                "keep halfpeak.amp",
             )
         parts.append(f"{keyword_of(arg)}={edits.code(arg.value)}")
     return f"{engine}.backward({', '.join(parts)})"
