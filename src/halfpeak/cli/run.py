@@ -92,8 +92,8 @@ def parse(arguments: Sequence[str]) -> Request | None:
 def _device(value: str) -> bool:
     if value != "cpu":
         raise ConfigError(
-            f"--device {value!r}: --device accepts only cpu; write --device cpu, or leave it out to run the script on the device "
-            "that it names"
+            f"--device {value!r}: --device accepts only cpu; write --device cpu, or leave it out to run the script on "
+            "the device that it names"
         )
     return True
 
