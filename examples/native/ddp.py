@@ -1,4 +1,4 @@
-"""DistributedDataParallel with windows of two passes; rank 0 saves, and the same command goes on where a run has stopped.
+"""DistributedDataParallel with windows of two passes; rank 0 saves, and the same command continues a stopped run.
 
 torchrun --nproc-per-node 2 examples/native/ddp.py --folder run --steps 100
 """

@@ -1,4 +1,4 @@
-"""A model sharded by FSDP2, stepped by a fused optimizer; every rank saves its part, and any number of ranks goes on.
+"""A model sharded by FSDP2, stepped by a fused optimizer; every rank saves its part, and any number of ranks can resume.
 
 torchrun --nproc-per-node 2 examples/native/fsdp2.py --folder run --steps 100
 """

@@ -1,4 +1,4 @@
-"""A small GPT on the source text of Python's standard library, byte by byte, which then writes some of its own.
+"""A small GPT on the source text of Python's standard library, byte by byte, and a sample of its output.
 
 python examples/native/gpt.py --steps 300
 """
