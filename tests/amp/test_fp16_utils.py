@@ -132,7 +132,7 @@ def test_missing_and_sparse_gradients() -> None:
     assert torch.equal(master_params[0].grad, torch.eye(4, 3))  # type: ignore[arg-type]
 
     model_params, master_params = prep_param_lists(low_model(torch.float16), flat_master=True)
-    with pytest.raises(ParameterError, match="number 0 has no gradient"):
+    with pytest.raises(ParameterError, match=r"model_params\[0\] has no gradient"):
         model_grads_to_master_grads(model_params, master_params, flat_master=True)
     for parameter in model_params:
         parameter.grad = torch.ones_like(parameter)
@@ -161,9 +161,9 @@ def test_lists_that_do_not_fit() -> None:
             function(model_params, flat_params)
         with pytest.raises(ConfigError, match="takes one master of 26 elements"):
             function(model_params, master_params, flat_master=True)
-    with pytest.raises(ParameterError, match="on 0 devices"):
+    with pytest.raises(ParameterError, match="this model has none"):
         prep_param_lists(nn.Sequential(), flat_master=True)
-    with pytest.raises(ParameterError, match="on 2 devices"):
+    with pytest.raises(ParameterError, match="has them on cpu, meta"):
         prep_param_lists(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), flat_master=True)
 
 

@@ -167,7 +167,7 @@ def test_flags_of_any_dtype_and_shape() -> None:
 def test_refusals() -> None:
     one = [torch.ones(1)]
     for lists in ([one], [one, []], [one, one, one], []):
-        with pytest.raises(ConfigError, match="takes 2 of one length"):
+        with pytest.raises(ConfigError, match="expects 2 lists of equal length"):
             multi_tensor_scale(0, flag(), lists, 1.0)
     with pytest.raises(ConfigError, match="arg_to_check=2"):
         multi_tensor_axpby(0, flag(), [one, one, one], 1.0, 1.0, 2)

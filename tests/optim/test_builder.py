@@ -141,7 +141,7 @@ def test_a_built_optimizer_is_wrapped_itself(kind: str | None) -> None:
 def test_a_built_optimizer_has_its_groups() -> None:
     model = Zoo()
     cfg = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.5), "paramwise_cfg": {"bias_lr_mult": 2.0}}
-    with pytest.raises(ConfigTypeError, match="this one is built already"):
+    with pytest.raises(ConfigTypeError, match="is a built SGD"):
         build_optim_wrapper(model, cfg)
 
 

@@ -189,11 +189,11 @@ def never(params: Any) -> None:
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "wrapper type": ({"type": "AmpWraper", "optimizer": {"type": never}}, None, RegistryError, "did you mean 'AmpOpt"),
     "optimizer type": ({"optimizer": {**SGD, "type": "SDG"}}, None, RegistryError, "did you mean 'SGD'"),
-    "no type": ({"optimizer": {"lr": 0.1}}, None, RegistryError, "no 'type' in ['lr']"),
+    "no type": ({"optimizer": {"lr": 0.1}}, None, RegistryError, "no 'type' (keys: ['lr'])"),
     "optimizer key": ({"optimizer": {**SGD, "momentun": 0}}, None, TypeError, "did you mean 'momentum'"),
     "wrapper key": ({**OPTIMIZER, "acumulative_counts": 2}, None, TypeError, "did you mean 'accumulative_counts'"),
     "params": ({"optimizer": {**SGD, "params": []}}, None, ConfigError, "'params' in the optimizer's dict"),
-    "no arguments": ({"optimizer": {"type": no_arguments}}, None, TypeError, "no_arguments names no arguments"),
+    "no arguments": ({"optimizer": {"type": no_arguments}}, None, TypeError, "no_arguments has no named argument"),
     "custom option": (OPTIMIZER, {"custom_keys": {"block": {"lr_mul": 2}}}, TypeError, "did you mean 'lr_mult'"),
 }  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_an_error_of_the_factory_comes_out_as_it_is(registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ({"params": []}, RegistryError, "no 'type' in ['params']"),
+        ({"params": []}, RegistryError, "no 'type' (keys: ['params'])"),
         ({"type": "walk"}, RegistryError, "did you mean 'Walk'?"),
         ({"type": "mmengine.Walk"}, RegistryError, "dotted names are never imported; did you mean 'Walk'?"),
         ({"type": "Adam"}, RegistryError, "Registered are Walk; add one with"),

@@ -164,7 +164,9 @@ def _check_optimizers(optimizers: Any) -> list[Any]:
     if optimizers is None:
         return []
     if isinstance(optimizers, tuple):
-        raise ConfigTypeError("optimizers must be a single optimizer or a list of optimizers, not a tuple")
+        raise ConfigTypeError(
+            "optimizers must be a single optimizer or a list of optimizers, not a tuple; write list(optimizers)"
+        )
     listed = _listed(optimizers)
     for optimizer in listed:
         if type(optimizer).__name__ == "FP16_Optimizer":  # ours, or either of apex's two
@@ -189,7 +191,7 @@ def _check_models(models: Any) -> list[nn.Module]:
         low = None if _amp_state.allow_incoming_model_not_fp32 else first_low_tensor(model)
         if low is not None:
             warn_or_err(
-                f"{low} is low already, but amp makes a model low itself; pass the float32 model, without .half()"
+                f"{low} is already in low precision; pass the float32 model, without .half(): amp converts it"
             )
     return listed
 

@@ -60,7 +60,10 @@ def scale_loss(
     run = active[0][1]
     for optimizer, _ in active:
         if not is_prepared(optimizer):
-            raise OrderError(f"the hooks of amp.initialize were taken off this {type(optimizer).__name__}")
+            raise OrderError(
+                f"this {type(optimizer).__name__} is no longer prepared, because its engine was removed after "
+                "amp.initialize; call amp.initialize again, with a float32 model"
+            )
 
     def record(part: LossScaler, found_inf: Tensor, reached: Sequence[tuple[Any, Tensor]]) -> None:
         scaler = run.scalers[run.engine.scalers.index(part)]
@@ -101,8 +104,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     if remainder_store_of(optimizer) is not None:
         raise OrderError(
-            f"{type(optimizer).__name__} keeps remainders of its weights, and float32 masters lie nowhere; read their values "
-            "in model.state_dict(), clip with halfpeak.prepare(..., clip=...), or make the optimizer without master="
+            f"{type(optimizer).__name__} stores remainders instead of float32 masters, so there are none to return; read "
+            "float32 values in model.state_dict(), clip with halfpeak.prepare(..., clip=...), or make the optimizer without "
+            "master="
         )
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -310,12 +310,17 @@ def multi_tensor_novograd(
 
 def _lists(tensor_lists: TensorLists, count: int) -> list[list[Tensor]]:
     lists = [list(tensors) for tensors in tensor_lists]
-    if len(lists) != count or len({len(tensors) for tensors in lists}) != 1:
-        lengths = [len(tensors) for tensors in lists]
-        raise ConfigError(
-            f"tensor_lists has lists of lengths {lengths}; this operation takes {count} of one length"
-        )
+    _check_lengths(lists, count)
     return lists
+
+
+def _check_lengths(lists: TensorLists, count: int | None = None) -> None:
+    lengths = [len(tensors) for tensors in lists]
+    if len(lengths) != (count or len(lengths)) or len(set(lengths)) != 1:
+        expected = "lists" if count is None else f"{count} lists"
+        raise ConfigError(
+            f"tensor_lists has lists of lengths {lengths}; this operation expects {expected} of equal length"
+        )
 
 
 def _upcast(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -352,11 +357,7 @@ def _apply(
     multiplier: float | Tensor = 1.0,
 ) -> None:
     """Take one step of ``rule`` for each weight."""
-    lengths = [len(tensors) for tensors in (grads, weights, *states, *low_weights)]
-    if len(set(lengths)) != 1:
-        raise ConfigError(
-            f"tensor_lists has lists of lengths {lengths}; this operation takes lists of one length"
-        )
+    _check_lengths([grads, weights, *states, *low_weights])
     update = update_of(rule)
     constants = [float(number) for number in rule.constants(group, float(step))]
     written: Sequence[Tensor | None] = low_weights[0] if low_weights else [None] * len(weights)
@@ -371,5 +372,7 @@ def _apply(
 
 def _mode(mode: int) -> bool:
     if mode not in (0, 1):
-        raise ConfigError(f"mode={short_repr(mode)} must be 1 (decay beside the gradient) or 0 (inside it)")
+        raise ConfigError(
+            f"mode={short_repr(mode)} must be 1 (decoupled weight decay) or 0 (weight decay added to the gradient)"
+        )
     return mode == 1

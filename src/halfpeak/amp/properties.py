@@ -40,11 +40,11 @@ class Properties:
             return options[name]
         if name == "patch_torch_functions_type" and options:
             return levels.get_level(options["opt_level"]).properties.patch_torch_functions_type
-        raise UnknownOptionError(f"{name!r} is no option; there are {', '.join(options)}")
+        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(options)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
-            raise UnknownOptionError(f"{name!r} is no option; there are {', '.join(self.options)}")
+            raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(self.options)}")
         if name not in ("enabled", "opt_level") and value is not None:
             level = self.options["opt_level"] or "O0"
             value = getattr(levels.resolve(level, **{name: value}, refuse=warn_or_err), name)

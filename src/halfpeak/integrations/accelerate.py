@@ -22,9 +22,9 @@ from halfpeak.optim.unwrap import unwrap
 from halfpeak.state.found_inf import is_multi_rank
 
 NOT_HERE: Final = {
-    "accumulate": "accelerate counts the backward passes of a step: write Accelerator(gradient_accumulation_steps=...)",
-    "clip": "accelerate clips: write accelerator.clip_grad_norm_(model.parameters(), 1.0)",
-    "num_losses": "accelerate does not say which loss a backward pass is of; leave it out",
+    "accumulate": "accelerate accumulates gradients itself; write Accelerator(gradient_accumulation_steps=...)",
+    "clip": "accelerate clips itself; write accelerator.clip_grad_norm_(model.parameters(), 1.0)",
+    "num_losses": "accelerate does not tell which loss a backward pass is for; leave it out",
 }
 """Options of :func:`halfpeak.prepare` that accelerate handles itself, with the advice to show for each."""
 
@@ -72,8 +72,8 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
         if self.state.mixed_precision != "no":
             raise ConfigError(
-                f"mixed_precision={self.state.mixed_precision!r} next to level={short_repr(level)}; leave "
-                "mixed_precision (and fp16, bf16) out"
+                f"mixed_precision={self.state.mixed_precision!r} cannot be combined with level={short_repr(level)}, which sets "
+                "the precision; leave mixed_precision (and fp16, bf16) out"
             )
         if self.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
             raise ConfigError(
@@ -185,8 +185,8 @@ class EngineOptimizer(AcceleratedOptimizer):
             engine = self._adapter.connected(ADVICE)
             if self.optimizer not in engine.optimizers:
                 raise OrderError(
-                    f"{type(self.optimizer).__name__} was prepared in an earlier call of accelerator.prepare(), and the last "
-                    "one has taken its place; for networks that train in turns, write "
+                    f"{type(self.optimizer).__name__} was prepared in an earlier call of accelerator.prepare(), which a later "
+                    "call has replaced; prepare everything in one call: "
                     "one, other, optimizer, other_optimizer = accelerator.prepare(one, other, optimizer, other_optimizer)"
                 )
             self.last = self._adapter.step(engine, self.optimizer, closure)

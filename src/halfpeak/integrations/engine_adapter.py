@@ -186,7 +186,7 @@ def _checked(state: object) -> Mapping[str, Any]:
     known: Mapping[str, Any] = {"buffers": [], **state} if isinstance(state, Mapping) else {}
     if set(known) != set(_STATE_KEYS):
         raise StateError(
-            f"the state of a level in a loop has the keys {sorted(_STATE_KEYS)}, not {short_repr(state)}"
+            f"the state must have the keys {sorted(_STATE_KEYS)}, not {short_repr(state)}; load what state_dict() returned"
         )
     check_buffers(known["buffers"])
     return known
@@ -197,7 +197,7 @@ def _resolved(level: str, options: Mapping[str, Any], refused: Mapping[str, str]
     known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
     for name in options:
         if name in refused:
-            raise ConfigError(f"{name}={short_repr(options[name])}: {refused[name]}")
+            raise ConfigError(f"{name}={short_repr(options[name])} is refused: {refused[name]}")
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; known are level, {', '.join(sorted(known))}")
     names = set(inspect.signature(resolve).parameters) & set(options)

@@ -370,5 +370,8 @@ def read_number(scale: float | Tensor) -> float:
     if not isinstance(scale, Tensor):
         return require_scale("new_scale", scale)
     if scale.numel() != 1 or scale.requires_grad:
-        raise ConfigError("new_scale must be a float or a tensor of one element without requires_grad")
+        raise ConfigError(
+            f"new_scale={short_repr(scale)} must be a float or a tensor of one element without requires_grad; write "
+            "new_scale=65536.0"
+        )
     return float(scale)

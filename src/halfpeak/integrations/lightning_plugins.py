@@ -21,9 +21,9 @@ from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim.unwrap import unwrap
 
 NOT_HERE: Final = {
-    "accumulate": "Lightning counts the backward passes of a step: write Trainer(accumulate_grad_batches=...)",
-    "clip": "Lightning clips: write Trainer(gradient_clip_val=...), or fabric.clip_gradients(...)",
-    "num_losses": "Lightning does not say which loss a backward pass is of; leave it out",
+    "accumulate": "Lightning accumulates gradients itself; write Trainer(accumulate_grad_batches=...)",
+    "clip": "Lightning clips itself; write Trainer(gradient_clip_val=...), or fabric.clip_gradients(...)",
+    "num_losses": "Lightning does not tell which loss a backward pass is for; leave it out",
 }
 """Options of :func:`halfpeak.prepare` that Lightning handles itself, with the advice to show for each."""
 

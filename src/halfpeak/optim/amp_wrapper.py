@@ -77,7 +77,7 @@ class AmpOptimWrapper(OptimWrapper):
             self._agreement = FoundInfReducer("world" if use_fsdp else None)
         except ConfigError:
             raise ConfigError(
-                "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave it out"
+                "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave use_fsdp out"
             ) from None
         self._device_type: str | None = None
         self._given_scaler: Any = None
@@ -102,7 +102,8 @@ class AmpOptimWrapper(OptimWrapper):
         lacks = [name for name in methods if not callable(getattr(scaler, name, None))]
         if scaler is not None and lacks:
             raise ConfigTypeError(
-                f"loss_scaler={short_repr(scaler)} has no {lacks[0]}(); set a GradScaler, or what has {', '.join(methods)}"
+                f"loss_scaler={short_repr(scaler)} has no {lacks[0]}(); set a GradScaler, or an object with the methods "
+                f"{', '.join(methods)}"
             )
         if self._engine is not None:
             self._engine.abort()
@@ -294,5 +295,6 @@ def _parse_cast_dtype(dtype: object) -> torch.dtype | None:
     if isinstance(dtype, str) and dtype in names:
         return names[dtype]
     raise ConfigError(
-        f"dtype={short_repr(dtype)} must be None, a floating-point dtype, or one of {', '.join(names)}"
+        f"dtype={short_repr(dtype)} must be None, one of {', '.join(map(str, _DTYPES))}, or one of the names "
+        f"{', '.join(names)}"
     )

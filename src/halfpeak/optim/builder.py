@@ -44,8 +44,8 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     if constructor is None and isinstance(wrapper_cfg.get("optimizer"), Optimizer):
         if paramwise_cfg:
             raise ConfigTypeError(
-                "paramwise_cfg decides the groups of an optimizer when it is built, and this one is built already; write "
-                "optimizer=dict(type=..., ...)"
+                "paramwise_cfg sets the parameter groups when an optimizer is built, but 'optimizer' in cfg is a built "
+                f"{type(wrapper_cfg['optimizer']).__name__}; write optimizer=dict(type=..., ...)"
             )
         return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"type": "OptimWrapper"})
     construct = OPTIM_WRAPPER_CONSTRUCTORS.build(
@@ -74,6 +74,6 @@ def _copied(value: Any, done: dict[int, Any]) -> Any:
         else:
             rebuilt = type(value)(_copied(item, done) for item in value)
     except RecursionError:
-        raise ConfigError("cfg is nested too deeply, or in itself") from None
+        raise ConfigError("cfg contains itself, or is nested about a thousand levels deep") from None
     done[id(value)] = rebuilt
     return rebuilt

@@ -129,7 +129,7 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         takes = keywords_of(factory)
         if not takes.names:
             raise ConfigTypeError(
-                f"{name_of(factory)} names no arguments, so it cannot be told where the parameters go; wrap it in a "
+                f"{name_of(factory)} has no named argument, so the argument for the parameters is unknown; wrap it in a "
                 "function whose first argument takes them"
             )
         argument, *options = takes.names
@@ -159,8 +159,8 @@ def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
                 name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in seen & own
             ]
             raise ConfigError(
-                f"some parameters appear in more than one parameter group: {', '.join(shared)} are the same; write "
-                "paramwise_cfg=dict(bypass_duplicate=True) to keep the first group"
+                f"some parameters appear in more than one parameter group: the names {', '.join(shared)} share a parameter; "
+                "write paramwise_cfg=dict(bypass_duplicate=True) to keep its first group"
             )
         seen |= own
 

@@ -141,8 +141,8 @@ class Registry:
         """
         if name is not None and not isinstance(name, str) and not _is_names(name):
             raise ConfigTypeError(
-                f"name={short_repr(name)} must be a string or a sequence of strings; a decorator is written with its brackets, "
-                "@register_module()"
+                f"name={short_repr(name)} must be a string or a sequence of strings; write name='MyOptimizer', or as a "
+                "decorator @register_module() with its brackets"
             )
         require_flag("force", force)
 
@@ -181,7 +181,8 @@ class Registry:
         """
         if "type" not in cfg:
             raise RegistryError(
-                f"no 'type' in {list(cfg)}; write type= and the name of a registered {self.name}"
+                f"the configuration of the {self.name} has no 'type' (keys: {short_repr(list(cfg))}); add type= with the "
+                f"name of a registered {self.name}"
             )
         kind = cfg["type"]
         if isinstance(kind, str):
@@ -245,7 +246,7 @@ def keywords_of(factory: Factory) -> Keywords:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         raise ConfigTypeError(
-            f"{name_of(factory)} does not tell its arguments; wrap it in a function that does"
+            f"{name_of(factory)} has no signature that can be read; wrap it in a function with named arguments"
         ) from None
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return Keywords(

@@ -30,16 +30,17 @@ def check_can_convert(model: nn.Module) -> None:
     """
     if any("FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()):
         raise ParameterError(
-            "FSDP1 has flattened the parameters, and they cannot change their dtype any more; shard the model by "
-            "halfpeak.distributed.fully_shard(model, level), or write opt_level='O1' or 'O4', or AmpOptimWrapper"
+            "FullyShardedDataParallel (FSDP1) has flattened the parameters, whose dtype can no longer change; shard the model "
+            "with halfpeak.distributed.fully_shard(model, level), or use a level that converts no model: opt_level='O1' or "
+            "'O4', or AmpOptimWrapper"
         )
     for wrapped in _distributed(model):
         try:
             wrapped._check_default_group()
         except RuntimeError:
             raise ParameterError(
-                "DistributedDataParallel with a process group of its own must come after the parameters are cast: enter "
-                "`with wrapper.optim_context(model): pass` once, then wrap the model"
+                "DistributedDataParallel(process_group=...) must wrap the model after its parameters are converted; with an "
+                "optimizer wrapper enter `with wrapper.optim_context(model): pass` once, then wrap the model"
             ) from None
 
 

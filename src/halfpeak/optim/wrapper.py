@@ -140,7 +140,7 @@ class OptimWrapper(BaseOptimWrapper):
             )
         if self._accumulative_counts > 1 and any(isinstance(one, _BatchNorm) for one in model.modules()):
             current_logger().warning(
-                "Gradient accumulative training sees batch statistics of each small batch, not of the sum"
+                "Gradient accumulative training: batch norms see the statistics of each small batch, not of the whole window"
             )
 
     # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where a new window

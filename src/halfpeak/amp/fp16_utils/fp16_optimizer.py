@@ -19,6 +19,7 @@ from halfpeak.core.levels import Properties
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
@@ -72,8 +73,8 @@ class FP16_Optimizer(MasterGroups):
         )
         if remainder_store_of(init_optimizer) is not None:
             raise ConfigError(
-                f"{type(init_optimizer).__name__} keeps remainders of its weights, and FP16_Optimizer steps float32 "
-                "masters; use halfpeak.prepare, or make the optimizer without master="
+                f"{type(init_optimizer).__name__} stores remainders instead of the float32 masters that FP16_Optimizer "
+                "steps; use halfpeak.prepare, or make the optimizer without master="
             )
         config = EngineConfig(
             properties=Properties(enabled=True, master_weights=True),
@@ -224,7 +225,7 @@ class FP16_Optimizer(MasterGroups):
         missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(known)
         if missing:
             raise StateError(
-                f"keys {sorted(missing)} are missing; load what FP16_Optimizer.state_dict() gave"
+                f"the state lacks the keys {sorted(missing)}; load what FP16_Optimizer.state_dict() returned"
             )
         scaler, saved = self.loss_scaler, state_dict["fp32_from_fp16"]
         scale = scaler.parse(state_dict["loss_scaler"])
@@ -235,7 +236,10 @@ class FP16_Optimizer(MasterGroups):
             values += [require_tensor(v, "fp32_from_fp16", like=m) for m, v in zip(group, given, strict=True)]
         dynamic, overflow = state_dict["dynamic_loss_scale"], state_dict.get("overflow", False)
         if not isinstance(dynamic, bool) or not isinstance(overflow, bool):
-            raise StateError("dynamic_loss_scale and overflow must be True or False")
+            raise StateError(
+                "dynamic_loss_scale and overflow in the state must be True or False, not "
+                f"{short_repr(dynamic)} and {short_repr(overflow)}"
+            )
         check_optimizer(self.optimizer, state_dict["optimizer_state_dict"])
         # torch's load_state_dict keeps the tensors that it is given.
         optimizer = copied(state_dict["optimizer_state_dict"], "optimizer_state_dict")

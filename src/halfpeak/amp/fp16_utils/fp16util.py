@@ -79,8 +79,10 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         return model_params, [copy.requires_grad_() for copy in copies]
     devices = {copy.device for copy in copies}
     if len(devices) != 1:
+        has = f"has them on {', '.join(sorted(map(str, devices)))}" if devices else "has none"
         raise ParameterError(
-            f"flat_master=True makes one parameter of all, and they are on {len(devices)} devices; write flat_master=False"
+            f"flat_master=True joins all trainable parameters into one on one device, and this model {has}; write "
+            "flat_master=False"
         )
     master = nn.Parameter(torch.cat([copy.reshape(-1) for copy in copies]))
     master.grad = torch.zeros_like(master)
@@ -106,8 +108,8 @@ def model_grads_to_master_grads(
         missing = [i for i, parameter in enumerate(model_params) if parameter.grad is None]
         if missing:
             raise ParameterError(
-                f"flat_master=True steps all parameters as one, and number {missing[0]} has no gradient; give it one, or "
-                "write flat_master=False"
+                f"flat_master=True steps all parameters as one, and model_params[{missing[0]}] has no gradient; give it one, "
+                "or write flat_master=False"
             )
         targets = _flat_views(model_params, master_params, "grad")
         foreach.copy_cast_(targets, [_dense(parameter.grad) for parameter in model_params])

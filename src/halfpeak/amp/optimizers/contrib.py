@@ -123,7 +123,8 @@ class ContribStep(FusedOptimizer):
             limit = group.get("max_grad_norm", 0.0)
             if limit and norms is None:
                 raise ConfigError(
-                    f"max_grad_norm={short_repr(limit)} needs grad_norms; step through FP16_Optimizer, or give them to step()"
+                    f"max_grad_norm={short_repr(limit)} needs step(grad_norms=...); wrap the optimizer in "
+                    "apex.contrib.optimizers.FP16_Optimizer, which passes them"
                 )
             clip = (float(norms[number]) / scale + 1e-6) / limit if limit and norms is not None else 1.0
             found += [1.0 / (scale * max(clip, 1.0))] * len(group["params"])
@@ -199,8 +200,8 @@ class FusedSGD(ContribStep, ApexSGD):
         """
         if grads is None:
             raise OrderError(
-                "apex.contrib.optimizers.FusedSGD steps gradients that it is given; wrap it in "
-                "apex.contrib.optimizers.FP16_Optimizer, or use apex.optimizers.FusedSGD"
+                "apex.contrib.optimizers.FusedSGD needs step(grads=...); wrap it in "
+                "apex.contrib.optimizers.FP16_Optimizer, which passes them, or use apex.optimizers.FusedSGD"
             )
         return super().step(closure, grads, *args, **kwargs)
 
@@ -245,12 +246,12 @@ class FP16_Optimizer:
     ) -> None:
         if not isinstance(init_optimizer, ContribStep):
             raise ConfigError(
-                f"apex.contrib.optimizers.FP16_Optimizer steps optimizers of apex.contrib.optimizers, not "
+                f"apex.contrib.optimizers.FP16_Optimizer takes optimizers of apex.contrib.optimizers, not "
                 f"{type(init_optimizer).__name__}; use apex.fp16_utils.FP16_Optimizer for it"
             )
         if dynamic_loss_args is not None:
             raise ConfigError(
-                "dynamic_loss_args is not taken here; use apex.fp16_utils.FP16_Optimizer for it"
+                "dynamic_loss_args is not supported here; leave it out, or use apex.fp16_utils.FP16_Optimizer"
             )
         self.optimizer = init_optimizer
         self.dynamic_loss_scale = dynamic_loss_scale
@@ -292,7 +293,7 @@ class FP16_Optimizer:
         """
         if closure is not None:
             raise ClosureError(
-                "apex.contrib.optimizers.FP16_Optimizer takes no closure; use apex.fp16_utils for one"
+                "apex.contrib.optimizers.FP16_Optimizer takes no closure; use apex.fp16_utils.FP16_Optimizer"
             )
         grads = [[parameter.grad for parameter in group] for group in self.fp16_groups]
         norms = [_grad_norm([grad for grad in group if grad is not None]) for group in grads]
@@ -365,6 +366,7 @@ def _in_order(name: str, lists: Lists | None, groups: Sequence[dict[str, Any]]) 
     by_group = given if given and isinstance(given[0], (list, tuple)) else [given]
     if [len(one) for one in by_group] != sizes:
         raise ConfigError(
-            f"{name} has lists of {[len(one) for one in by_group]} tensors; the groups have {sizes}"
+            f"{name} has lists of {[len(one) for one in by_group]} tensors, but the groups have {sizes} parameters; pass one "
+            "list for each group"
         )
     return [tensor for one in by_group for tensor in one]
