@@ -221,37 +221,42 @@ def _average_(tensors: Sequence[Tensor], coalesce: bool, limit: float) -> None:
     with torch.no_grad():
         for tensor in floating:
             tensor.div_(world)
-        for bucket in _buckets(tensors, limit if coalesce else 0):
-            _sum_(bucket)
+        for bucket in buckets(tensors, limit if coalesce else 0):
+            if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
+                dist.all_reduce(bucket[0])
+            else:
+                call_flat(dist.all_reduce, bucket)
         for tensor in counting:
             tensor.div_(world, rounding_mode="floor")
 
 
-def _sum_(bucket: Sequence[Tensor]) -> None:
-    if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
-        dist.all_reduce(bucket[0])
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of one dtype and device, of at most ``limit`` bytes or a single tensor."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         if tensor.is_sparse:
             yield [tensor]
             continue
         key = (tensor.dtype, tensor.device)
         bucket = open_buckets.setdefault(key, [])
-        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > limit:
+        sizes[key] = sizes.get(key, 0) + tensor.nbytes
+        if bucket and sizes[key] > limit:
             yield bucket
             bucket = open_buckets[key] = []
+            sizes[key] = tensor.nbytes
         bucket.append(tensor)
     yield from open_buckets.values()
+
+
+def call_flat(call: Callable[[Tensor], Any], bucket: Sequence[Tensor]) -> None:
+    """Flatten tensors of one dtype and device into one, ``call`` it with that, and copy the parts back. No gradients."""
+    with torch.no_grad():
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        call(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def gather(value: Any) -> list[Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.runner.distributed import buckets, call_flat
 
 
 class Reducer:
@@ -56,18 +57,14 @@ def flat_dist_call(
         call: the collective, such as ``torch.distributed.broadcast``.
         extra_args: arguments of ``call`` after the tensor.
     """
-    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in by_type.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+
+    def run(flat: Tensor) -> None:
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:
             flat /= dist.get_world_size()
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        with torch.no_grad():
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+
+    for bucket in buckets(tensors, math.inf):
+        call_flat(run, bucket)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
