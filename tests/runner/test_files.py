@@ -170,6 +170,9 @@ def test_several_optimizers(tmp_path: Path) -> None:
     again.optimizer = {"a": again.optimizer["a"], "c": again.optimizer["b"]}
     with pytest.raises(StateError, match=r"optimizers \['a', 'b'\], but the runner has \['a', 'c'\]"):
         again.resume(tmp_path / "epoch_1.pth")
+    hr.EpochBasedRunner(model, optimizer=zoo.sgd(model), max_epochs=1).save_checkpoint(tmp_path)
+    with pytest.raises(StateError, match=r"has one optimizer, but the runner has \['a', 'c'\]"):
+        again.resume(tmp_path / "epoch_1.pth")
 
 
 def test_a_file_taken_inside_a_stage_counts_it_as_over(tmp_path: Path) -> None:

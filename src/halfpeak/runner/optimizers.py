@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -51,6 +51,11 @@ def by_name(optimizer: Optimizers) -> dict[str, Optimizer]:
 def unnamed(values: Mapping[str, Any]) -> Any:
     """The value of a single optimizer, or the values by name if there are several."""
     return values[""] if set(values) == {""} else dict(values)
+
+
+def named(values: Any, names: Collection[str]) -> Any:
+    """The inverse of :func:`unnamed`: the values by name, for optimizers with these names."""
+    return {"": values} if set(names) == {""} else values
 
 
 def of_each_group(optimizer: Optimizers, number: Callable[[dict[str, Any]], float]) -> Any:

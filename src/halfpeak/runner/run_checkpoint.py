@@ -134,13 +134,12 @@ def check_optimizers(optimizer: Optimizers, state: Any) -> None:
     """
     if state is None or optimizer is None:
         return
-    named = optimizers.by_name(optimizer)
-    states = {"": state} if set(named) == {""} else state
-    if not isinstance(states, Mapping) or set(states) != set(named):
-        raise StateError(
-            f"the file has the optimizers {short_repr(list(states))}, but the runner has {list(named)}"
-        )
-    for name, one in named.items():
+    own = optimizers.by_name(optimizer)
+    states = require_mapping(optimizers.named(state, own), "the state of the optimizers")
+    if set(states) != set(own):
+        found = "one optimizer" if "param_groups" in states else f"the optimizers {short_repr(list(states))}"
+        raise StateError(f"the file has {found}, but the runner has {list(own)}")
+    for name, one in own.items():
         if isinstance(one, OptimWrapper):
             one.check_state_dict(states[name])
         else:
@@ -152,9 +151,12 @@ def load_optimizers(optimizer: Optimizers, state: Any, logger: Logger) -> None:
     if state is None or optimizer is None:
         logger.warning("no optimizer was resumed: %s has none", "the file" if state is None else "the runner")
         return
-    for name, one in optimizers.by_name(optimizer).items():
-        # A copy, because torch keeps the tensors that it is given.
-        one.load_state_dict(copy.deepcopy(state if name == "" else state[name]))
+    own = optimizers.by_name(optimizer)
+    states = optimizers.named(state, own)
+    for name, one in own.items():
+        one.load_state_dict(
+            copy.deepcopy(states[name])
+        )  # a copy, because torch keeps the tensors that it is given
 
 
 def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _with_windows(state: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[
         window = windows["optimizer"].get(name)
         named[name] = rest if window is None else {**rest, RESUME_KEY: window}
     if named:
-        changed["optimizer"] = named[""] if set(named) == {""} else named
+        changed["optimizer"] = optimizers.unnamed(named)
     return changed
 
 
