@@ -172,7 +172,8 @@ def build_fp16_engine(
     properties = resolve("O2" if dtype is torch.float16 else "O5")
     policy = properties.policy(norms="all")
     exact = [(parameter, parameter.data) for parameter in inner.parameters()]
-    if is_decorated(inner):
+    casts_itself = is_decorated(inner)
+    if casts_itself:
         # The model's decorators cast, so the engine must not cast at the model's boundary.
         policy = Policy(masters=True)
         check_models([inner], policy)
@@ -182,7 +183,7 @@ def build_fp16_engine(
     engine = build(config, [inner], [optimizer], reducer=reducer)
     for parameter, value in exact:
         engine.masters.set_value(parameter, value)
-    if not is_decorated(inner):
+    if not casts_itself:
         engine.context.handles += suspend_autocast(inner, engine.device.type)
     reconnect(model)
     return engine

@@ -90,11 +90,11 @@ class LoggerHook(Hook):
 
     def get_lr_tags(self, runner: RunnerView) -> Tags:
         """``learning_rate`` of the first group; with several optimizers, one tag for each."""
-        return _first("learning_rate", runner.current_lr())
+        return _tags("learning_rate", runner.current_lr())
 
     def get_momentum_tags(self, runner: RunnerView) -> Tags:
         """``momentum`` of the first group; with several optimizers, one tag for each."""
-        return _first("momentum", runner.current_momentum())
+        return _tags("momentum", runner.current_momentum())
 
     def get_loggable_tags(
         self,
@@ -124,10 +124,16 @@ class LoggerHook(Hook):
                 runner.log_buffer.clear_output()
 
 
-def _first(name: str, values: list[float] | Mapping[str, list[float]]) -> Tags:
-    if isinstance(values, Mapping):
-        return {f"{name}/{key}": each[0] for key, each in values.items()}
-    return {name: values[0]}
+def _first(values: list[float] | Mapping[str, list[float]]) -> float | dict[str, float]:
+    """The number of the first group; with several optimizers, a dict with that of each."""
+    return {name: each[0] for name, each in values.items()} if isinstance(values, Mapping) else values[0]
+
+
+def _tags(name: str, values: list[float] | Mapping[str, list[float]]) -> Tags:
+    first = _first(values)
+    if isinstance(first, dict):
+        return {f"{name}/{key}": number for key, number in first.items()}
+    return {name: first}
 
 
 _TIMES = ("time", "data_time")
@@ -178,7 +184,7 @@ class TextLoggerHook(LoggerHook):
             "mode": self.get_mode(runner),
             "epoch": self.get_epoch(runner),
             "iter": runner.log_buffer.output.get(EVAL_ITERS, self.get_iter(runner, inner_iter=True)),
-            "lr": _first_rates(runner),
+            "lr": None if runner.optimizer is None else _first(runner.current_lr()),
         }
         if "time" in output:
             memory = _peak_memory()
@@ -223,13 +229,6 @@ class TextLoggerHook(LoggerHook):
             parts.append(f"eta: {datetime.timedelta(seconds=int(left))}")
             parts += [f"{name}: {row[name]:.3f}" for name in _TIMES if name in row]
         return parts + ([f"memory: {row['memory']}"] if "memory" in row else [])
-
-
-def _first_rates(runner: RunnerView) -> Any:
-    if runner.optimizer is None:
-        return None
-    rates = runner.current_lr()
-    return {name: each[0] for name, each in rates.items()} if isinstance(rates, dict) else rates[0]
 
 
 def _text(value: Any) -> str:

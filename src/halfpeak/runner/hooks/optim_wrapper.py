@@ -13,7 +13,7 @@ from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hooks.optimizer import require_loss
+from halfpeak.runner.hooks.optimizer import log_norm, require_loss
 
 
 @HOOKS.register_module()
@@ -69,7 +69,7 @@ class OptimWrapperHook(Hook):
             return
         runner.step_result = result
         if result.grad_norm is not None:
-            runner.log_buffer.update({"grad_norm": result.grad_norm}, runner.outputs.get("num_samples", 1))
+            log_norm(runner, result.grad_norm)
 
 
 def _wrapper_of(runner: RunnerView) -> OptimWrapper:

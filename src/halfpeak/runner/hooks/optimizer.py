@@ -162,7 +162,7 @@ class OptimizerHook(Hook):
             self._engine.load_window_buffers([])
 
     def _zero_grad(self, runner: RunnerView) -> None:
-        require_optimizer(runner, self).zero_grad()
+        runner.optimizer.zero_grad()
 
     def _is_foreign(self, optimizer: Any) -> bool:
         """Whether ``optimizer`` has ``zero_grad`` and ``step``, is not torch's, and this hook can step it."""
@@ -178,7 +178,7 @@ class OptimizerHook(Hook):
         loss.backward()
         norm = None if self.grad_clip is None else self.clip_grads(runner.model.parameters())
         if norm is not None:
-            _log_norm(runner, norm)
+            log_norm(runner, norm)
         runner.optimizer.step()
 
     def _ready(self, runner: RunnerView) -> Engine:
@@ -228,7 +228,7 @@ class OptimizerHook(Hook):
         runner.step_result = result = engine.step(keep_gradients=keep_gradients)
         norm = result.grad_norm if norm is None else norm
         if norm is not None and has_gradients:
-            _log_norm(runner, norm)
+            log_norm(runner, norm)
 
 
 @HOOKS.register_module()
@@ -375,7 +375,7 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
     )
 
 
-def _log_norm(runner: RunnerView, norm: Tensor) -> None:
+def log_norm(runner: RunnerView, norm: Tensor) -> None:
     """Log the norm: as a tensor to a :class:`LogBuffer`, which reads it later; as a number to any other buffer."""
     value = norm if isinstance(runner.log_buffer, LogBuffer) else float(norm)
     runner.log_buffer.update({"grad_norm": value}, runner.outputs.get("num_samples", 1))

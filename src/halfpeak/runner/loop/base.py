@@ -44,6 +44,7 @@ from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.batches import Flow
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.step_counter import StepCounter
+from halfpeak.runner.utilities import get_time_str
 from halfpeak.state import random_state
 
 
@@ -101,7 +102,7 @@ class BaseRunner:
         self.work_dir = None if work_dir is None else str(Path(work_dir).absolute())
         if self.work_dir is not None:
             Path(self.work_dir).mkdir(parents=True, exist_ok=True)
-        self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime())
+        self.timestamp = get_time_str()
         self.mode: str | None = None
         self.log_buffer = LogBuffer()
         self.outputs: dict[str, Any] = {}
