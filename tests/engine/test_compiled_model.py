@@ -148,3 +148,25 @@ def test_a_prepared_model_is_exported_and_traced_for_serving(level: str) -> None
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
     traced: Any = torch.jit.trace(model, (x,))
     assert torch.equal(traced(x), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_kept_layers_of_a_compiled_model_compute_in_float32(level: str) -> None:
+    torch._dynamo.reset()
+    losses: dict[bool, list[float]] = {}
+    for compiles in (False, True):
+        net = new_net()
+        engine = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), level, keep_fp32=["body.0"])
+        dtypes: list[torch.dtype] = []
+        net.body[0].register_forward_hook(lambda _, __, output, seen=dtypes: seen.append(output.dtype))
+        model = torch.compile(net, backend="aot_eager") if compiles else net
+        losses[compiles] = []
+        for number in range(3):
+            x, y = make_batch(number)
+            with engine.forward():
+                loss = nn.functional.cross_entropy(model(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses[compiles].append(loss.item())
+        assert dtypes == [torch.float32] * 3
+    assert losses[True] == losses[False]

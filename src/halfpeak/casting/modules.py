@@ -21,7 +21,7 @@ from halfpeak.casting.suspend import resume, suspend_until_return
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
-from halfpeak.core.torch_compat import traced_inline
+from halfpeak.core.torch_compat import traced_inline, untraced
 from halfpeak.ops.shards import is_shard
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -158,11 +158,13 @@ class CastOutput:
         return cast_tree(output, self.dtype)
 
 
+@untraced
 def suspend_casts(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook after which operations are not cast, until :func:`resume_casts` or an exception ends the call."""
     suspend_until_return(sys._getframe(1))
 
 
+@untraced
 def resume_casts(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that ends the suspension of :func:`suspend_casts`."""
     resume()
