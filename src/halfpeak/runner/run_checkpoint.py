@@ -154,9 +154,8 @@ def load_optimizers(optimizer: Optimizers, state: Any, logger: Logger) -> None:
     own = optimizers.by_name(optimizer)
     states = optimizers.named(state, own)
     for name, one in own.items():
-        one.load_state_dict(
-            copy.deepcopy(states[name])
-        )  # a copy, because torch keeps the tensors that it is given
+        # A copy, because torch keeps the tensors that it is given.
+        one.load_state_dict(copy.deepcopy(states[name]))
 
 
 def open_windows(state: Mapping[str, Any]) -> dict[str, Any]:
