@@ -35,18 +35,16 @@ def main() -> None:
             torch.randint(1024, (1, 64), generator=random).to(device),
         ),
     }
-    for name, (build, x) in nets.items():
-        for passes in PASSES:
-            case = f"{name}, {passes} to a step"
-            if case not in chosen([case], options):
-                continue
-            variants = makers(build, x, device, passes)
-            samples = time_variants(variants, device=device, rounds=options.rounds)
-            each = {
-                variant: [type(one)(one.cpu / passes, one.wall / passes) for one in taken]
-                for variant, taken in samples.items()
-            }
-            report("accumulation", case, each, baseline=NATIVE, options=options)
+    cases = {f"{name}, {passes} to a step": (*nets[name], passes) for name in nets for passes in PASSES}
+    for case in chosen(cases, options):
+        build, x, passes = cases[case]
+        variants = makers(build, x, device, passes)
+        samples = time_variants(variants, device=device, rounds=options.rounds)
+        each = {
+            variant: [type(one)(one.cpu / passes, one.wall / passes) for one in taken]
+            for variant, taken in samples.items()
+        }
+        report("accumulation", case, each, baseline=NATIVE, options=options)
 
 
 def makers(build: Callable[[], nn.Module], x: Tensor, device: str, passes: int) -> dict[str, Variant]:

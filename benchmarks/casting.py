@@ -24,23 +24,17 @@ LOW = torch.bfloat16
 Scope = AbstractContextManager[Any]
 
 
-def scopes(device: str) -> dict[str, tuple[Callable[[], Scope], Callable[[], None]]]:
-    """For each variant, a function that makes the scope of a forward pass, and a function that a step calls."""
+def scopes(device: str) -> dict[str, Callable[[], Scope]]:
+    """For each variant, a function that makes the scope of a forward pass."""
     device_type = torch.device(device).type
     apex, lists = OpCasts(LOW), DeviceCasts(device_type, LOW)
     return {
-        "no casts": (nullcontext, _nothing),
-        "torch.autocast": (lambda: torch.autocast(device_type, LOW), _nothing),
-        "torch.autocast, cache off": (
-            lambda: torch.autocast(device_type, LOW, cache_enabled=False),
-            _nothing,
-        ),
-        "halfpeak, torch's lists": (lambda: lists, _nothing),
-        "halfpeak, apex's lists": (lambda: apex, _nothing),
+        "no casts": nullcontext,
+        "torch.autocast": lambda: torch.autocast(device_type, LOW),
+        "torch.autocast, cache off": lambda: torch.autocast(device_type, LOW, cache_enabled=False),
+        "halfpeak, torch's lists": lambda: lists,
+        "halfpeak, apex's lists": lambda: apex,
     }
-
-
-def _nothing() -> None: ...
 
 
 def repeat(call: Callable[[], Tensor], make: Callable[[], Scope]) -> Variant:
@@ -76,17 +70,14 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def window(
-    net: nn.Module, x: Tensor, passes: int, make: Callable[[], Scope], step: Callable[[], None]
-) -> Variant:
-    """Forward and backward, ``passes`` times, then ``step``."""
+def window(net: nn.Module, x: Tensor, passes: int, make: Callable[[], Scope]) -> Variant:
+    """Forward and backward, ``passes`` times."""
 
     def run() -> None:
         for _ in range(passes):
             with make():
                 loss = net(x).float().square().mean()
             loss.backward()
-        step()
         for parameter in net.parameters():
             parameter.grad = None
 
@@ -104,7 +95,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
     for case, call in operations(options.device).items():
-        variants = {name: repeat(call, make) for name, (make, _) in scopes(options.device).items()}
+        variants = {name: repeat(call, make) for name, make in scopes(options.device).items()}
         times = time_variants(variants, device=options.device, rounds=options.rounds)
         report("casting", f"1000 calls of {case}", times, baseline="torch.autocast", options=options)
     for name, (blocks, width, rows) in NETS.items():
@@ -112,8 +103,7 @@ def main() -> None:
             net = nn.Sequential(*(Block(width) for _ in range(blocks))).to(options.device)
             x = torch.randn(rows, width, device=options.device)
             variants = {
-                variant: window(net, x, passes, make, step)
-                for variant, (make, step) in scopes(options.device).items()
+                variant: window(net, x, passes, make) for variant, make in scopes(options.device).items()
             }
             times = time_variants(variants, device=options.device, rounds=options.rounds)
             case = f"{name}, forward and backward, {passes} a step"

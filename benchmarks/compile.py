@@ -35,10 +35,9 @@ Facts = dict[str, float]
 
 def main() -> None:
     options = arguments(__doc__, rounds=3)
-    for count in COUNTS:
-        case = f"{count} tensors"
-        if case not in chosen([case], options):
-            continue
+    counts = {f"{count} tensors": count for count in COUNTS}
+    for case in chosen(counts, options):
+        count = counts[case]
         print(f"\ncompile: {case} on {describe(options)}, {options.rounds} rounds")
         rounds = [in_fresh_processes("fused", count, options.device, times=2) for _ in range(options.rounds)]
         variants = {

@@ -50,19 +50,17 @@ def step(widths: list[int], batch: int, optimizer: Any, device: str, **settings:
 
 def main() -> None:
     options = arguments(__doc__, rounds=31)
-    for name, (widths, batch) in CASES.items():
-        for kind, optimizer in OPTIMIZERS.items():
-            case = f"{name}, {kind}"
-            if case not in chosen([case], options):
-                continue
-            variants = {
-                "without": step(
-                    widths, batch, optimizer, options.device, scale=halfpeak.ScaleConfig(), on_skip=None
-                ),
-                "default": step(widths, batch, optimizer, options.device),
-            }
-            samples = time_variants(variants, device=options.device, rounds=options.rounds)
-            report("default", case, samples, baseline="without", options=options)
+    cases = {f"{name}, {kind}": (*CASES[name], OPTIMIZERS[kind]) for name in CASES for kind in OPTIMIZERS}
+    for case in chosen(cases, options):
+        widths, batch, optimizer = cases[case]
+        variants = {
+            "without": step(
+                widths, batch, optimizer, options.device, scale=halfpeak.ScaleConfig(), on_skip=None
+            ),
+            "default": step(widths, batch, optimizer, options.device),
+        }
+        samples = time_variants(variants, device=options.device, rounds=options.rounds)
+        report("default", case, samples, baseline="without", options=options)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ STEPS = 8
 def main() -> None:
     options = arguments(__doc__)
     device = options.device
-    for case, task in tasks(device).items():
-        if case not in chosen([case], options):
-            continue
+    by_case = tasks(device)
+    for case in chosen(by_case, options):
+        task = by_case[case]
         variants = {name: make() for name, make in makers(task, device).items()}
         losses = {name: [float(run().detach()) for _ in range(STEPS)] for name, run in variants.items()}
         refuse_strays(losses)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.window import Scaled
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.shards import local_of
 from halfpeak.state.remainder_store import remainder_store_of
@@ -84,7 +85,7 @@ def measure(context: EngineContext) -> Memory:
     by_kind: dict[str, Iterable[Any]] = {
         "weights": weights,
         "masters": [master for _, master in context.masters],
-        "remainders": [row["remainder"] for row in rows if keeps and "remainder" in row],
+        "remainders": [row[REMAINDER] for row in rows if keeps and REMAINDER in row],
         "moments": rows,
         "gradients": [gradients_of(holders), [(window.stashed, window.sums) for window in waiting]],
         "buffers": [*(buffer for model in models for buffer in model.buffers()), context.stats],

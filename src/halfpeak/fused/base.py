@@ -17,12 +17,12 @@ from halfpeak.core.errors import ConfigError, ParameterError, StateError
 from halfpeak.core.optimizer_state import check_optimizer_state, params_of
 from halfpeak.fused.backends.base import Backend, BackendStep, GradStats, HostBackend
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
-from halfpeak.fused.backends.triton import TritonBackend
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs, decide_on_host
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
 from halfpeak.fused.rules.base import Rule
-from halfpeak.fused.state_dtypes.loading import REMAINDER, adapt_row, check_row, keep_dtypes, rows_of
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
+from halfpeak.fused.state_dtypes.loading import adapt_row, check_row, keep_dtypes, rows_of
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
 from halfpeak.fused.state_dtypes.remainders import Remainders
 from halfpeak.fused.step_hooks import with_step_hooks
@@ -186,7 +186,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     def detach_tables(self) -> AddressTables | None:
         """Hand the Triton backend's address tables to a captured graph that reads them; later steps build new ones."""
-        return self._backend.detach_tables() if isinstance(self._backend, TritonBackend) else None
+        return None if self._backend is None else self._backend.detach_tables()
 
     def set_step_inputs(self, inputs: StepInputs | None) -> None:
         """Set the inputs of the next steps; None for the parameters' own gradients."""

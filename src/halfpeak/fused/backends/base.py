@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from halfpeak.fused.backends.kernels import clip_coef_without_eps
+from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import GradPacker
 from halfpeak.fused.flat.step_counts import StepCount
-from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.rules.base import Rule, gradient_sign
 
 
 class GradStats(NamedTuple):
@@ -35,13 +36,11 @@ class UpdateArgs(NamedTuple):
     """The arguments for updating one slice.
 
     Attributes:
-        rule: the formula.
         group: hyper-parameters.
         numbers: the factor of the gradients, then the rule's constants.  # f32[1 + k], f64 for a float64 weight
     """
 
     slice_: BufferSlice
-    rule: Rule
     group: dict[str, object]
     numbers: Tensor
 
@@ -92,6 +91,10 @@ class Backend(ABC):
     def invalidate_layout(self) -> None:
         """Forget objects made for the buffers, because the buffers are about to change."""
 
+    def detach_tables(self) -> AddressTables | None:
+        """Hand address tables to a captured graph that reads them; None if the backend has none."""
+        return None
+
     def clipped(self, step: BackendStep) -> BackendStep:
         """``step`` with the clip coefficient for its ``max_norm`` multiplied into its ``multiplier``."""
         if step.max_norm is None:
@@ -100,11 +103,24 @@ class Backend(ABC):
         return step._replace(multiplier=step.multiplier * clip_coef_without_eps(norm, step.max_norm))
 
 
-class HostBackend(Backend):
-    """A backend where the host decides whether to step."""
+class PackingBackend(Backend):
+    """A backend whose kernels read gradients as vectors."""
 
     def __init__(self) -> None:
         self._packer = GradPacker()
+
+    def invalidate_grads(self) -> None:
+        self._packer.invalidate_grads()
+
+    def invalidate_layout(self) -> None:
+        self._packer.invalidate_layout()
+
+
+class HostBackend(PackingBackend):
+    """A backend where the host decides whether to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._updates: UpdateList | None = None
 
     @abstractmethod
@@ -127,11 +143,8 @@ class HostBackend(Backend):
             count.increment()
         self.update(updates, grads)
 
-    def invalidate_grads(self) -> None:
-        self._packer.invalidate_grads()
-
     def invalidate_layout(self) -> None:
-        self._packer.invalidate_layout()
+        super().invalidate_layout()
         self._updates = None
 
 
@@ -158,7 +171,7 @@ class UpdateList:
                 length = 1 + len(rule.constants(group, 1.0))
                 room = torch.empty(length, dtype=wide, device=weight.device)
                 sources[key] = _Source(rule, group, slice_.step_count, room)
-            self._updates.append(UpdateArgs(slice_, rule, group, sources[key].numbers))
+            self._updates.append(UpdateArgs(slice_, group, sources[key].numbers))
         self._sources = list(sources.values())
         self.step_counts = {id(one.step_count): one.step_count for one in slices}.values()
 
@@ -193,6 +206,5 @@ class _Source(NamedTuple):
     numbers: Tensor
 
     def values(self, multiplier: float) -> list[float]:
-        sign = -1.0 if self.group.get("maximize") else 1.0
         constants = self.rule.constants(self.group, float(self.step_count.step) + 1)
-        return [sign * multiplier, *map(float, constants)]
+        return [gradient_sign(self.group) * multiplier, *map(float, constants)]

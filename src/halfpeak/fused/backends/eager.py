@@ -42,11 +42,11 @@ class EagerBackend(HostBackend):
         for args in updates:
             vector = self._packer(args.slice_.buffer, grads)
             length = len(args.slice_.buffer)
-            for at in _chunks(length, length if args.rule.layerwise else CHUNK):
+            for at in _chunks(length, length if args.slice_.rule.layerwise else CHUNK):
                 self._update(args, vector[at], at)
 
     def _update(self, args: UpdateArgs, grad: Tensor, at: slice) -> None:
-        buffer, rule, wide = args.slice_.buffer, args.rule, args.numbers.dtype
+        buffer, rule, wide = args.slice_.buffer, args.slice_.rule, args.numbers.dtype
         weight, low, slots = buffer.chunk(at)
         true = self._widened(grad, wide).mul_(args.numbers[0])
         constants = args.numbers[1:].unbind()

@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.fused.backends.base import Backend, BackendStep, GradStats
+from halfpeak.fused.backends.base import BackendStep, GradStats, PackingBackend
 from halfpeak.fused.backends.kernels import measure
 from halfpeak.fused.flat.layout import BufferSlice
-from halfpeak.fused.flat.pack_gradients import GradPacker
-from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.rules.base import Rule, gradient_sign
 
 CHUNK = 2**22
 """Elements per chunk: enough to keep a device busy, with intermediate results that are small beside the buffers."""
 
 
-class EagerDeviceBackend(Backend):
+class EagerDeviceBackend(PackingBackend):
     """Runs on every accelerator, for slices without a Triton kernel: float64, rules of user code, several devices."""
 
     name = "eager"
-
-    def __init__(self) -> None:
-        self._packer = GradPacker()
 
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
@@ -58,12 +54,6 @@ class EagerDeviceBackend(Backend):
             found_inf = step.found_inf
             counter.increment(1 if found_inf is None else found_inf.to(counter.step.device) == 0)
 
-    def invalidate_grads(self) -> None:
-        self._packer.invalidate_grads()
-
-    def invalidate_layout(self) -> None:
-        self._packer.invalidate_layout()
-
 
 def _numbers(slice_: BufferSlice, step: BackendStep, wide: torch.dtype) -> Tensor:
     """The factor of the gradients, then the rule's constants.  # wide[1 + k]"""
@@ -71,9 +61,8 @@ def _numbers(slice_: BufferSlice, step: BackendStep, wide: torch.dtype) -> Tenso
     # In float32, 1 - 0.999**t would lose most of its bits; Metal has no wider dtype.
     exact = torch.float32 if device.type == "mps" else torch.float64
     constants = slice_.rule.constants(group, slice_.step_count.step.to(device, exact) + 1)
-    sign = -1.0 if group.get("maximize") else 1.0
     values = [_there(value, device, exact) for value in (step.multiplier, *constants)]
-    values[0] = values[0] * sign
+    values[0] = values[0] * gradient_sign(group)
     return torch.stack(values).to(wide)
 
 

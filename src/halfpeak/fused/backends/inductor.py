@@ -332,7 +332,7 @@ def _kernel_for(args: UpdateArgs, memory: Sequence[Tensor], grad: Tensor) -> Cal
     buffer = args.slice_.buffer
     has_low = buffer.low is not None
     if len(grad) < 2:
-        return flat_update_of(args.rule, has_low=has_low)
+        return flat_update_of(args.slice_.rule, has_low=has_low)
     first, full = 1 + has_low, len(memory) - buffer.per_param_scalars
     states = zip(memory[first:full], buffer.block_sizes or (1,) * len(buffer.states), strict=False)
     vectors = (
@@ -342,7 +342,7 @@ def _kernel_for(args: UpdateArgs, memory: Sequence[Tensor], grad: Tensor) -> Cal
         Vector.long(grad),
         Vector.fixed(args.numbers),
     )
-    return _updating(args.rule, has_low, vectors)
+    return _updating(args.slice_.rule, has_low, vectors)
 
 
 @cache

@@ -13,8 +13,8 @@ from torch import Tensor
 from halfpeak.core.torch_compat import is_capturing
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import in_order
-from halfpeak.fused.rules.base import Rule
-from halfpeak.fused.state_dtypes.loading import REMAINDER
+from halfpeak.fused.rules.base import Rule, gradient_sign
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.ops.triton import KernelConfig
 
 KERNEL_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -36,9 +36,8 @@ def has_kernel(slice_: BufferSlice) -> bool:
 
 def hyper_row(rule: Rule, group: Mapping[str, Any], width: int) -> list[float]:
     """The row of a group: sign, lr (0 if lr is on the device), weight decay, then :meth:`Rule.hyper_params`."""
-    sign = -1.0 if group.get("maximize") else 1.0
     lr = 0.0 if device_lr(group) is not None else float(group["lr"])
-    row = [sign, lr, float(group["weight_decay"]), *rule.hyper_params(group)]
+    row = [gradient_sign(group), lr, float(group["weight_decay"]), *rule.hyper_params(group)]
     return row + [0.0] * (width - len(row))
 
 

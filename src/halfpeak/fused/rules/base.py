@@ -113,3 +113,8 @@ class Rule(ABC):
         Two numbers of the rule, ``eps`` and three switches. Trailing zeros may be omitted.
         """
         return ()
+
+
+def gradient_sign(group: Mapping[str, Any]) -> float:
+    """The factor of a group's gradients: -1 if ``maximize`` is set, else 1."""
+    return -1.0 if group.get("maximize") else 1.0

@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 
 from halfpeak.fused.rules.base import StateTensor
 
+REMAINDER: Final = "remainder"
+"""The key of a remainder in the state row of its parameter."""
+
 BLOCK_SIZE: Final = 128
 """Neighbouring 8-bit elements that share one scale: 1/32 byte of scale per element, and one row of a GPU's load."""
 
@@ -190,7 +193,7 @@ class Remainder:
     def storage(self) -> tuple[StateTensor, ...]:
         return (
             StateTensor("", torch.bfloat16),
-            StateTensor("remainder", torch.int16 if self.bits == 16 else torch.int8),
+            StateTensor(REMAINDER, torch.int16 if self.bits == 16 else torch.int8),
         )
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:

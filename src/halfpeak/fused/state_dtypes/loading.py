@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.flat.buffers import flat
 from halfpeak.fused.rules.base import Rule
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.fused.state_dtypes.quantized_rule import QuantizedRule
 from halfpeak.ops.foreach import is_dense
-
-REMAINDER: Final = "remainder"
-"""The key of a remainder in the state row of its parameter."""
 
 
 def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ParameterError
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.fused.state_dtypes.codecs import Remainder
+from halfpeak.fused.state_dtypes.codecs import REMAINDER, Remainder
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.versions import TensorVersions
 
@@ -76,7 +76,7 @@ class Remainders:
         known = self._remainder_of(parameter)
         if known is None:
             own = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False)
-            self._require_optimizer().state[parameter]["remainder"] = own.copy_(remainder)
+            self._require_optimizer().state[parameter][REMAINDER] = own.copy_(remainder)
         else:
             known.copy_(remainder)
         if id(parameter) not in self._positions:
@@ -140,7 +140,7 @@ class Remainders:
 
     def _remainder_of(self, parameter: Tensor) -> Tensor | None:
         optimizer = self._optimizer()
-        return None if optimizer is None else optimizer.state.get(parameter, {}).get("remainder")
+        return None if optimizer is None else optimizer.state.get(parameter, {}).get(REMAINDER)
 
     def _require_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
