@@ -42,6 +42,7 @@ COMPILED = {
     "Adagrad": ROUNDINGS,
     "LAMB": CLIPPED,
     "NovoGrad": ROUNDINGS,
+    "NovoGrad inf": ROUNDINGS,
 }
 """Roundings by which compiled kernels may differ: none where there is no root and no sum."""
 

@@ -316,7 +316,7 @@ def _runs_of(args: UpdateArgs, grad: Tensor) -> list[_Run]:
     buffer = args.slice_.buffer
     size = CHUNK if buffer.block_sizes else buffer.length
     runs: list[_Run] = []
-    for start in range(0, buffer.length or 1, size or 1):
+    for start in range(0, buffer.length, size or 1):
         at = slice(start, min(start + size, buffer.length))
         weight, low, states = buffer.chunk(at)
         memory = (weight, *(() if low is None else (low,)), *states)
