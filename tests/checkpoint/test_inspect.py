@@ -28,7 +28,7 @@ from checkpoint.loops import (
     ScalerLoop,
 )
 from checkpoint.payloads import archive
-from halfpeak.checkpoint import Report, convert, inspect, load, save
+from halfpeak.checkpoint import Report, convert, inspect, load, save, trailer
 from halfpeak.checkpoint.formats import FORMS
 from halfpeak.checkpoint.inspection import ScalerReport
 from halfpeak.core.errors import CheckpointError, HalfpeakError
@@ -320,6 +320,18 @@ def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
         assert report.form == "unknown"
     with pytest.raises(CheckpointError, match="cannot be opened"):
         inspect(tmp_path / "absent.pt")
+
+
+def test_a_name_does_not_make_a_file_damaged(tmp_path: Path) -> None:
+    """The reason is not searched for words: a file of another version of the format is not damaged."""
+    path = tmp_path / "this is damaged.pt"
+    save(path, script())
+    data = bytearray(path.read_bytes())
+    data[-trailer.SIZE + len(trailer.MAGIC)] = 7
+    path.write_bytes(data)
+    report = inspect(path)
+    assert ("damaged" in report.integrity, report.readable) == (False, False)
+    assert "format version" in report.findings[0]
 
 
 def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:

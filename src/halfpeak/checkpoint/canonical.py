@@ -140,8 +140,8 @@ class Contents:
             or (
                 _ASIDE.search(where) is None
                 and (
-                    (has_models and self._add_models(where, value))
-                    or self._add_optimizers(where, value)
+                    (has_models and _add_each(self.add_model, is_weights, where, value))
+                    or _add_each(self.add_optimizer, _is_any_optimizer, where, value)
                     or self.add_scaler(where, value)
                     or self._add_masters(where, value)
                 )
@@ -156,16 +156,6 @@ class Contents:
             return False
         self.models[where] = value  # type: ignore[assignment]
         return True
-
-    def _add_models(self, where: str, value: object) -> bool:
-        """Add one model, or a list or dict of models."""
-        return _add_each(self.add_model, is_weights, where, value)
-
-    def _add_optimizers(self, where: str, value: object) -> bool:
-        """Add one optimizer, or a list or dict of optimizers."""
-        return _add_each(
-            self.add_optimizer, lambda one: is_optimizer(one) or _is_fp16_optimizer(one), where, value
-        )
 
     def add_optimizer(self, where: str, value: object) -> bool:
         """Add an optimizer with the loss scaler that a wrapper saved in it, or an ``FP16_Optimizer``."""
@@ -349,6 +339,10 @@ def has_names(optimizer: Mapping[str, Any]) -> bool:
 
 def _is_fp16_optimizer(value: object) -> bool:
     return isinstance(value, Mapping) and {"optimizer_state_dict", "fp32_from_fp16"} <= set(value)
+
+
+def _is_any_optimizer(value: object) -> bool:
+    return is_optimizer(value) or _is_fp16_optimizer(value)
 
 
 def _is_listing(parameters: object) -> bool:

@@ -126,10 +126,9 @@ def _as_plain(files: dict[str, Any], opened: Opened) -> dict[str, Any]:
     except CheckpointError as error:
         if not opened.symbols:
             raise
-        found = str(error).partition(";")[0]
         raise CheckpointError(
-            f"{found}, and {opened.path} holds more than plain data; leave the entry out with --drop, or load the file in the "
-            "program that wrote it, and save dicts, lists, numbers and tensors in place of objects"
+            f"{error.reason}, and {opened.path} holds more than plain data; leave the entry out with --drop, or load the file "
+            "in the program that wrote it, and save dicts, lists, numbers and tensors in place of objects"
         ) from None
 
 
@@ -309,7 +308,7 @@ def _fit_rest(contents: Contents, target: Target) -> dict[str, str]:
             kept[name] = plain(_as_dicts(value, {}), name)
         except CheckpointError as error:
             found = ", ".join(sorted({one.name for one in walk(value) if isinstance(one, Record)}))
-            lost[name] = f"holds {found}" if found else str(error).partition(";")[0]
+            lost[name] = f"holds {found}" if found else error.reason
     contents.rest = kept
     return lost
 

@@ -92,7 +92,7 @@ def load(
         if not fall_back:
             file.close()
             raise CheckpointError(
-                f"{error}. {previous} is intact: load that, or write fall_back=True"
+                f"{error}. {previous} is intact: load that, or write fall_back=True", damaged=error.damaged
             ) from None
         warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
         target = previous

@@ -116,7 +116,7 @@ def _read_sealed(opened: Opened) -> None:
     try:
         opened.tree = load(opened.path)
     except CheckpointError as error:
-        if "is damaged" in str(error):
+        if error.damaged:
             opened.integrity = "damaged"
         raise
 

@@ -51,7 +51,7 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
         return _check_scalar(value, where)
     if id(value) in seen:
         if seen[id(value)] is _OPEN:
-            raise CheckpointError(f"{where} contains itself; checkpoints cannot hold reference cycles")
+            raise CheckpointError(f"{where} contains itself", "checkpoints cannot hold reference cycles")
         return seen[id(value)]
     if depth == MAX_DEPTH:
         raise CheckpointError(f"{where[:200]}... is nested more than {MAX_DEPTH} levels deep")
@@ -69,7 +69,7 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
         if kind is OrderedDict and "_metadata" in vars(value):
             vars(copy)["_metadata"] = _copy(vars(value)["_metadata"], f"{where}._metadata", depth + 1, seen)
     else:
-        raise CheckpointError(f"{where} is a {kind.__qualname__}; a checkpoint holds {_ALLOWED}")
+        raise CheckpointError(f"{where} is a {kind.__qualname__}", f"a checkpoint holds {_ALLOWED}")
     seen[id(value)] = copy
     return copy
 
@@ -77,17 +77,19 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
 def _check_scalar(value: Any, where: str) -> Any:
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         raise CheckpointError(
-            f"{where} is an integer of {value.bit_length()} bits, and torch reads back at most {MAX_INT_BITS}; write a str"
+            f"{where} is an integer of {value.bit_length()} bits, and torch reads back at most {MAX_INT_BITS}",
+            "write a str",
         )
     if value == b"":
-        raise CheckpointError(f"{where} is b'', which torch cannot read back as plain data; write None")
+        raise CheckpointError(f"{where} is b'', which torch cannot read back as plain data", "write None")
     return value
 
 
 def _check_key(key: Any, where: str) -> Any:
     if type(key) not in SCALARS:
         raise CheckpointError(
-            f"{where} has a key of type {type(key).__qualname__}; keys are None, bool, int, float, str or bytes"
+            f"{where} has a key of type {type(key).__qualname__}",
+            "keys are None, bool, int, float, str or bytes",
         )
     return _check_scalar(key, f"a key of {where}")
 
@@ -95,6 +97,6 @@ def _check_key(key: Any, where: str) -> Any:
 def _check_tensor(tensor: Tensor, where: str) -> Tensor:
     if tensor.is_meta:
         raise CheckpointError(
-            f"{where} is a meta tensor, which has no values; give it a device with to_empty() first"
+            f"{where} is a meta tensor, which has no values", "give it a device with to_empty() first"
         )
     return tensor

@@ -188,9 +188,7 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     ...            "scale_factor": 2.0, "scale_window": 1000})["clean"]
     2
     """
-    found = _find_mmcv(_require_mapping(state))
-    if found is not None:
-        state = found
+    state = _find_mmcv(_require_mapping(state)) or state
     if frozenset(state) == _GRAD_SCALER:
         return from_grad_scaler(state)
     values = _require_keys(state, _MMCV, "mmcv's LossScaler")

@@ -144,7 +144,8 @@ def _verify(file: io.BufferedReader, path: Path) -> None:
         raise CheckpointError(f"{path} has format version {version}; this halfpeak reads version {VERSION}")
     if length != size - SIZE:
         raise CheckpointError(
-            f"{path} is damaged: it holds {size - SIZE} bytes of data, and {length} were written"
+            f"{path} is damaged: it holds {size - SIZE} bytes of data, and {length} were written",
+            damaged=True,
         )
     file.seek(0)
     # torch.load reads a file that is no zip archive as an older format, which save() never writes.
@@ -152,7 +153,7 @@ def _verify(file: io.BufferedReader, path: Path) -> None:
     file.seek(0)
     if _digest(file, length + _HEAD.size) != digest:
         raise CheckpointError(
-            f"{path} is damaged: its bytes do not fit the digest that was written with them"
+            f"{path} is damaged: its bytes do not fit the digest that was written with them", damaged=True
         )
     if not is_zip:
         raise CheckpointError(f"{path} does not hold a torch zip archive")

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfpeak.cli.arguments import Arguments
+from halfpeak.cli.text import console
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
 from halfpeak.insight.checkup import Checkup
@@ -91,17 +92,13 @@ def _own(task: str) -> tuple[Any, ...]:
 @contextmanager
 def _progress() -> Generator[Progress | None]:
     """A progress bar if rich is installed and stderr is a terminal; else None."""
-    try:
-        from rich.progress import Progress as Bar
-    except ModuleNotFoundError:
+    terminal = console(sys.stderr)
+    if terminal is None:
         yield None
         return
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
+    from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with Bar(console=terminal, transient=True) as bar:
         shown: dict[str, Any] = {}
 
         def update(level: str, step: int, steps: int) -> None:
@@ -114,12 +111,8 @@ def _progress() -> Generator[Progress | None]:
 
 def _print(found: Checkup) -> None:
     """Print a table if rich is installed and stdout is a terminal; else plain lines."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-        except ModuleNotFoundError:
-            pass
-        else:
-            Console().print(found)
-            return
-    sys.stdout.write(f"{found}\n")
+    terminal = console(sys.stdout)
+    if terminal is not None:
+        terminal.print(found)
+    else:
+        sys.stdout.write(f"{found}\n")

@@ -6,10 +6,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.cli.arguments import Arguments
-from halfpeak.cli.text import count, printable, size
+from halfpeak.cli.text import console, count, printable, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _DESCRIPTION = """Say what is in a checkpoint: who wrote it, at which level, loss scales, masters, optimizers, sizes,
 and what is suspicious. Nothing in the file is executed.
@@ -28,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     report = inspect(given.file)
     if given.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
-    elif not (sys.stdout.isatty() and _print_table(report)):
+    elif (terminal := console(sys.stdout)) is not None:
+        terminal.print(_table(report))
+    else:
         sys.stdout.write(as_text(report))
     return 0 if report.readable and (report.form != "unknown" or not report.findings) else 1
 
@@ -83,15 +89,11 @@ def _dtypes(dtypes: dict[str, int]) -> str:
     return ", ".join(f"{elements:,} {name}" for name, elements in dtypes.items())
 
 
-def _print_table(report: Report) -> bool:
-    """Print a table; False, and nothing is printed, if rich is not installed."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ModuleNotFoundError:
-        return False
+def _table(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.ROUNDED, show_header=False, title=Text(printable(report.path)))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -100,5 +102,4 @@ def _print_table(report: Report) -> bool:
     for label, text in rows(report):
         table.add_row("" if label == last else label, Text(text, style=styles.get(label, "")))
         last = label
-    Console().print(table)
-    return True
+    return table

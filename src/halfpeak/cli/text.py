@@ -1,16 +1,34 @@
-"""Formatting of values for a terminal: untrusted text, counts, sizes and speeds."""
+"""Output to a terminal: rich's console, and the formatting of untrusted text, counts, sizes and speeds."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final, TextIO
 
-def printable(text: str, longest: int = 400) -> str:
-    """Text from a file, with unprintable characters escaped, cut to ``longest`` characters.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LONGEST: Final = 400
+
+
+def console(stream: TextIO) -> Console | None:
+    """A console of rich for a stream; None if the stream is no terminal or rich is not installed."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return None
+    return Console(file=stream)
+
+
+def printable(text: str) -> str:
+    """Text from a file, with unprintable characters escaped, cut to 400 characters.
 
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
     """
     shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
-    return shown if len(shown) <= longest else f"{shown[:longest]}..."
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
 
 
 def count(number: int, what: str) -> str:

@@ -62,7 +62,20 @@ class StateError(HalfpeakError, ValueError, RuntimeError):
 
 
 class CheckpointError(HalfpeakError, RuntimeError):
-    """A checkpoint file is damaged, foreign, or holds something other than plain data."""
+    """A checkpoint file is damaged, foreign, or holds something other than plain data.
+
+    Args:
+        advice: what to write instead; the message ends with it.
+
+    Attributes:
+        reason: the message without the advice.
+        damaged: whether the length or the digest of the file is not the one written with it.
+    """
+
+    def __init__(self, reason: str, advice: str = "", *, damaged: bool = False) -> None:
+        super().__init__(f"{reason}; {advice}" if advice else reason)
+        self.reason = reason
+        self.damaged = damaged
 
 
 class BannedOpError(HalfpeakError, NotImplementedError):
